@@ -1,0 +1,60 @@
+"""The promise, tried out: the gradients of the pipelined step against the same step in one process."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from digit_reader.encoder import ImageEncoder
+from digit_reader.job import Job, dtype_of, layer_names, token_loss
+from digit_reader.language import LanguageStage
+from digit_reader.options import Options
+from digit_reader.samples import Samples
+from digit_reader.sizes import Sizes
+from pipegrid.layout import PipelineParallelLayerLayout
+
+BOUNDS = {"float32": 1e-5, "float64": 1e-10}
+"""The largest relative difference that a dtype may show."""
+
+
+class Unsharded(nn.Module):
+    """The whole model in one process, cut nowhere."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        layout = PipelineParallelLayerLayout([list(options.stages().flatten_layout)], 1)
+        self.images = ImageEncoder(Sizes(), seed=options.seed)
+        self.language = LanguageStage(layer_names(layout, 0), Sizes(), seed=options.seed)
+
+    def gradients(self, samples: Samples, indices: range) -> dict[str, torch.Tensor]:
+        """Gradients by parameter name of the token-weighted loss over ``indices``."""
+        dtype = next(self.parameters()).dtype
+        logits = self.language(self.images(samples.strips(indices).to(dtype)), samples.inputs(indices))
+        loss, tokens, _ = token_loss(logits, samples.targets(indices))
+        torch.autograd.backward(loss / tokens)
+        return {name: _gradient(parameter) for name, parameter in self.named_parameters()}
+
+
+def largest_difference(job: Job, samples: Samples, indices: range) -> float:
+    """Over all parameters of the job, ||a - b|| / max(||b||, 1e-3 ||all|| / sqrt(tensors)); the same on every rank.
+
+    Every rank recomputes the whole step alone (the model is small) and compares what it holds. The floor keeps
+    parameters whose gradient is zero in exact arithmetic from dividing rounding by rounding.
+    """
+    expected = Unsharded(job.options).to(dtype_of(job.options)).gradients(samples, indices)
+    everything = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    floor = 1e-3 * everything / len(expected) ** 0.5
+    worst = torch.zeros((), dtype=torch.float64)
+    for name, parameter in job.stage.part.named_parameters():
+        b = expected[f"{job.module}.{name}"]
+        difference = (_gradient(parameter).cpu() - b).norm() / torch.maximum(b.norm(), floor)
+        worst = torch.maximum(worst, difference.double())
+    # Not a number is as far off as can be, and must not get lost in a maximum.
+    worst = torch.nan_to_num(worst, nan=torch.inf).to(job.device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

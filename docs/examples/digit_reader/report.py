@@ -1,0 +1,160 @@
+"""What is left when the training is over: files, and a few strips with what was read."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from attrs import asdict, define, evolve, field
+from torch import Tensor
+
+from digit_reader import vocabulary
+from digit_reader.decoding import greedy
+from digit_reader.display import Figures
+from digit_reader.vocabulary import TEXT_LENGTH
+from digit_reader.words import spell
+from pipegrid.schedules import (
+    ActionKind,
+    Costs,
+    Recording,
+    position_of,
+    simulate,
+    step_plan,
+    timeline,
+    write_perfetto,
+    write_svg,
+)
+from pipegrid.topology import lane_samples
+
+if TYPE_CHECKING:
+    from digit_reader.job import Job
+    from digit_reader.samples import Samples
+
+SHADES = " .:-=+*#%@"
+SHOWN = 4
+"""Strips that are shown at the end."""
+
+
+@define
+class Metrics:
+    """The figures of a run, in order."""
+
+    rows: list[Figures] = field(factory=list)
+
+    def add(self, figures: Figures) -> None:
+        """Keep one row."""
+        self.rows.append(figures)
+
+    def write(self, out: Path) -> list[str]:
+        """Write ``metrics.jsonl`` and ``loss.png``; returns their names."""
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").write_text("".join(f"{json.dumps(asdict(row))}\n" for row in self.rows))
+        self._draw(out / "loss.png")
+        return ["metrics.jsonl", "loss.png"]
+
+    def _draw(self, path: Path) -> None:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+
+        figure, left = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        steps = [row.step for row in self.rows]
+        left.semilogy(steps, [row.loss for row in self.rows], color="tab:blue", label="loss per word")
+        left.set(xlabel="step", ylabel="training loss per word", title="Digit reader")
+        right = left.twinx()
+        tested = [(row.step, 100 * row.accuracy) for row in self.rows if row.accuracy is not None]
+        right.plot([step for step, _ in tested], [share for _, share in tested], color="tab:orange")
+        right.set(ylabel="exact match on unseen strips, %", ylim=(0, 101))
+        left.legend([*left.get_lines(), *right.get_lines()], ["loss per word", "exact match"], loc="center right")
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+
+
+def write_timelines(job: Job) -> list[str]:
+    """Draw the last step as it was measured and, above it, as planned with the measured costs.
+
+    Every rank calls it; the last one writes ``timeline.svg`` and ``timeline.json`` and returns their names.
+    """
+    plan = step_plan(job.graph, job.options.microbatches)
+    track = job.recorder.track(plan, rank=dist.get_rank(), position=position_of(plan, job.communicator.stages))
+    tracks = [track] * dist.get_world_size()
+    dist.all_gather_object(tracks, track)
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return []
+    recording = Recording(plan, tracks)
+    planned = timeline(simulate(plan, measured_costs(recording)), unit="s", title="planned, with measured costs")
+    measured = timeline(recording, title="measured, last step")
+    job.options.out.mkdir(parents=True, exist_ok=True)
+    write_svg([planned, measured], job.options.out / "timeline.svg")
+    write_perfetto([planned, measured], job.options.out / "timeline.json")
+    return ["timeline.svg", "timeline.json"]
+
+
+def measured_costs(recording: Recording) -> Costs:
+    """Per stage the median of what its forwards and backwards took, in seconds."""
+    plan = recording.plan
+    took: dict[tuple[ActionKind, int], list[float]] = {}
+    for track in recording.tracks:
+        actions = list(plan.actions(track.position))
+        for entry in track.actions:
+            action = actions[entry.index]
+            took.setdefault((action.kind, action.stage), []).append(entry.end - entry.start)
+    stages = range(plan.graph.num_stages)
+    return Costs(
+        F=tuple(statistics.median(took[ActionKind.F, stage]) for stage in stages),
+        B=tuple(statistics.median(took[ActionKind.B, stage]) for stage in stages),
+    )
+
+
+def read_aloud(job: Job, unseen: Samples) -> Tensor:
+    """What the model writes for the first batch of unseen strips, word by word, reading its own: token ids.
+
+    Greedy decoding along the pipeline: one forward-only step for each position. Every rank calls it and gets the
+    same ``[batch, TEXT_LENGTH]``.
+    """
+    from digit_reader.training import run_step
+
+    options = job.options
+    share = lane_samples(options.batch // options.microbatches, job.grids["language"]) if job.is_last else range(0)
+
+    def logits_of(text: Tensor) -> Tensor:
+        given = evolve(unseen, texts=text)
+        infos = run_step(job, given, 0, forward_only=True)
+        logits = torch.zeros(options.batch, TEXT_LENGTH, vocabulary.SIZE, dtype=job.dtype, device=job.device)
+        for info, microbatch in zip(
+            infos, unseen.microbatches(0, batch=options.batch, microbatches=options.microbatches), strict=False
+        ):
+            mine = microbatch[share.start : share.stop]
+            logits[mine.start : mine.stop] = info["logits"]
+        dist.all_reduce(logits)  # each row comes from the one rank that has it
+        return logits.cpu()
+
+    return greedy(logits_of, options.batch)
+
+
+def show_strips(job: Job, unseen: Samples) -> None:
+    """Print a few unseen strips with what was read, decoded greedily. Every rank calls it."""
+    last = dist.get_world_size() - 1
+    job.stage.eval()
+    written = read_aloud(job, unseen)
+    shown = range(min(SHOWN, job.options.batch))
+    pixels = unseen.strips(shown) if job.role.is_first_stage("images") else None
+    found: list[Tensor | None] = [None] * (last + 1)
+    dist.all_gather_object(found, pixels)
+    if dist.get_rank() != last:
+        return
+    strips = next(pixels for pixels in found if pixels is not None)
+    for index, (number, strip) in enumerate(zip(unseen.numbers(shown), strips, strict=True)):
+        print()
+        for row in strip.tolist():
+            print(
+                "    " + "".join(SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)] * 2 for value in row).rstrip()
+            )
+        words, right = vocabulary.words_of(written[index].tolist()), spell(number)
+        print(f"    {number}: read as {' '.join(words)!r}, {'right' if words == right else 'wrong'}")
+    print()

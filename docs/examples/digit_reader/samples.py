@@ -1,0 +1,49 @@
+"""Which samples a step works on, and a rank's share of them, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from digit_reader import vocabulary
+from digit_reader.strips import Scans, Split, draw_number, draw_strip
+
+
+@frozen
+class Samples:
+    """The strips of one split, numbered without end; every rank that asks for one gets the same."""
+
+    split: Split
+    seed: int
+    scans: Scans | None = None
+    texts: Tensor | None = None
+    """What the language model is given for sample 0, 1, ..., where that is not the right words."""
+
+    def microbatches(self, step: int, *, batch: int, microbatches: int) -> Iterator[range]:
+        """The samples of each microbatch of a step, in order."""
+        size = batch // microbatches
+        start = step * batch
+        return iter(range(start + index * size, start + (index + 1) * size) for index in range(microbatches))
+
+    def numbers(self, indices: range) -> list[int]:
+        """What the strips show."""
+        return [draw_number(self.split, seed=self.seed, index=index) for index in indices]
+
+    def strips(self, indices: range) -> Tensor:
+        """Pixels ``[samples, HEIGHT, WIDTH]``; needs the scans."""
+        if self.scans is None:
+            raise ValueError("this rank has no scans: only ranks of the image encoder draw strips")
+        return torch.stack([torch.from_numpy(draw_strip(self.scans, seed=self.seed, index=index)) for index in indices])
+
+    def inputs(self, indices: range) -> Tensor:
+        """Token ids ``[samples, TEXT_LENGTH]`` that the language model is given."""
+        if self.texts is not None:
+            return self.texts[indices.start : indices.stop]
+        return torch.tensor([vocabulary.inputs_of(number) for number in self.numbers(indices)])
+
+    def targets(self, indices: range) -> Tensor:
+        """Token ids ``[samples, TEXT_LENGTH]`` that it should write."""
+        return torch.tensor([vocabulary.targets_of(number) for number in self.numbers(indices)])

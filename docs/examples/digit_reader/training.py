@@ -1,0 +1,206 @@
+"""The training loop of one rank. Every rank runs this, with a different part of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from digit_reader.check import BOUNDS, largest_difference
+from digit_reader.display import Display, Figures, display
+from digit_reader.job import Job, build_job
+from digit_reader.options import Options
+from digit_reader.report import Metrics, show_strips, write_timelines
+from digit_reader.samples import Samples
+from digit_reader.strips import Split, load_scans
+from pipegrid.schedules import clip_grad_norm_, forward_backward_pipelining_without_interleaving
+
+LEARNING_RATE = 2e-3
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.1
+WARMUP = 50
+MAX_NORM = 1.0
+REPORT_EVERY = 20
+TEST_EVERY = 200
+TEST_STEPS = 8
+"""Steps of test strips in the last measurement; the ones before look at a quarter of them."""
+
+
+def train(options: Options) -> int:
+    """Train, test, report. Returns the exit code: 1 where `--check` found a difference past its bound."""
+    device, backend = _device()
+    torch.manual_seed(options.seed)
+    # Comparable with one process to float32: no TensorFloat-32 behind its name.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    try:
+        needs_scans = options.check or dist.get_rank() in options.place()["images"].ranks
+        samples, unseen = (Samples(split, options.seed, load_scans(split) if needs_scans else None) for split in Split)
+        job = build_job(options, samples, device)
+        code = _check(job, samples) if options.check else _train(job, unseen)
+        job.communicator.destroy()
+        return code
+    finally:
+        dist.destroy_process_group()
+
+
+def _device() -> tuple[torch.device, str]:
+    """This rank's GPU where there is one for every rank, else the CPU."""
+    local_rank, local_ranks = dist_environment()
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank), "nccl"
+    return torch.device("cpu"), "gloo"
+
+
+def dist_environment() -> tuple[int, int]:
+    """This rank's place on its machine, as torchrun says it."""
+    import os
+
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def run_step(job: Job, samples: Samples, number: int, *, forward_only: bool = False) -> list[dict[str, Any]]:
+    """One step through the pipeline; on the rank with the loss, what each microbatch's loss function told."""
+    options = job.options
+    return forward_backward_pipelining_without_interleaving(
+        forward_step_func=lambda batches, stage: job.forward_step(samples, batches, stage),
+        data_iterator=samples.microbatches(number, batch=options.batch, microbatches=options.microbatches),
+        model=job.stage,
+        num_microbatches=options.microbatches,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        p2p_communicator=job.communicator,
+        pg_collection=job.groups,
+    )
+
+
+def _check(job: Job, samples: Samples) -> int:
+    options = job.options
+    run_step(job, samples, 0)
+    difference = largest_difference(job, samples, range(options.batch))
+    bound = BOUNDS[options.dtype]
+    if dist.get_rank() == 0:
+        verdict = "within" if difference < bound else "PAST"
+        print(
+            f"largest relative difference of any gradient from one process: {difference:.2e} "
+            f"({options.dtype}; {verdict} the bound {bound:.0e})",
+            flush=True,
+        )
+    return 0 if difference < bound else 1
+
+
+def _train(job: Job, unseen: Samples) -> int:
+    options = job.options
+    optimizer = torch.optim.AdamW(_parameter_groups(job.stage), lr=LEARNING_RATE, betas=BETAS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
+    metrics, files = Metrics(), list[str]()
+    with _shown(job) as shown:
+        accuracy: float | None = None
+        since, tallies = time.perf_counter(), torch.zeros(4, dtype=torch.float64)
+        for number in range(options.steps):
+            step = number + 1
+            job.recorder.start(_common_now(job) if step == options.steps else None)
+            tallies += _one_step(job, optimizer, number)
+            scheduler.step()
+            if step == options.steps:
+                files = write_timelines(job)
+            if step % TEST_EVERY == 0 or step == options.steps:
+                accuracy = measure(job, unseen, TEST_STEPS if step == options.steps else TEST_STEPS // 4)
+            if step % REPORT_EVERY == 0 or step == options.steps:
+                loss, tokens, busy, whole = _over_job(tallies, job)
+                elapsed = time.perf_counter() - since
+                figures = Figures(
+                    step=step,
+                    loss=loss / max(tokens, 1.0),
+                    samples_per_second=((number % REPORT_EVERY) + 1) * options.batch / elapsed,
+                    accuracy=accuracy,
+                    # On a GPU the recorder sees when the host issued an action, not how long it ran.
+                    bubble=None if job.device.type == "cuda" else 1.0 - busy / whole,
+                )
+                metrics.add(figures)
+                if shown is not None:
+                    shown.show(figures)
+                since, tallies = time.perf_counter(), torch.zeros(4, dtype=torch.float64)
+    if dist.get_rank() == _teller(job):
+        files += metrics.write(options.out)
+    show_strips(job, unseen)
+    if dist.get_rank() == _teller(job):
+        print(f"exact match on {TEST_STEPS * options.batch} strips of unseen scans: {100 * (accuracy or 0.0):.1f}%")
+        print(f"written to {options.out}: {', '.join(sorted(files))}", flush=True)
+    return 0
+
+
+def _one_step(job: Job, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    """Train on one batch; loss, tokens, seconds computing and seconds in the pipeline, of this rank."""
+    start = job.recorder.now
+    infos = run_step(job, job.samples, number)
+    whole, busy = job.recorder.now - start, job.recorder.computing
+    with job.recorder.aside("optimizer"):
+        clip_grad_norm_(job.stage, job.groups, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = sum(info["loss"].item() for info in infos)
+    tokens = sum(info["tokens"].item() for info in infos)
+    return torch.tensor([loss, tokens, busy, whole], dtype=torch.float64)
+
+
+def _common_now(job: Job) -> float:
+    """The latest clock of all ranks, for the step that is drawn: one zero for all of its rows."""
+    now = torch.tensor(time.perf_counter(), dtype=torch.float64, device=job.device)
+    dist.all_reduce(now, op=dist.ReduceOp.MAX)
+    return now.item()
+
+
+def _parameter_groups(stage: torch.nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay; gains and biases do not."""
+    decay: list[torch.nn.Parameter] = []
+    keep: list[torch.nn.Parameter] = []
+    for parameter in stage.parameters():
+        (decay if parameter.ndim > 1 else keep).append(parameter)
+    return [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": keep, "weight_decay": 0.0}]
+
+
+def _rate(step: int, steps: int) -> float:
+    """Linear warmup under half a cosine, down to a fiftieth."""
+    return min(1.0, (step + 1) / WARMUP) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * step / steps)))
+
+
+def measure(job: Job, unseen: Samples, steps: int) -> float:
+    """The share of unseen strips that are read exactly; the same on every rank."""
+    job.stage.eval()
+    found = torch.zeros(2, dtype=torch.float64)
+    for number in range(steps):
+        for info in run_step(job, unseen, number, forward_only=True):
+            found += torch.stack((info["exact"], info["samples"].to(info["exact"].device))).double().cpu()
+    job.stage.train()
+    exact, all_of_them = _over_job(found, job)
+    return exact / all_of_them
+
+
+def _over_job(tallies: torch.Tensor, job: Job) -> list[float]:
+    """Sums over all ranks of the job. Ranks without the loss add nothing to what only the loss knows."""
+    total = tallies.to(job.device, copy=True)
+    dist.all_reduce(total)
+    return [float(value) for value in total]
+
+
+def _teller(job: Job) -> int:
+    """The rank that talks: the last one, which has the loss."""
+    return max(job.grids["language"].ranks)
+
+
+@contextlib.contextmanager
+def _shown(job: Job) -> Iterator[Display | None]:
+    if dist.get_rank() != _teller(job):
+        yield None
+        return
+    with display(job.options.steps) as shown:
+        yield shown

@@ -1,0 +1,51 @@
+"""Two modules on four ranks: torchrun --nproc-per-node 4 docs/examples/two_modules.py."""
+
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, data_lane
+
+dist.init_process_group("gloo")
+images = HyperCommGrid([2, 1], ["dp", "pp"])  # ranks 0 and 1: two data lanes
+language = HyperCommGrid([1, 2], ["dp", "pp"], rank_offset=2)  # ranks 2 and 3: two stages
+name, grid = ("images", images) if images.is_current_rank_in_grid() else ("language", language)
+images.create_pg("dp")
+groups, (lane, lanes) = ProcessGroupCollection.from_grid(grid), data_lane(grid)
+config = PipelineConfig(pipeline_dtype=torch.float32)
+pipe = MultiModulePipelineCommunicator({"images": images, "language": language}, {"images": ["language"]}, config)
+
+
+class Stage(torch.nn.Linear):
+    def set_input_tensor(self, received):  # what arrived, by the module it comes from
+        self.received = list(received.values())
+
+
+def forward_step(batches, stage):
+    y = torch.tanh(stage(stage.received[0] if stage.received else next(batches)))
+    return (y if pipe.is_pp_last_stage else {name: y}), lambda y: (y.square().mean(), y.square().mean().item())
+
+
+stage = Stage(8, 8)
+stage.config = config
+optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+train_step = get_forward_backward_func(pp_size=pipe.total_stages)
+sizes = {"num_microbatches": 8, "seq_length": 6, "micro_batch_size": 4}
+for step in range(20):
+    batch = torch.randn(8, 4, 6, 8, generator=torch.Generator().manual_seed(step))  # the same on every rank
+    mine = iter(batch.chunk(lanes, dim=1)[lane])  # this rank's share of every microbatch
+    losses = train_step(
+        forward_step_func=forward_step,
+        data_iterator=mine,
+        model=stage,
+        p2p_communicator=pipe,
+        pg_collection=groups,
+        **sizes,
+    )
+    norm = clip_grad_norm_(stage, groups, max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if losses and step % 5 == 0:
+        print(f"step {step}: loss {sum(losses) / 8:.4f}, gradient norm {norm:.4f}")
+dist.destroy_process_group()

@@ -1,0 +1,129 @@
+"""The example as a person runs it: what it refuses, what it writes, and how it ends when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).parents[1] / "docs" / "examples" / "digit_reader" / "train.py"
+
+
+def command(*arguments):
+    return [sys.executable, str(TRAIN), *arguments]
+
+
+def run(*arguments, timeout=240):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--language", 'pp=2,layout="Ett|t|tL"'], "3 stages cannot be shared out evenly"),
+        (["--language", 'pp=1,layout="Ett|ttL"', "--images", "dp=3"], "use pp=2, or a layout with 1 stages"),
+        (
+            ["--images", "dp=3"],
+            "they need 5 ranks, 1 more than there are. Processes given: 4; images 3 + language 2 need 5",
+        ),
+        (["--graph", "audio>language"], "module 'images' is missing from the graph; use images>language"),
+        (["--graph", "language>images"], "use images>language"),
+        (["--images", "tp=2,dp=1"], "this model has no tensor-parallel layers; use tp=1"),
+        (["--placement", "colocated"], "modules that share ranks are not trained by this example yet; use separate"),
+        (["--batch", "60"], "56 or 64 would do"),
+        (["--language", "layout=Ett|ttX"], "found 'X'"),
+        (["--schedule", "best"], "invalid choice: 'best'"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_exit_code_2(arguments, text):
+    done = run(*arguments, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train.py: ")
+    assert text in line
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments"),
+    [
+        ("float32", []),
+        ("float64", []),
+        ("float64", ["--images", "dp=1", "--language", "dp=3,pp=1,layout=EttttL", "--batch", "48"]),
+        (
+            "float64",
+            ["--images", "dp=2", "--language", "pp=3,layout=Et||tttL", "--processes", "5", "--microbatches", "2"],
+        ),
+    ],
+)
+def test_the_first_steps_gradients_are_those_of_one_process(dtype, arguments):
+    done = run("--check", "--dtype", dtype, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"largest relative difference .*: (\S+) \((\w+); within", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < {"float32": 1e-5, "float64": 1e-10}[dtype]
+
+
+def test_a_short_run_writes_its_files_and_plain_lines(tmp_path):
+    done = run("--steps", "6", "--batch", "16", "--microbatches", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 6/6  loss " in done.stdout
+    assert "exact match on" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "metrics.jsonl", "timeline.json", "timeline.svg"}
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 6
+    assert 0.0 <= last["bubble"] < 1.0
+    assert (tmp_path / "timeline.svg").read_text().count("<svg") == 1
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+
+
+def ranks_of(marker):
+    """Process ids by rank of the ranks that were started with ``marker`` on their command line."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes()
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it ended while we looked
+        rank = next((item[5:] for item in environment if item.startswith(b"RANK=")), None)
+        if marker.encode() in line and rank is not None:
+            found[int(rank)] = int(process.name)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks through /proc")
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
+    with subprocess.Popen(
+        command("--steps", "100000", "--out", str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("step "):
+                    break
+            assert lines[-1].startswith("step "), "".join(lines)
+            ranks = ranks_of(str(tmp_path))
+            assert sorted(ranks) == [0, 1, 2, 3]
+            os.kill(ranks[victim], signal.SIGKILL)
+            killed = time.monotonic()
+            rest = process.communicate(timeout=60)[0]
+            assert time.monotonic() - killed < 30
+            assert process.returncode == 1
+            assert f"rank {victim} failed first (SIGKILL); the other ranks were stopped" in rest
+            assert ranks_of(str(tmp_path)) == {}
+        finally:
+            process.kill()

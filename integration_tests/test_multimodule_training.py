@@ -1,0 +1,116 @@
+"""A graph of modules on grids of their own, trained by the runtime, against the same graph in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.schedules import Forwarded, PipelineRuntime, lower, multi_module_1f1b, verify
+from pipegrid.topology import HyperCommGrid
+from pipegrid.transport import P2PConfig
+
+MICROBATCHES, STEPS = 6, 3
+
+# name -> (ranks, offset and dims of each module's grid, which module feeds which)
+JOBS = {
+    "encoder dp 2, language dp 1": (4, {"enc": (0, {"dp": 2}), "llm": (2, {"pp": 2})}, {"enc": ["llm"]}),
+    "encoder dp 1, language dp 2": (3, {"enc": (0, {"dp": 1}), "llm": (1, {"dp": 2})}, {"enc": ["llm"]}),
+    "encoder dp 4, language dp 2": (6, {"enc": (0, {"dp": 4}), "llm": (4, {"dp": 2})}, {"enc": ["llm"]}),
+    "two encoders of unequal depth": (
+        7,
+        {"image": (0, {"pp": 2}), "audio": (2, {"dp": 1}), "llm": (3, {"tp": 2, "pp": 2})},
+        {"image": ["llm"], "audio": ["llm"]},
+    ),
+    "one module with two destinations": (
+        5,
+        {"enc": (0, {"dp": 2}), "one": (2, {"dp": 1}), "two": (3, {"dp": 2})},
+        {"enc": ["one", "two"]},
+    ),
+    "a diamond with a skip edge": (
+        6,
+        {"enc": (0, {"dp": 2}), "mid": (2, {"pp": 2}), "llm": (4, {"dp": 2})},
+        {"enc": ["mid", "llm"], "mid": ["llm"]},
+    ),
+    "encoder, language, generator": (
+        5,
+        {"enc": (0, {"dp": 2}), "llm": (2, {"pp": 2}), "gen": (4, {"dp": 1})},
+        {"enc": ["llm"], "llm": ["gen"]},
+    ),
+}
+
+
+class Scale:
+    """A stage: the sum of its inputs times one parameter; at a sink the loss is the sum of squares."""
+
+    def __init__(self, stage, graph, batch):
+        self.stage, self.graph, self.batch = stage, graph, batch
+        self.name, _ = graph.module_of(stage)
+        self.weight = torch.tensor(1.0 + 0.1 * stage, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, microbatch, inputs):
+        x = sum(inputs.values()) if inputs else self.batch(microbatch, self.name)
+        y = x * self.weight
+        outputs = {edge: y for edge in self.graph.stage_edges if edge.source == self.stage}
+        return Forwarded(outputs, None if outputs else (y**2).sum() / MICROBATCHES)
+
+    def descend(self, gradient):
+        with torch.no_grad():
+            self.weight -= 1e-4 * gradient
+        self.weight.grad = None
+
+
+def whole_batch(microbatch, name):
+    generator = torch.Generator().manual_seed(100 * microbatch + sum(map(ord, name)))
+    return torch.randn(4, 2, 3, generator=generator, dtype=torch.float64)
+
+
+def in_one_process(graph):
+    """The weights of all stages after the steps."""
+    stages = [Scale(stage, graph, whole_batch) for stage in range(graph.num_stages)]
+    for _ in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            arrived, losses = {}, []
+            for stage in stages:
+                made = stage.forward(microbatch, {e: arrived[e] for e in arrived if e.destination == stage.stage})
+                arrived.update(made.outputs)
+                losses += [] if made.loss is None else [made.loss]
+            sum(losses).backward()
+        for stage in stages:
+            stage.descend(stage.weight.grad)
+    return [float(stage.weight.detach()) for stage in stages]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("job", [pytest.param(name, marks=pytest.mark.ranks(job[0])) for name, job in JOBS.items()])
+def test_weights_after_three_steps_are_those_of_one_process(job, strict):
+    _, places, flow = JOBS[job]
+    grids = {
+        name: HyperCommGrid(list(dims.values()), list(dims), rank_offset=offset)
+        for name, (offset, dims) in places.items()
+    }
+    config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict)
+    comm = MultiModulePipelineCommunicator(grids, {name: flow.get(name, []) for name in grids}, config)
+    plan = lower(multi_module_1f1b(comm.graph, MICROBATCHES))
+    verify(plan)
+    (name,) = comm.rank_module_map
+    lane, lanes = grids[name].coords(comm.rank).get("dp", 0), places[name][1].get("dp", 1)
+    stages = {
+        number: Scale(number, comm.graph, lambda microbatch, name: whole_batch(microbatch, name).chunk(lanes, 0)[lane])
+        for number in comm.stages
+    }
+    runtime = PipelineRuntime(plan, stages, comm)
+    runtime.eval()
+    for _ in range(STEPS):
+        runtime.step()
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, {(s, lane): float(stage.weight.grad) for s, stage in stages.items()})
+        # One gradient per data lane (tp copies hold the same one); their sum is the stage's.
+        by_lane = {key: gradient for held in every for key, gradient in held.items()}
+        for number, stage in stages.items():
+            stage.descend(sum(gradient for (s, _), gradient in by_lane.items() if s == number))
+    expected = in_one_process(comm.graph)
+    for number, stage in stages.items():
+        assert float(stage.weight.detach()) == pytest.approx(expected[number], rel=1e-12)
+    comm.destroy()

@@ -1,0 +1,151 @@
+"""Boxes: a half-open range in every axis of a tensor, and the overlaps of two ways to cut one axis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import TypeVar
+
+from attrs import field, frozen
+
+from pipegrid.bridges.errors import TilingError
+
+Span = tuple[int, int]
+"""A half-open range ``(start, stop)`` of one axis."""
+
+Number = TypeVar("Number", int, Fraction)
+
+
+def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+@frozen(order=True)
+class Box:
+    """The elements ``start[k] <= index < start[k] + shape[k]`` of a tensor, in every axis ``k``.
+
+    Raises:
+        TilingError: lengths differ, or a start or extent is negative.
+    """
+
+    start: tuple[int, ...] = field(converter=_as_ints)
+    shape: tuple[int, ...] = field(converter=_as_ints)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.start) != len(self.shape):
+            raise TilingError(
+                f"a box needs one start and one extent per axis, got start={self.start}, shape={self.shape}"
+            )
+        if any(value < 0 for value in self.start + self.shape):
+            raise TilingError(f"a box lies at non-negative indices, got start={self.start}, shape={self.shape}")
+
+    @classmethod
+    def from_spans(cls, spans: Sequence[Span]) -> Box:
+        """The box with the range ``(start, stop)`` in each axis."""
+        return cls(start=tuple(a for a, _ in spans), shape=tuple(b - a for a, b in spans))
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What indexes the box out of the tensor it lies in."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+
+    def narrow(self, axis: int, start: int, stop: int) -> Box:
+        """The part with indices ``[start, stop)`` of ``axis``, counted from the start of this box."""
+        return Box(
+            start=(*self.start[:axis], self.start[axis] + start, *self.start[axis + 1 :]),
+            shape=(*self.shape[:axis], stop - start, *self.shape[axis + 1 :]),
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
+
+
+def merge(spans: Sequence[tuple[Number, Number]]) -> tuple[tuple[Number, Number], ...]:
+    """The same ranges in the same order, empty ones dropped and adjacent ones joined."""
+    merged: list[tuple[Number, Number]] = []
+    for start, stop in spans:
+        if start == stop:
+            continue
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def overlaps(
+    source: Sequence[Sequence[tuple[Number, Number]]],
+    destination: Sequence[Sequence[tuple[Number, Number]]],
+) -> dict[tuple[int, int], list[tuple[Number, Number, Number]]]:
+    """Where the shards of two cuts of one axis meet.
+
+    Each side lists its shards; a shard lists the ranges of the axis it holds, ascending, and stores them one
+    after another. The result maps (source shard, destination shard) to triples (offset in the source's
+    storage, offset in the destination's storage, length). Linear in the number of ranges, after sorting.
+
+    Raises:
+        TilingError: the shards of one side overlap or leave a gap, or the sides cover different ranges.
+    """
+    left, right = _laid_out(source, "source"), _laid_out(destination, "destination")
+    found: dict[tuple[int, int], list[tuple[Number, Number, Number]]] = {}
+    if left and right and (left[0][0], left[-1][1]) != (right[0][0], right[-1][1]):
+        raise TilingError(
+            f"the source covers {left[0][0]}:{left[-1][1]} of an axis and the destination "
+            f"{right[0][0]}:{right[-1][1]}; both must cover the same range"
+        )
+    if bool(left) != bool(right):
+        raise TilingError("one side holds elements of an axis and the other holds none")
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < stop:
+            triple = (left[i][3] + start - left[i][0], right[j][3] + start - right[j][0], stop - start)
+            found.setdefault((left[i][2], right[j][2]), []).append(triple)
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _laid_out(shards: Sequence[Sequence[tuple[Number, Number]]], side: str) -> list[tuple[Number, Number, int, Number]]:
+    """All ranges of a side, ascending, as (start, stop, shard, offset in the shard's storage)."""
+    ranges: list[tuple[Number, Number, int, Number]] = []
+    for index, spans in enumerate(shards):
+        offset = None
+        for start, stop in spans:
+            if offset is None:
+                offset = start - start
+            if start < stop:
+                ranges.append((start, stop, index, offset))
+                offset += stop - start
+    ranges.sort(key=lambda item: item[0])
+    for before, after in itertools.pairwise(ranges):
+        if before[1] != after[0]:
+            what = "overlap" if before[1] > after[0] else "leave a gap"
+            raise TilingError(
+                f"shards {before[2]} and {after[2]} of the {side} {what} between {before[1]} and {after[0]}; "
+                f"the shards of a side must tile the axis"
+            )
+    return ranges
+
+
+def shares(a: int, b: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
+    """Who of ``a`` equal senders gives which part of [0, 1) to whom of ``b`` equal receivers.
+
+    Yields (sender, receiver, start, stop): the overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are
+    ``a + b - gcd(a, b)``.
+    """
+    i = j = 0
+    while i < a and j < b:
+        start = max(Fraction(i, a), Fraction(j, b))
+        stop = min(Fraction(i + 1, a), Fraction(j + 1, b))
+        yield i, j, start, stop
+        i, j = i + (stop == Fraction(i + 1, a)), j + (stop == Fraction(j + 1, b))

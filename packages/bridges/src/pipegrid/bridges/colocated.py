@@ -1,0 +1,429 @@
+"""Colocated modules: two layouts of the same ranks, bridged inside autograd."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, NotReplicatedError, ShapeError
+from pipegrid.bridges.reshard import ReshardPlan, plan_reshard
+from pipegrid.bridges.side import BATCH, GridLike, boundary_side
+from pipegrid.bridges.sizes import Sizes, axis_names
+from pipegrid.bridges.steps import copy_locally, gather_flat, group_spec, pack, start_completions, unpack
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+
+KNOWN_DIMS = ("tp", "cp", "dp", "pp")
+
+
+@frozen
+class SliceInfo:
+    """The samples ``[start, start + size)`` of a batch that a rank works on."""
+
+    start: int
+    size: int
+
+
+class BridgeDirection(str, enum.Enum):  # noqa: UP042 -- the seed's bases: a member formats as the enum it is
+    """Which side of the bridge has more data lanes.
+
+    FAN_IN: the source has more; forward gathers along the batch, backward keeps this rank's slice.
+    FAN_OUT: the destination has more; forward keeps this rank's slice, backward gathers the gradients of all
+    slices, because each consumer of the activation saw another part of it.
+    EQUAL: as many on both sides.
+    """
+
+    FAN_IN = "fan_in"
+    FAN_OUT = "fan_out"
+    EQUAL = "equal"
+
+
+class ColocatedBridgeCommunicator:
+    """Moves tensors from one layout of a set of ranks to another layout of the same ranks.
+
+    ``y = bridge.communicate(x)`` is differentiable. Every rank of the grids calls it, and every rank runs the
+    backward of its result. The lanes of the source must hold equal batches, and the ranks of a source lane
+    the same values (``check_replicated=True`` proves the latter).
+
+    Where the number of data lanes of one side divides the other's and nothing else is in the way, this is one
+    all-gather in one direction and one slice in the other. Any other pair of layouts (dp 3 and 2, context
+    parallel, a pipelined destination) goes through a reshard plan. Where the destination is pipelined, the
+    ranks outside of its first stage get a tensor without rows that is joined to the graph: run its backward
+    as well, since gradients for their own source lane arrive through it.
+
+    Args:
+        src_grid: layout of the module that makes the tensor.
+        dest_grid: layout of the module that consumes it; the same ranks.
+        src_module_name: for messages.
+        dest_module_name: for messages.
+        dim_mapping: axis of ``"b"``, ``"s"``, ``"h"``; default ``{"b": 0, "s": 1, "h": 2}``. For flattened
+            ``[tokens, h]`` pass ``{"b": 0, "h": 1}``: samples then need equal numbers of tokens.
+        check_replicated: in the first call, compare digests over the copies of each source lane, and the lanes' rows.
+        check_every: compare them again every so many calls; 0 is never again.
+        backend: of the groups; None is the default group's.
+        timeout: of the groups; a ``timedelta``, None is the backend's default.
+
+    Raises:
+        BridgeError: the grids hold different ranks, or have a dim beside tp, cp, dp and pp.
+    """
+
+    def __init__(
+        self,
+        src_grid: GridLike,
+        dest_grid: GridLike,
+        src_module_name: str = "src",
+        dest_module_name: str = "dest",
+        dim_mapping: dict[str, int] | None = None,
+        *,
+        check_replicated: bool = False,
+        check_every: int = 0,
+        backend: str | None = None,
+        timeout: Any = None,
+    ) -> None:
+        self.src_grid, self.dest_grid = src_grid, dest_grid
+        self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
+        self.dim_mapping = dict(dim_mapping) if dim_mapping is not None else {"b": 0, "s": 1, "h": 2}
+        self._validate_grids()
+        self._rank = dist.get_rank()
+        self._label = f"colocated/{src_module_name}>{dest_module_name}"
+        self._extract_parallelism_info()
+        self._build_rank_mappings()
+        self._check_replicated, self._check_every, self._calls = check_replicated, check_every, 0
+        self._destroyed = False
+        self._make_groups(backend, timeout)
+
+    # -- what the two layouts are ---------------------------------------------------------------------
+
+    def _validate_grids(self) -> None:
+        names = f"{self.src_module_name!r} -> {self.dest_module_name!r}"
+        for name, grid in ((self.src_module_name, self.src_grid), (self.dest_module_name, self.dest_grid)):
+            for dim, size in zip(grid.dim_names, grid.shape, strict=True):
+                if dim not in KNOWN_DIMS and size > 1:
+                    raise BridgeError(
+                        f"grid of {name!r} has the dim {dim!r} of size {size}; a colocated bridge knows "
+                        f"{list(KNOWN_DIMS)} only and will not guess what {dim!r} holds; use a grid (or base view) "
+                        f"without it, or a BridgeCommunicator with placements"
+                    )
+        src, dst = _ranks(self.src_grid), _ranks(self.dest_grid)
+        if src != dst:
+            raise BridgeError(
+                f"colocated bridge {names}: the source is on ranks {src.start}..{src.stop - 1}, the destination on "
+                f"{dst.start}..{dst.stop - 1}; both must be on the same ranks (use BridgeCommunicator otherwise)"
+            )
+        if BATCH not in self.dim_mapping or self.dim_mapping[BATCH] < 0:
+            raise BridgeError(f"dim_mapping {self.dim_mapping} names no batch axis; add 'b'")
+
+    def _extract_parallelism_info(self) -> None:
+        src, dst = _sizes(self.src_grid), _sizes(self.dest_grid)
+        self.src_tp_size, self.src_dp_size = src.get("tp", 1), src.get("dp", 1)
+        self.dest_tp_size, self.dest_dp_size = dst.get("tp", 1), dst.get("dp", 1)
+        wide, narrow = max(self.src_dp_size, self.dest_dp_size), min(self.src_dp_size, self.dest_dp_size)
+        self.scale: int | None = wide // narrow if wide % narrow == 0 else None
+        if self.src_dp_size > self.dest_dp_size:
+            self.direction = BridgeDirection.FAN_IN
+        elif self.src_dp_size < self.dest_dp_size:
+            self.direction = BridgeDirection.FAN_OUT
+        else:
+            self.direction = BridgeDirection.EQUAL
+
+    def _build_rank_mappings(self) -> None:
+        self.rank_to_src_pos = _positions(self.src_grid)
+        self.rank_to_dest_pos = _positions(self.dest_grid)
+        self._src = boundary_side(self.src_grid, "source", name=self.src_module_name)
+        self._dst = boundary_side(self.dest_grid, "destination", name=self.dest_module_name)
+        self.gather_group_ranks: list[list[int]] = []
+        self._by_slots = self._is_slotted()
+        if self._by_slots and self.scale is not None:
+            if self.is_fan_in():
+                self.gather_group_ranks = self._build_gather_groups(
+                    self.dest_dp_size, self.src_tp_size, self.scale, self.rank_to_src_pos
+                )
+            elif self.is_fan_out():
+                self.gather_group_ranks = self._build_gather_groups(
+                    self.src_dp_size, self.dest_tp_size, self.scale, self.rank_to_dest_pos
+                )
+
+    def _is_slotted(self) -> bool:
+        """Whether each rank's lane on one side lies inside of its lane on the other: slices are enough."""
+        if self.scale is None or any(
+            sizes.get(dim, 1) > 1 for sizes in (_sizes(self.src_grid), _sizes(self.dest_grid)) for dim in ("cp", "pp")
+        ):
+            return False
+        fan_in = self.src_dp_size // self.dest_dp_size or 1
+        fan_out = self.dest_dp_size // self.src_dp_size or 1
+        return all(
+            self.rank_to_src_pos[rank][0] // fan_in == self.rank_to_dest_pos[rank][0] // fan_out
+            for rank in self.rank_to_src_pos
+        )
+
+    @staticmethod
+    def _build_gather_groups(
+        iter_size: int,
+        sibling_tp_size: int,
+        scale: int,
+        rank_to_pos: dict[int, tuple[int, int]],
+    ) -> list[list[int]]:
+        """Per slot of the side with fewer lanes and per tp shard of the other: the ``scale`` ranks in the slot.
+
+        The order inside of a group is the order of the lanes, which is the order of concatenation.
+        """
+        rank_at = {pos: rank for rank, pos in rank_to_pos.items()}
+        return [
+            [rank_at[slot * scale + part, tp] for part in range(scale)]
+            for slot, tp in itertools.product(range(iter_size), range(sibling_tp_size))
+        ]
+
+    def _make_groups(self, backend: str | None, timeout: Any) -> None:
+        # Slices need the gather groups only; a plan needs one group for its messages and its completions.
+        specs = [GroupSpec(tuple(ranks), f"{self._label}/gather", shared=False) for ranks in self.gather_group_ranks]
+        if not self._by_slots:
+            specs.append(group_spec(tuple(_ranks(self.src_grid)), self._label, "messages"))
+            for side in (self._src, self._dst):
+                specs += [group_spec(r, self._label, "complete") for r in side.classes.values() if len(r) > 1]
+        if self._check_replicated:
+            specs += [group_spec(r, self._label, "check") for r in self._src.classes.values() if len(r) > 1]
+            specs.append(group_spec(tuple(_ranks(self.src_grid)), self._label, "verdict"))
+        self._groups = create_groups(specs, backend=backend, timeout=timeout)
+        self.gather_pg: dist.ProcessGroup | None = self._group("gather")
+
+    def _group(self, what: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
+        for spec, group in self._groups.items():
+            if spec.label == f"{self._label}/{what}" and (ranks is None or spec.ranks == tuple(ranks)):
+                return group
+        return None
+
+    # -- the seed's questions ---------------------------------------------------------------------------
+
+    def is_fan_in(self) -> bool:
+        """Whether the source has more data lanes: forward gathers."""
+        return self.direction is BridgeDirection.FAN_IN
+
+    def is_fan_out(self) -> bool:
+        """Whether the destination has more data lanes: forward slices."""
+        return self.direction is BridgeDirection.FAN_OUT
+
+    def get_slice_info(self, batch_size: int) -> SliceInfo:
+        """This rank's slice of ``batch_size`` samples on the side that slices.
+
+        For FAN_OUT that is forward's slice of the source batch; for FAN_IN backward's slice of the gathered
+        one; for EQUAL everything.
+
+        Raises:
+            LaneTotalsError: the batch is not divisible by ``scale``, or the dp sizes have no integer scale.
+        """
+        if self.scale is None or not self._by_slots:
+            raise LaneTotalsError(
+                f"{self.src_module_name!r} (dp {self.src_dp_size}) -> {self.dest_module_name!r} (dp "
+                f"{self.dest_dp_size}) have no slices: one dp must divide the other, and both layouts place a "
+                f"rank in the same block of the batch; communicate() works all the same"
+            )
+        self._check_divisible(batch_size)
+        size = batch_size // self.scale
+        position = self.rank_to_dest_pos if self.is_fan_out() else self.rank_to_src_pos
+        slot = position[self._rank][0] % self.scale
+        return SliceInfo(start=slot * size, size=size)
+
+    def _check_divisible(self, batch_size: int) -> None:
+        if self.scale is not None and batch_size % self.scale:
+            raise LaneTotalsError(
+                f"batch of {batch_size} is not divisible by scale {self.scale} (dp {self.src_dp_size} -> "
+                f"{self.dest_dp_size}); change the micro-batch size"
+            )
+
+    def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` of this rank's source lane, in; what its destination lane works on, out.
+
+        Raises:
+            LaneTotalsError: FAN_OUT by an integer scale that does not divide the batch.
+            ShapeError: too few axes for ``dim_mapping``.
+            NotReplicatedError: with ``check_replicated``, the copies of a source lane differ.
+            DestroyedError: after `destroy`.
+        """
+        if self._destroyed:
+            raise DestroyedError(f"{self._label} was destroyed; make a new communicator")
+        axis = self.dim_mapping[BATCH]
+        if tensor.ndim <= axis:
+            raise ShapeError(f"a tensor of shape {tuple(tensor.shape)} has no batch axis {axis}; fix dim_mapping")
+        if self._is_check_due():
+            self._compare_copies(tensor)
+        self._calls += 1
+        if self.is_fan_out():
+            self._check_divisible(tensor.shape[axis])
+        if self._by_slots and self.direction is BridgeDirection.EQUAL:
+            return tensor
+        result: torch.Tensor = _ColocatedCommunicate.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def destroy(self) -> None:
+        """Destroy this communicator's groups. Idempotent."""
+        if not self._destroyed:
+            self._destroyed = True
+            destroy_groups(self._groups)
+            self._groups, self.gather_pg = {}, None
+
+    # -- moving -------------------------------------------------------------------------------------------
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.gather_pg is not None
+        return _all_gather_along_batch_dim(tensor, self.gather_pg, self.dim_mapping[BATCH])
+
+    def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        axis = self.dim_mapping[BATCH]
+        piece = self.get_slice_info(tensor.shape[axis])
+        return tensor.narrow(axis, piece.start, piece.size).contiguous()
+
+    def _plans(self, tensor: torch.Tensor) -> tuple[ReshardPlan, ReshardPlan]:
+        """Forward and backward plan for a source tensor: all source lanes are as large as this one."""
+        names = axis_names(tensor.ndim, {k: v for k, v in self.dim_mapping.items() if v < tensor.ndim})
+        shape = list(tensor.shape)
+        for axis, here in enumerate(names):
+            for name in here:
+                shape[axis] *= self._src.num_shards(name)
+        sizes = Sizes(tuple(shape), axes=names)
+        both = [
+            plan_reshard(self._src, self._dst, sizes, backward=back, itemsize=tensor.element_size(), rank=self._rank)
+            for back in (False, True)
+        ]
+        return both[0], both[1]
+
+    def _move(self, plan: ReshardPlan, tensor: torch.Tensor) -> torch.Tensor:
+        """Run a plan in which every rank of the grids takes part at once."""
+        group, rank = self._group("messages"), self._rank
+        receives = rank in plan.dst.coords_of
+        shape = plan.destination_shape(rank) if receives else _without_rows(plan, self.dim_mapping[BATCH])
+        out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        operations, landing = [], []
+        for peer, messages in plan.sends(rank).items():
+            if peer == rank:
+                copy_locally(tensor, messages, out, tensor.dtype)
+                continue
+            flat = pack(tensor, (m.source_box for m in messages), tensor.dtype)
+            operations.append(dist.P2POp(dist.isend, flat, peer, group))
+        for peer, messages in plan.receives(rank).items():
+            if peer == rank:
+                continue
+            flat = torch.empty(sum(m.source_box.numel for m in messages), dtype=out.dtype, device=out.device)
+            operations.append(dist.P2POp(dist.irecv, flat, peer, group))
+            landing.append((flat, [m.destination_box for m in messages]))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for flat, boxes in landing:
+            unpack(flat, boxes, out)
+        for step in start_completions(plan, out, self._completion_group, rank=rank, dtype=out.dtype):
+            step.finish()
+        return out
+
+    def _completion_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = self._group("complete", ranks)
+        assert group is not None
+        return group
+
+    # -- checking -----------------------------------------------------------------------------------------
+
+    def _is_check_due(self) -> bool:
+        if not self._check_replicated:
+            return False
+        return self._calls == 0 or (self._check_every > 0 and self._calls % self._check_every == 0)
+
+    def _compare_copies(self, tensor: torch.Tensor) -> None:
+        lane = self._src.lane_of(self._rank)
+        rows = tensor.shape[self.dim_mapping[BATCH]]
+        found = torch.tensor([0, rows, -rows], dtype=torch.int64, device=tensor.device)
+        copies = self._group("check")
+        if copies is not None:
+            # The digests' largest and smallest value, in one all-reduce, the same on every copy.
+            digest = _digest(tensor)
+            extremes = torch.stack((digest, -digest))
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=copies)
+            if not torch.equal(extremes[0], -extremes[1]):
+                found[0] = lane + 1
+        # Every rank hears of it, since the others would wait for this lane for ever.
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group("verdict"))
+        wrong, most, least = (int(value) for value in found.tolist())
+        if most != -least:
+            raise LaneTotalsError(
+                f"the lanes of {self.src_module_name!r} hold between {-least} and {most} rows (here: {rows}); "
+                f"a colocated bridge needs equal lanes: pad them, or use a BridgeCommunicator with shapes='variable'"
+            )
+        if wrong:
+            wrong -= 1
+            ranks = [rank for rank in self._src.ranks if self._src.lane_of(rank) == wrong]
+            raise NotReplicatedError(
+                f"the copies of source lane {wrong} of {self.src_module_name!r} (ranks {ranks}) hold different "
+                f"tensors; the bridge takes one of them for all: gather or reduce over tp before communicate()"
+            )
+
+
+class _ColocatedCommunicate(torch.autograd.Function):
+    """The bridge as one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: ColocatedBridgeCommunicator) -> torch.Tensor:
+        """Gather on fan-in, slice on fan-out, the plan's way otherwise."""
+        ctx.comm = comm
+        if comm._by_slots:  # noqa: SLF001 -- one class in two, as autograd wants it
+            return comm._gather(tensor) if comm.is_fan_in() else comm._narrow(tensor)  # noqa: SLF001
+        forward, ctx.back = comm._plans(tensor)  # noqa: SLF001
+        return comm._move(forward, tensor.contiguous())  # noqa: SLF001
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The adjoint: slice on fan-in, gather on fan-out, the plan's way back otherwise."""
+        comm: ColocatedBridgeCommunicator = ctx.comm
+        (grad,) = grads
+        if comm._by_slots:  # noqa: SLF001
+            return (comm._narrow(grad) if comm.is_fan_in() else comm._gather(grad)), None  # noqa: SLF001
+        return comm._move(ctx.back, grad.contiguous()), None  # noqa: SLF001
+
+
+def _all_gather_along_batch_dim(tensor: torch.Tensor, group: dist.ProcessGroup, batch_dim: int) -> torch.Tensor:
+    """All ranks' tensors, concatenated along ``batch_dim`` in group order; no copy beside the gather on axis 0."""
+    tensor = tensor.contiguous()
+    count = dist.get_world_size(group)
+    gathered = torch.empty((count, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    gather_flat(gathered.view(-1), tensor.view(-1), group)
+    if batch_dim == 0:
+        return gathered.flatten(0, 1)
+    return torch.cat(gathered.unbind(0), dim=batch_dim)
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers that differ, but for chance, where two tensors differ in any bit or in shape."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    place = torch.arange(data.numel(), device=data.device) % 65521 + 1
+    shape = torch.tensor(tensor.shape, device=data.device)
+    weights = torch.arange(1, tensor.ndim + 1, device=data.device)
+    return torch.stack((data.sum(), (data * place).sum(), (shape * weights).sum()))
+
+
+def _sizes(grid: GridLike) -> Mapping[str, int]:
+    return dict(zip(grid.dim_names, grid.shape, strict=True))
+
+
+def _ranks(grid: GridLike) -> range:
+    count = 1
+    for size in grid.shape:
+        count *= size
+    return range(grid.rank_offset, grid.rank_offset + count)
+
+
+def _positions(grid: GridLike) -> dict[int, tuple[int, int]]:
+    """(dp, tp) of every rank; where there is cp or pp too, of every rank all the same."""
+    positions = {}
+    for rank in _ranks(grid):
+        rest, coords = rank - grid.rank_offset, {}
+        for dim, size in zip(grid.dim_names, grid.shape, strict=True):
+            rest, coords[dim] = divmod(rest, size)
+        positions[rank] = (coords.get("dp", 0), coords.get("tp", 0))
+    return positions
+
+
+def _without_rows(plan: ReshardPlan, batch_axis: int) -> tuple[int, ...]:
+    shape = list(plan.sizes.shape)
+    shape[batch_axis] = 0
+    return tuple(shape)

@@ -1,0 +1,134 @@
+"""Modules on grids as one pipeline: which stage lies where, and how long the pipeline is. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
+from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, Strategy
+from pipegrid.bridges.side import GridLike, Placement
+
+
+@frozen(kw_only=True)
+class EdgeOptions:
+    """How one edge between modules differs from the default; the names are those of `BridgeCommunicator`.
+
+    ``tensor_ndim`` and ``dim_mapping`` override the source module's; ``src_placements`` and
+    ``dest_placements`` add to those of the modules.
+    """
+
+    strategy: Strategy = "direct"
+    leader_below: int = AUTO_LEADER_BYTES
+    backward: bool = True
+    comm_dtype: Any = None
+    tensor_ndim: int | None = None
+    dim_mapping: Mapping[str, int] | None = None
+    src_placements: Mapping[str, Placement] | None = None
+    dest_placements: Mapping[str, Placement] | None = None
+    src_lanes: tuple[int, ...] | None = None
+    dest_lanes: tuple[int, ...] | None = None
+
+
+def dim_size(grid: GridLike, name: str) -> int:
+    """Size of a dim; 1 where the grid does not have it."""
+    return dict(zip(grid.dim_names, grid.shape, strict=True)).get(name, 1)
+
+
+def dim_stride(grid: GridLike, name: str) -> int:
+    """Ranks between neighbours along a dim."""
+    stride = 1
+    for dim, size in zip(grid.dim_names, grid.shape, strict=True):
+        if dim == name:
+            return stride
+        stride *= size
+    return 0
+
+
+def is_in(grid: GridLike, rank: int) -> bool:
+    """Whether the grid has the rank."""
+    count = 1
+    for size in grid.shape:
+        count *= size
+    return grid.rank_offset <= rank < grid.rank_offset + count
+
+
+def place_of(grid: GridLike, rank: int, stage_dim: str = "pp") -> int:
+    """The coordinate of the rank along the pipeline dim."""
+    size = dim_size(grid, stage_dim)
+    return 0 if size == 1 else (rank - grid.rank_offset) // dim_stride(grid, stage_dim) % size
+
+
+def check_topology(topology: Mapping[str, Sequence[str] | None], grids: Mapping[str, GridLike]) -> None:
+    """Refuse modules without a grid, and grids without a module.
+
+    Raises:
+        ModuleGraphError: the two name different modules.
+    """
+    named = {*topology, *(dst for dsts in topology.values() for dst in dsts or ())}
+    if named != set(grids):
+        raise ModuleGraphError(
+            f"the topology names modules {sorted(named)}, the grid map {sorted(grids)}; missing grids: "
+            f"{sorted(named - set(grids))}, unused grids: {sorted(set(grids) - named)}"
+        )
+
+
+def module_graph(
+    topology: Mapping[str, Sequence[str] | None],
+    grids: Mapping[str, GridLike],
+    placement: Mapping[str, Sequence[int]],
+) -> ModuleGraph:
+    """The graph of stages: a module has as many as its placement has entries.
+
+    Raises:
+        ModuleGraphError: a cycle, an unknown module, a place that a grid does not have.
+    """
+    check_topology(topology, grids)
+    for name, places in placement.items():
+        size = dim_size(grids[name], "pp")
+        if set(places) != set(range(size)):
+            raise ModuleGraphError(
+                f"module {name!r} has its stages on places {tuple(places)} of its pipeline of {size} ranks; every "
+                f"place from 0 to {size - 1} holds at least one stage"
+            )
+    return ModuleGraph(
+        {name: len(placement[name]) for name in grids},
+        {name: tuple(topology.get(name) or ()) for name in grids},
+    )
+
+
+def total_pipeline_stages(
+    topology: Mapping[str, Sequence[str] | None],
+    grids: Mapping[str, GridLike],
+    *,
+    rank: int | None = None,
+    module_name: str | None = None,
+) -> int:
+    """Pipeline ranks on the longest path; with ``rank``, up to and including the place of that rank.
+
+    Raises:
+        ModuleGraphError: the modules form a cycle, or nothing is a sink.
+        StageError: ``rank`` is in no module (or not in ``module_name``).
+    """
+    check_topology(topology, grids)
+    if not grids:
+        raise ModuleGraphError("the topology has no terminal node: it has no modules; declare at least one")
+    depth = {name: dim_size(grid, "pp") for name, grid in grids.items()}
+    graph = ModuleGraph(depth, {name: tuple(topology.get(name) or ()) for name in grids})
+    before: dict[str, int] = {}
+    for name in graph.order:
+        feeding = [src for src, dst in graph.edges if dst == name]
+        before[name] = max((before[src] + depth[src] for src in feeding), default=0)
+    if rank is None:
+        return max(before[name] + depth[name] for name in graph.sinks)
+    holding = [name for name, grid in grids.items() if is_in(grid, rank)]
+    if module_name is not None:
+        if module_name not in holding:
+            raise StageError(f"rank {rank} is not in module {module_name!r}; it is in {holding}")
+        holding = [module_name]
+    if not holding:
+        raise StageError(f"rank {rank} is in none of the modules {sorted(grids)}")
+    return max(before[name] + place_of(grids[name], rank) + 1 for name in holding)

@@ -1,0 +1,637 @@
+"""One communicator for a pipeline of many modules: bridges between them, lanes inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from attrs import define
+
+from pipegrid.bridges.bridge import BridgeCommunicator, lane_config
+from pipegrid.bridges.errors import DestroyedError, MissingTensorError, ShapeError, StageError
+from pipegrid.bridges.modules import (
+    EdgeOptions,
+    dim_size,
+    dim_stride,
+    is_in,
+    module_graph,
+    place_of,
+    total_pipeline_stages,
+)
+from pipegrid.bridges.side import GridLike, Placement
+from pipegrid.transport.config import as_config
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
+from pipegrid.transport.protocol import Handle, ReceiveHandle
+
+Shape: TypeAlias = Sequence[int]
+Tensors: TypeAlias = dict[str, Any]
+
+
+class ModuleChain:
+    """The lanes between the stages of one module on one rank: `isend` and `irecv` by the module's own edges."""
+
+    def __init__(self, name: str, grid: GridLike, placement: Sequence[int], rank: int, *, backward: bool) -> None:
+        self.name, self.placement, self.backward = name, tuple(placement), backward
+        self._here = place_of(grid, rank)
+        self._grid, self._rank = grid, rank
+        self._lanes: Lanes | None = None
+
+    def _rank_of(self, stage: int) -> int:
+        return self._rank + (self.placement[stage] - self._here) * dim_stride(self._grid, "pp")
+
+    def spec(self, edge: Edge, direction: Direction) -> LaneSpec:
+        """The lane of one of the module's own edges, between this rank's copy of both stages."""
+        ends = self._rank_of(edge.source), self._rank_of(edge.destination)
+        first, second = ends if direction is Direction.FORWARD else ends[::-1]
+        return LaneSpec(first, second, f"{self.name}/{edge}/{direction.value}")
+
+    @property
+    def lane_specs(self) -> tuple[LaneSpec, ...]:
+        """The lanes that touch this rank."""
+        edges = [Edge(stage, stage + 1) for stage in range(len(self.placement) - 1)]
+        directions = Direction if self.backward else (Direction.FORWARD,)
+        specs = [self.spec(edge, direction) for edge in edges for direction in directions]
+        return tuple(spec for spec in specs if self._rank in spec.pair)
+
+    def attach(self, lanes: Lanes) -> None:
+        """Use these lanes."""
+        self._lanes = lanes
+
+    def _lane(self, edge: Edge, direction: Direction) -> Any:
+        spec = self.spec(edge, direction)
+        if self._lanes is None or spec not in self._lanes:
+            raise StageError(
+                f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, "
+                f"which is at place {self._here} of stages placed at {self.placement}"
+                + ("" if self.backward else "; the module was declared without backward")
+            )
+        return self._lanes[spec]
+
+    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
+        """Start sending along an edge of the module's own stage numbers."""
+        handle: Handle = self._lane(edge, direction).isend(payload)
+        return handle
+
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
+        """Start receiving along an edge of the module's own stage numbers."""
+        handle: ReceiveHandle = self._lane(edge, direction).irecv(shapes)
+        return handle
+
+
+@define
+class RankModuleInfo:
+    """This rank's part in one module.
+
+    Attributes:
+        pp_rank: its place in the module's pipeline.
+        pp_size: places in the module's pipeline.
+        p2p_communicator: lanes to the module's other places.
+        bridge_comms_as_src_module: bridges to the modules that this one feeds.
+        bridge_comms_as_dest_module: bridges from the modules that feed this one.
+        is_source_stage: this is a first stage of the whole pipeline.
+        is_terminal_stage: this is a last stage of the whole pipeline.
+    """
+
+    pp_rank: int
+    pp_size: int
+    p2p_communicator: ModuleChain | None = None
+    bridge_comms_as_src_module: list[BridgeCommunicator] | None = None
+    bridge_comms_as_dest_module: list[BridgeCommunicator] | None = None
+    is_source_stage: bool | None = True
+    is_terminal_stage: bool | None = True
+
+
+class MultiModulePipelineCommunicator:
+    """Traffic between the stages of many modules that together are one pipeline.
+
+    Satisfies `pipegrid.transport.PipelineCommunicator` in two ways. `isend` and `irecv` take an edge of global
+    stage numbers (``graph.stage(module, index)``): with them a runtime executes any plan over the graph. The
+    six blocking verbs exchange dicts keyed by module: a first stage of a module gets one entry per incoming
+    edge, named after the source module; any other stage gets one entry under its own name. What a module sends
+    stands under its own name; with several destinations it goes to each, and the gradients that come back are
+    summed. The verbs need one stage of each module per rank, and no rank on both ends of an edge.
+
+    Every rank constructs this with equal arguments. Lanes inside modules and bridges between them are opened
+    in one order that is the same on all ranks, and one `batch` spans all of them.
+
+    Args:
+        module_to_grid_map: grid of each module.
+        topology: the modules that each module feeds.
+        config: a `P2PConfig`, or any object with some of its attributes. With ``variable_seq_lengths`` sizes may
+            change from microbatch to microbatch, on every edge.
+        dim_mapping: axes of the modules' outputs, as for `BridgeCommunicator`, with the same default.
+        module_output_ndim: axes of each module's output; default 3.
+        edges: options of single edges, by (source, destination).
+        placements: per module, what the dims of its grid do with tensors at its boundaries, see `boundary_side`.
+        stage_placement: per module, the place in its pipeline of each of its stages, where that is not one each:
+            ``(0, 1, 0, 1)`` for two chunks on two places.
+        backend: as for `BridgeCommunicator`.
+        device: as for `BridgeCommunicator`.
+
+    Raises:
+        ModuleGraphError: a cycle, an unknown module, a module without a grid.
+        StageError: options for an edge that does not exist; a gradient that would have to pass a module without
+            backward.
+        BridgeError: as `BridgeCommunicator`.
+    """
+
+    def __init__(
+        self,
+        module_to_grid_map: Mapping[str, GridLike],
+        topology: Mapping[str, Sequence[str]],
+        config: Any,
+        dim_mapping: Mapping[str, int] | None = None,
+        module_output_ndim: Mapping[str, int] | None = None,
+        *,
+        edges: Mapping[tuple[str, str], EdgeOptions] | None = None,
+        placements: Mapping[str, Mapping[str, Placement]] | None = None,
+        stage_placement: Mapping[str, Sequence[int]] | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.module_to_grid_map = dict(module_to_grid_map)
+        self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
+        self.config = as_config(config)
+        self.dim_mapping = dict(dim_mapping) if dim_mapping is not None else {"s": 1, "b": 0, "h": 2}
+        self.module_output_ndim = dict(module_output_ndim or {})
+        self.rank = self.current_rank = dist.get_rank()
+        given = dict(stage_placement or {})
+        self.stage_placement = {
+            name: tuple(given.get(name, range(dim_size(grid, "pp")))) for name, grid in self.module_to_grid_map.items()
+        }
+        self.graph = module_graph(topology, self.module_to_grid_map, self.stage_placement)
+        self._options = self._checked_options(edges or {})
+        self._placements = dict(placements or {})
+        self._check_names(self._placements, "placements")
+        self._check_names(self.module_output_ndim, "module_output_ndim")
+        self._check_names(given, "stage_placement")
+        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
+        if backend is None and len(named) == 1:
+            (backend,) = named
+        self._backend, self.device = resolve_device(backend, device)
+        self._destroyed = False
+        self.bridge_comms: list[BridgeCommunicator] = []
+        self._build_bridge_comms()
+        self.rank_module_map: dict[str, RankModuleInfo] = {}
+        self._build_rank_module_info_map()
+        self._open()
+
+    # -- construction -----------------------------------------------------------------------------------
+
+    def _check_names(self, named: Iterable[str], what: str) -> None:
+        unknown = sorted(set(named) - set(self.module_to_grid_map))
+        if unknown:
+            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
+
+    def _checked_options(self, edges: Mapping[tuple[str, str], EdgeOptions]) -> dict[tuple[str, str], EdgeOptions]:
+        unknown = [edge for edge in edges if edge not in self.graph.edges]
+        if unknown:
+            raise StageError(f"options for edges {unknown}, but the topology has {list(self.graph.edges)}")
+        options = {edge: edges.get(edge, EdgeOptions()) for edge in self.graph.edges}
+        self._has_backward = {
+            name: not self.topology[name] or any(options[name, dst].backward for dst in self.topology[name])
+            for name in self.graph.order
+        }
+        for (src, dst), option in options.items():
+            if option.backward and not self._has_backward[dst]:
+                raise StageError(
+                    f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}: all its own edges "
+                    f"are declared without; declare this one EdgeOptions(backward=False), too"
+                )
+        return options
+
+    def _build_bridge_comms(self) -> None:
+        """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
+        for src, dst in sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge))):
+            grids = self.module_to_grid_map[src], self.module_to_grid_map[dst]
+            if not any(self.is_current_rank_in_grid(grid) for grid in grids):
+                continue
+            option = self._options[src, dst]
+            ndim = option.tensor_ndim or self.module_output_ndim.get(src, 3)
+            self.bridge_comms.append(
+                BridgeCommunicator(
+                    *grids,
+                    dim_mapping=option.dim_mapping or self._mapping(ndim),
+                    comm_dtype=option.comm_dtype,
+                    src_module_name=src,
+                    dest_module_name=dst,
+                    tensor_ndim=ndim,
+                    src_placements={**self._placements.get(src, {}), **(option.src_placements or {})},
+                    dest_placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
+                    src_lanes=option.src_lanes,
+                    dest_lanes=option.dest_lanes,
+                    strategy=option.strategy,
+                    leader_below=option.leader_below,
+                    backward=option.backward,
+                    config=self.config,
+                    backend=self._backend,
+                    device=self.device,
+                    src_stage=self.stage_placement[src][-1],
+                    dest_stage=self.stage_placement[dst][0],
+                    open=False,
+                )
+            )
+
+    def _mapping(self, ndim: int) -> Mapping[str, int] | None:
+        """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
+        if ndim == 2 and max(self.dim_mapping.values()) > 1:
+            return None
+        return self.dim_mapping
+
+    def _build_rank_module_info_map(self) -> None:
+        for name in self.graph.order:
+            grid = self.module_to_grid_map[name]
+            if not self.is_current_rank_in_grid(grid):
+                continue
+            places, here = self.stage_placement[name], place_of(grid, self.rank)
+            first, last = places[0] == here, places[-1] == here
+            self.rank_module_map[name] = RankModuleInfo(
+                pp_rank=here,
+                pp_size=dim_size(grid, "pp"),
+                p2p_communicator=ModuleChain(name, grid, places, self.rank, backward=self._has_backward[name]),
+                bridge_comms_as_src_module=[b for b in self.bridge_comms if b.src_module_name == name and last],
+                bridge_comms_as_dest_module=[b for b in self.bridge_comms if b.dest_module_name == name and first],
+                is_source_stage=first and self._is_source_module(name),
+                is_terminal_stage=last and self._is_sink_module(name),
+            )
+
+    def _open(self) -> None:
+        users: list[ModuleChain | BridgeCommunicator] = [*self._chains.values(), *self.bridge_comms]
+        self.lanes = open_lanes(
+            [spec for user in users for spec in user.lane_specs],
+            config=lane_config(self.config, variable=self.config.shape_mode == "header"),
+            backend=self._backend,
+            device=self.device,
+        )
+        for user in users:
+            user.attach(self.lanes)
+        self._bridge_of = {
+            Edge(self.graph.stage(b.src_module_name, -1), self.graph.stage(b.dest_module_name, 0)): b
+            for b in self.bridge_comms
+        }
+
+    @property
+    def _chains(self) -> dict[str, ModuleChain]:
+        return {
+            name: info.p2p_communicator
+            for name, info in self.rank_module_map.items()
+            if info.p2p_communicator is not None
+        }
+
+    # -- where this rank stands -------------------------------------------------------------------------
+
+    def _is_source_module(self, module_name: str) -> bool:
+        return module_name in self.graph.sources
+
+    def _is_sink_module(self, module_name: str) -> bool:
+        return module_name in self.graph.sinks
+
+    def is_current_rank_in_grid(self, grid: GridLike) -> bool:
+        """Whether this rank is in ``grid``."""
+        return is_in(grid, self.rank)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The global numbers of the stages on this rank, ascending."""
+        return tuple(
+            sorted(
+                self.graph.stage(name, index)
+                for name, info in self.rank_module_map.items()
+                for index, place in enumerate(self.stage_placement[name])
+                if place == info.pp_rank
+            )
+        )
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds the first stage of a module that nothing feeds."""
+        return any(info.is_source_stage for info in self.rank_module_map.values())
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank holds the last stage of a module that feeds nothing."""
+        return any(info.is_terminal_stage for info in self.rank_module_map.values())
+
+    @property
+    def total_stages(self) -> int:
+        """Pipeline ranks on the longest path through the modules."""
+        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map)
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's place on the longest path that leads to it, from 0."""
+        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map, rank=self.rank) - 1
+
+    @staticmethod
+    def compute_total_pipeline_stages(
+        topology: Mapping[str, Sequence[str]],
+        module_to_grid_map: Mapping[str, GridLike],
+        rank: int | None = None,
+        module_name: str | None = None,
+    ) -> int:
+        """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
+
+        Args:
+            topology: the modules that each module feeds.
+            module_to_grid_map: grid of each module.
+            rank: count up to this rank; in the module where that gives most, if it is in several.
+            module_name: count up to ``rank`` in this module.
+
+        Raises:
+            ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
+        """
+        return total_pipeline_stages(topology, module_to_grid_map, rank=rank, module_name=module_name)
+
+    # -- the asynchronous form --------------------------------------------------------------------------
+
+    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
+        """Start sending along ``edge`` (forward) or against it (backward).
+
+        Raises:
+            StageError: there is no such edge, or this rank does not send on it.
+            BridgeError: as `BridgeCommunicator.isend_forward` and ``isend_backward``.
+        """
+        self._require_alive()
+        bridge = self._bridge_of.get(edge)
+        if bridge is None:
+            chain, inner = self._inside(edge)
+            return chain.isend(payload, edge=inner, direction=direction)
+        handle = bridge.isend_forward(payload) if direction is Direction.FORWARD else bridge.isend_backward(payload)
+        if handle is None:
+            raise StageError(self._not_on(edge))
+        return handle
+
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
+        """Start receiving the next message of ``edge`` in that direction.
+
+        Raises:
+            StageError: there is no such edge, or this rank does not receive on it.
+            BridgeError: as `BridgeCommunicator.irecv_forward` and ``irecv_backward``.
+        """
+        self._require_alive()
+        bridge = self._bridge_of.get(edge)
+        if bridge is None:
+            chain, inner = self._inside(edge)
+            return chain.irecv(edge=inner, direction=direction, shapes=shapes)
+        handle = bridge.irecv_forward(shapes) if direction is Direction.FORWARD else bridge.irecv_backward(shapes)
+        if handle is None:
+            raise StageError(self._not_on(edge))
+        return handle
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
+        return self.lanes.batch()
+
+    def abort(self, reason: str) -> None:
+        """End all lanes at once and tell the other sides why."""
+        self.lanes.abort(reason)
+
+    def destroy(self) -> None:
+        """Close all lanes and destroy all groups. Idempotent."""
+        if not self._destroyed:
+            self._destroyed = True
+            self.lanes.close()
+            for bridge in self.bridge_comms:
+                bridge.destroy()
+
+    def _inside(self, edge: Edge) -> tuple[ModuleChain, Edge]:
+        if edge not in self.graph.stage_edges:
+            raise StageError(
+                f"there is no edge {edge}; the stages are joined by {', '.join(map(str, self.graph.stage_edges))}"
+            )
+        (name, first), (other, second) = self.graph.module_of(edge.source), self.graph.module_of(edge.destination)
+        if name != other or name not in self._chains:
+            raise StageError(self._not_on(edge))
+        return self._chains[name], Edge(first, second)
+
+    def _not_on(self, edge: Edge) -> str:
+        ends = [f"{name!r} stage {index}" for name, index in map(self.graph.module_of, (edge.source, edge.destination))]
+        return f"edge {edge} ({' -> '.join(ends)}) does not end at rank {self.rank}, which holds stages {self.stages}"
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise DestroyedError("this communicator was destroyed; make a new one")
+
+    # -- the blocking verbs -----------------------------------------------------------------------------
+
+    def recv_forward(self, tensor_shape: Any = None, is_first_stage: bool = False) -> Tensors:
+        """The next activations of this rank's modules, by name; no entry for a module that nothing feeds here.
+
+        Args:
+            tensor_shape: the shape that is expected inside of modules, or a dict by name for any entry.
+            is_first_stage: True on a rank that holds no first stage of the pipeline is an error.
+        """
+        self._require_verbs(first=is_first_stage)
+        with self.batch():
+            receiving = self._receive_forward(tensor_shape)
+        return _results(receiving)
+
+    def send_forward(self, output_dict: Tensors, is_last_stage: bool = False) -> None:
+        """Send the outputs of this rank's modules, by name, to wherever each module's next stage is.
+
+        Args:
+            output_dict: module name to tensor. Entries of sinks may stand there; nothing is sent for them.
+            is_last_stage: True on a rank that holds no last stage of the pipeline is an error.
+
+        Raises:
+            MissingTensorError: no entry for a module that sends here, or one for a module that is not here.
+        """
+        self._require_verbs(last=is_last_stage)
+        with self.batch():
+            sending = self._send_forward(output_dict)
+        _wait(sending)
+
+    def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> Tensors:
+        """The next gradients of this rank's outputs, by module; the sum where a module feeds several."""
+        self._require_verbs(last=is_last_stage)
+        with self.batch():
+            receiving = self._receive_backward(tensor_shape)
+        return _results(receiving)
+
+    def send_backward(self, grad_dict: Tensors, is_first_stage: bool = False) -> None:
+        """Send back the gradients of what `recv_forward` gave, under the same names."""
+        self._require_verbs(first=is_first_stage)
+        with self.batch():
+            sending = self._send_backward(grad_dict)
+        _wait(sending)
+
+    def send_forward_recv_backward(
+        self, output_dict: Tensors, tensor_shape: Any = None, is_last_stage: bool = False
+    ) -> Tensors:
+        """`send_forward` and `recv_backward`, all posted before any is waited for."""
+        self._require_verbs(last=is_last_stage)
+        with self.batch():
+            sending = self._send_forward(output_dict)
+            receiving = self._receive_backward(tensor_shape)
+        received = _results(receiving)
+        _wait(sending)
+        return received
+
+    def send_backward_recv_forward(
+        self, grad_dict: Tensors, tensor_shape: Any = None, is_first_stage: bool = False
+    ) -> Tensors:
+        """`send_backward` and `recv_forward`, all posted before any is waited for."""
+        self._require_verbs(first=is_first_stage)
+        with self.batch():
+            sending = self._send_backward(grad_dict)
+            receiving = self._receive_forward(tensor_shape)
+        received = _results(receiving)
+        _wait(sending)
+        return received
+
+    # -- underneath -------------------------------------------------------------------------------------
+
+    def _require_verbs(self, *, first: bool = False, last: bool = False) -> None:
+        self._require_alive()
+        if first and not self.is_pp_first_stage:
+            raise StageError(f"is_first_stage=True on rank {self.rank}, which holds no first stage of the pipeline")
+        if last and not self.is_pp_last_stage:
+            raise StageError(f"is_last_stage=True on rank {self.rank}, which holds no last stage of the pipeline")
+        for name, info in self.rank_module_map.items():
+            if len(self.stage_placement[name]) > info.pp_size:
+                raise StageError(
+                    f"module {name!r} has {len(self.stage_placement[name])} stages on {info.pp_size} places; dicts by "
+                    f"module cannot tell them apart: use isend and irecv with edges"
+                )
+            for bridge in info.bridge_comms_as_dest_module or ():
+                if bridge.src_module_name in self.rank_module_map:
+                    raise StageError(
+                        f"rank {self.rank} holds {bridge.src_module_name!r} as well as {name!r}, which it feeds; a "
+                        f"verb that exchanges with both at once would wait for itself: use isend and irecv with edges"
+                    )
+
+    def _receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
+        found: dict[str, list[ReceiveHandle]] = {}
+        for name, info in self.rank_module_map.items():
+            if info.pp_rank > 0:
+                edge = Edge(info.pp_rank - 1, info.pp_rank)
+                found[name] = [
+                    self._chains[name].irecv(
+                        edge=edge, direction=Direction.FORWARD, shapes=_shape(shapes, name, inside=True)
+                    )
+                ]
+            for bridge in info.bridge_comms_as_dest_module or ():
+                source = bridge.src_module_name
+                handle = bridge.irecv_forward(_shape(shapes, source))
+                found[source] = [] if handle is None else [handle]
+        return found
+
+    def _receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
+        found: dict[str, list[ReceiveHandle]] = {}
+        for name, info in self.rank_module_map.items():
+            if not self._has_backward[name]:
+                continue
+            if info.pp_rank < info.pp_size - 1:
+                edge = Edge(info.pp_rank, info.pp_rank + 1)
+                found[name] = [
+                    self._chains[name].irecv(
+                        edge=edge, direction=Direction.BACKWARD, shapes=_shape(shapes, name, inside=True)
+                    )
+                ]
+            for bridge in info.bridge_comms_as_src_module or ():
+                if bridge.backward:
+                    handle = bridge.irecv_backward(_shape(shapes, name))
+                    found.setdefault(name, []).extend([] if handle is None else [handle])
+        return found
+
+    def _send_forward(self, outputs: Tensors) -> list[Handle]:
+        sending: list[Handle] = []
+        self._check_entries(
+            outputs,
+            {name for name, info in self.rank_module_map.items() if not info.is_terminal_stage},
+            set(self.rank_module_map),
+        )
+        for name, info in self.rank_module_map.items():
+            if info.pp_rank < info.pp_size - 1:
+                edge = Edge(info.pp_rank, info.pp_rank + 1)
+                sending.append(self._chains[name].isend(outputs[name], edge=edge, direction=Direction.FORWARD))
+            for bridge in info.bridge_comms_as_src_module or ():
+                handle = bridge.isend_forward(outputs[name])
+                sending += [] if handle is None else [handle]
+        return sending
+
+    def _send_backward(self, grads: Tensors) -> list[Handle]:
+        sending: list[Handle] = []
+        needed, known = set(), set()
+        for name, info in self.rank_module_map.items():
+            if info.pp_rank > 0:
+                known.add(name)
+                needed |= {name} if self._has_backward[name] else set()
+            for bridge in info.bridge_comms_as_dest_module or ():
+                known.add(bridge.src_module_name)
+                needed |= {bridge.src_module_name} if bridge.backward else set()
+        self._check_entries(grads, needed, known)
+        for name, info in self.rank_module_map.items():
+            if name in needed and info.pp_rank > 0:
+                edge = Edge(info.pp_rank - 1, info.pp_rank)
+                sending.append(self._chains[name].isend(grads[name], edge=edge, direction=Direction.BACKWARD))
+            for bridge in info.bridge_comms_as_dest_module or ():
+                if bridge.backward:
+                    handle = bridge.isend_backward(grads[bridge.src_module_name])
+                    sending += [] if handle is None else [handle]
+        return sending
+
+    def _check_entries(self, tensors: Tensors, needed: set[str], known: set[str]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise ShapeError(
+                f"a multi-module communicator exchanges dicts by module name, got {type(tensors).__name__}"
+            )
+        if not needed <= set(tensors) <= known:
+            raise MissingTensorError(
+                f"rank {self.rank} was given tensors for {sorted(tensors)}; it needs {sorted(needed)}"
+                + (f" and may have {sorted(known - needed)}" if known - needed else "")
+            )
+
+
+def _results(receiving: Mapping[str, Sequence[ReceiveHandle]]) -> Tensors:
+    """What arrived, by name; several gradients of one output are summed."""
+    received: Tensors = {}
+    for name, handles in receiving.items():
+        parts = [handle.result() for handle in handles]
+        if len(parts) > 1:
+            received[name] = sum(part.detach() for part in parts[1:]) + parts[0].detach()
+        elif parts:
+            received[name] = parts[0]
+    return received
+
+
+def _wait(sending: Iterable[Handle]) -> None:
+    for handle in sending:
+        handle.wait()
+
+
+def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:
+    """What is expected for one entry: of a dict its own, of one shape that of stages inside of modules."""
+    if isinstance(shapes, Mapping):
+        return shapes.get(name)
+    return shapes if inside else None
+
+
+Tensor2dOr3d: TypeAlias = torch.Tensor | list[torch.Tensor] | None
+
+
+def _prepare_tensor_for_comm(tensor: Tensor2dOr3d) -> Tensor2dOr3d:
+    """Expand a 2-d tensor to 3-d with a last axis of size 1; lists element by element, anything else as it is.
+
+    For peers that speak 3-d only. Nothing here needs it: lanes carry any number of axes.
+    """
+    return _each(tensor, lambda t: t.unsqueeze(-1) if t.ndim == 2 else t)
+
+
+def _restore_tensor_from_comm(tensor: Tensor2dOr3d) -> Tensor2dOr3d:
+    """Undo `_prepare_tensor_for_comm`: drop a last axis of size 1 of a 3-d tensor.
+
+    A tensor that had the shape ``[a, b, 1]`` before cannot be told from an expanded one, and loses its axis.
+    """
+    return _each(tensor, lambda t: t.squeeze(-1) if t.ndim == 3 and t.shape[-1] == 1 else t)
+
+
+def _each(tensor: Tensor2dOr3d, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensor2dOr3d:
+    if tensor is None:
+        return None
+    return [change(part) for part in tensor] if isinstance(tensor, list) else change(tensor)

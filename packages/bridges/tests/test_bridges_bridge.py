@@ -1,0 +1,373 @@
+"""BridgeCommunicator on real ranks, bit-equal to slicing one tensor in one process."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.errors import (
+    BridgeError,
+    DestroyedError,
+    LaneTotalsError,
+    NoBackwardError,
+    PendingGradientError,
+    ShapeError,
+    WrongSideError,
+)
+from pipegrid.bridges.reshard import plan_reshard
+from pipegrid.bridges.side import Partial, Replicated, Sharded
+from pipegrid.bridges.sizes import Sizes
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.errors import P2PTimeoutError
+
+CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
+
+
+def grid(offset=0, **dims):
+    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+def part(whole, spans):
+    """What a rank with these ranges holds of the whole tensor."""
+    for axis, held in enumerate(spans):
+        index = [i for a, b in held for i in range(a, b)]
+        whole = whole.index_select(axis, torch.tensor(index, dtype=torch.long))
+    return whole
+
+
+def contribution(side, rank):
+    """Which of the partial sums a rank holds: none along dims that are not Partial."""
+    index = 0
+    for dim, coord in zip(side.dims, side.coords_of[rank], strict=True):
+        if isinstance(dim.placement, Partial):
+            index = index * dim.size + coord
+    return index
+
+
+def contributions(side):
+    return math.prod(dim.size for dim in side.dims if isinstance(dim.placement, Partial))
+
+
+def parts_of(seed, shape, count, dtype):
+    """``count`` tensors of small integers, whose sums are exact in any dtype and order."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(count)]
+
+
+def round_trip(bridge, plan, *, seed, dtype=torch.float32, samples=None, combined=False):
+    """One microbatch there and back; what this rank got against slices of the whole."""
+    rank, back = bridge.rank, plan.adjoint()
+    x = parts_of(seed, plan.sizes.shape, contributions(bridge.src), dtype)
+    g = parts_of(seed + 1, plan.sizes.shape, contributions(bridge.dst), dtype)
+    sending = receiving = None
+    if bridge.is_source:
+        mine = part(x[contribution(bridge.src, rank)], plan.source_spans(rank)).requires_grad_()
+        own = None if samples is None else samples[bridge.src.lane_of(rank)]
+        sending = bridge.isend_forward(mine, samples=own)
+    if bridge.is_destination:
+        got = bridge.irecv_forward().result()
+        assert got.requires_grad
+        assert got.dtype is dtype
+        assert torch.equal(got, part(sum(x), plan.destination_spans(rank)))
+        receiving = bridge.isend_backward(part(g[contribution(bridge.dst, rank)], back.source_spans(rank)))
+    if bridge.is_source:
+        grad = bridge.irecv_backward().result()
+        assert grad.shape == mine.shape
+        assert torch.equal(grad, part(sum(g), back.destination_spans(rank)))
+    for handle in (sending, receiving):
+        if handle is not None:
+            handle.wait()
+            handle.wait()
+
+
+# name -> (source grid, destination grid, keywords of the bridge)
+CASES = {
+    "dp2 to dp1": (grid(dp=2), grid(2, dp=1), {}),
+    "dp1 to dp2": (grid(dp=1), grid(1, dp=2), {}),
+    "dp3 to dp2": (grid(dp=3), grid(3, dp=2), {}),
+    "tp2 to tp3": (grid(tp=2), grid(2, tp=3), {}),
+    "cp2 to tp2": (grid(cp=2), grid(2, tp=2), {}),
+    "cp2 zigzag to sequence-parallel tp2": (
+        grid(cp=2),
+        grid(2, tp=2),
+        {"src_placements": {"cp": Sharded("s", order="zigzag")}, "dest_placements": {"tp": Sharded("s")}},
+    ),
+    "partial gradients of cp": (grid(tp=2), grid(2, tp=1, cp=2), {"dest_placements": {"cp": Partial()}}),
+    "partial activations": (grid(tp=2), grid(2, dp=2), {"src_placements": {"tp": Partial()}}),
+    "partial cp beside tp copies": (grid(dp=2), grid(2, tp=2, cp=2), {"dest_placements": {"cp": Partial()}}),
+    "ep as data lanes": (grid(ep=2, dp=2), grid(4, tp=2), {"src_placements": {"ep": Sharded("b")}}),
+    "ep holds copies": (grid(ep=2), grid(2, dp=2), {"src_placements": {"ep": Replicated()}}),
+    "pipelined sides": (grid(tp=2, pp=2), grid(4, tp=1, dp=2, pp=2), {}),
+    "equal": (grid(tp=2, dp=2), grid(tp=2, dp=2), {}),
+    "equal ranks, other layout": (grid(tp=2, dp=2), grid(dp=4), {}),
+    "overlapping": (grid(tp=2, dp=2), grid(2, tp=4), {}),
+    "nested": (grid(dp=4), grid(1, tp=2), {}),
+    "same ranks, transposed": (grid(tp=2, dp=2), grid(dp=2, tp=2), {}),
+}
+
+
+def end(of):
+    return of.rank_offset + math.prod(of.shape)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.ranks(max(end(src), end(dst)))) for name, (src, dst, _) in CASES.items()],
+)
+def test_activations_and_gradients_arrive_bit_for_bit(name):
+    src, dst, keywords = CASES[name]
+    rank = torch.distributed.get_rank()
+    for strategy in ("direct", "leader", "auto"):
+        bridge = BridgeCommunicator(
+            src, dst, strategy=strategy, leader_below=600, config=CONFIG, label=strategy, **keywords
+        )
+        plan = plan_reshard(bridge.src, bridge.dst, Sizes((6, 8, 6), axes=bridge.axes))
+        for microbatch in range(3):
+            if bridge.is_source or bridge.is_destination:
+                round_trip(bridge, plan, seed=10 * microbatch)
+            elif rank < end(src):
+                assert bridge.send_forward_recv_backward(torch.zeros(1)) is None
+            else:
+                assert bridge.send_backward_recv_forward(torch.zeros(1)) is None
+        bridge.destroy()
+        bridge.destroy()
+
+
+def whole_world(src, dst, **keywords):
+    return BridgeCommunicator(src, dst, config=CONFIG, **keywords)
+
+
+@pytest.mark.parametrize("strategy", ["direct", "leader", "auto"])
+@pytest.mark.ranks(5)
+def test_sizes_may_change_and_lanes_may_be_uneven_or_empty(strategy):
+    bridge = whole_world(grid(dp=3), grid(3, tp=2), shapes="variable", strategy=strategy, leader_below=100)
+    for lanes, s in (((2, 1, 3), 4), ((0, 5, 1), 2), ((0, 0, 0), 3), ((1, 1, 1), 6)):
+        plan = plan_reshard(bridge.src, bridge.dst, Sizes((sum(lanes), s, 4), axes=bridge.axes, src_lanes=lanes))
+        round_trip(bridge, plan, seed=sum(lanes) + s)
+    bridge.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_packed_samples_are_cut_between_samples_and_inside_by_cp():
+    bridge = whole_world(grid(dp=2), grid(2, cp=2), shapes="variable", tensor_ndim=2)
+    out = whole_world(grid(dp=1), grid(1, dp=3), shapes="variable", tensor_ndim=2, label="out")
+    for lanes in (((4, 2), (6,)), ((), (2, 8, 4)), ((3, 5), (7, 1))):
+        flat = [rows for lane in lanes for rows in lane]
+        sizes = Sizes((sum(flat), 5), axes=bridge.axes, src_lanes=[len(lane) for lane in lanes], samples=flat)
+        round_trip(bridge, plan_reshard(bridge.src, bridge.dst, sizes), seed=sum(flat), samples=lanes)
+        sizes = Sizes((sum(flat), 5), axes=bridge.axes, samples=flat)
+        round_trip(out, plan_reshard(out.src, out.dst, sizes), seed=sum(flat), samples=[flat])
+    bridge.destroy()
+    out.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_declared_lanes_share_in_proportion():
+    bridge = whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 2))
+    plan = plan_reshard(bridge.src, bridge.dst, Sizes((8, 2, 3), axes=bridge.axes, src_lanes=(6, 2), dst_lanes=(4, 4)))
+    round_trip(bridge, plan, seed=1)
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_the_wire_may_be_narrower_than_the_tensor():
+    bridge = whole_world(grid(dp=1), grid(1, tp=2), comm_dtype=torch.bfloat16)
+    sent = torch.full((2, 2, 2), 1.0 + 2.0**-12, dtype=torch.float32)
+    if bridge.is_source:
+        bridge.send_forward(sent)
+        assert bridge.recv_backward().dtype is torch.float32
+    else:
+        got = bridge.recv_forward()
+        assert got.dtype is torch.float32
+        assert torch.equal(got, torch.ones(2, 2, 2))
+        bridge.send_backward(torch.ones(2, 2, 2))
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_the_combined_verbs_meet_without_buffers():
+    """Both sides send and receive at once: each must post its receive before it waits for its send."""
+    bridge = BridgeCommunicator(
+        grid(dp=1), grid(1, dp=1), config=P2PConfig(deadline=20.0, open_deadline=20.0, strict=True)
+    )
+    big = torch.ones(64, 64, 64)
+    if bridge.is_source:
+        bridge.send_forward(big)
+        for step in range(1, 4):
+            grad = bridge.send_forward_recv_backward(big * (step + 1))
+            assert torch.equal(grad, big * step)
+        assert torch.equal(bridge.recv_backward(), big * 4)
+    else:
+        got = bridge.recv_forward()
+        for step in range(1, 4):
+            assert torch.equal(got, big * step)
+            got = bridge.send_backward_recv_forward(big * step)
+        bridge.send_backward(big * 4)
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_after_the_first_microbatch_only_payload_travels():
+    for strategy, most in (("direct", 2), ("leader", 1), ("auto", 1)):
+        bridge = whole_world(grid(dp=1), grid(1, tp=2), strategy=strategy, label=strategy)
+        plan = plan_reshard(bridge.src, bridge.dst, Sizes((2, 2, 2), axes=bridge.axes))
+        round_trip(bridge, plan, seed=0)
+        before = [(lane.stats.headers, lane.stats.messages) for lane in bridge.lanes.values()]
+        round_trip(bridge, plan, seed=1)
+        after = [(lane.stats.headers, lane.stats.messages) for lane in bridge.lanes.values()]
+        assert [headers for headers, _ in after] == [headers for headers, _ in before]
+        sent = sum(messages for _, messages in after) - sum(messages for _, messages in before)
+        assert sent <= 2 * most  # there and back
+        assert sent == 2 * most or not bridge.is_source
+        bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_receives_posted_ahead_land_in_order_whoever_is_asked_first():
+    for strategy in ("direct", "auto", "leader"):
+        bridge = whole_world(grid(dp=1), grid(1, tp=2), strategy=strategy, label=strategy)
+        tensors = [torch.full((2, 3, 4), float(k)) for k in range(3)]
+        if bridge.is_source:
+            for handle in [bridge.isend_forward(t) for t in tensors]:
+                handle.wait()
+        else:
+            handles = [bridge.irecv_forward() for _ in tensors]
+            assert torch.equal(handles[2].result(), tensors[2])
+            assert handles[0].is_completed() or torch.equal(handles[0].result(), tensors[0])
+            assert torch.equal(handles[1].result(), tensors[1])
+            assert handles[1].result() is handles[1].result()
+            assert handles[1].is_completed()
+        bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_bridges_between_the_same_ranks_do_not_block_each_other():
+    first = whole_world(grid(dp=1), grid(1, dp=1), label="first")
+    second = whole_world(grid(dp=1), grid(1, dp=1), label="second")
+    if first.is_source:
+        handle = first.isend_forward(torch.zeros(1, 1, 1))
+        second.send_forward(torch.ones(1, 1, 1))
+        handle.wait()
+    else:
+        assert second.recv_forward().item() == 1.0
+        assert first.recv_forward().item() == 0.0
+    first.destroy()
+    second.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_an_edge_without_backward_carries_no_gradient():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), backward=False)
+    if bridge.is_source:
+        with pytest.raises(NoBackwardError, match="requires grad; detach it"):
+            bridge.send_forward(torch.ones(1, 1, 1, requires_grad=True))
+        with pytest.raises(NoBackwardError, match="no recv_backward"):
+            bridge.recv_backward()
+        bridge.send_forward(torch.ones(1, 1, 1))
+    else:
+        assert not bridge.recv_forward().requires_grad
+        with pytest.raises(NoBackwardError, match="no send_backward"):
+            bridge.send_backward(torch.ones(1, 1, 1))
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_forward_only_steps_leave_no_gradient_to_wait_for():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), shapes="variable")
+    for rows, train in ((2, False), (3, True), (1, False), (5, True)):
+        with torch.set_grad_enabled(train):
+            if bridge.is_source:
+                bridge.send_forward(torch.ones(rows, 1, 1))
+                if train:
+                    assert bridge.recv_backward().shape == (rows, 1, 1)
+            else:
+                got = bridge.recv_forward()
+                if train:
+                    bridge.send_backward(got.detach())
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_the_wrong_side_is_told_who_it_is():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1)) if torch.distributed.get_rank() < 2 else None
+    if bridge is None:
+        outside = whole_world(grid(dp=1), grid(1, dp=1))
+        with pytest.raises(WrongSideError, match="rank 2 is on neither"):
+            outside.send_forward(torch.ones(1, 1, 1))
+        return
+    if bridge.is_source:
+        with pytest.raises(WrongSideError, match=r"recv_forward is for the destination side \('dest'.*rank 0 is on"):
+            bridge.recv_forward()
+        with pytest.raises(ValueError, match="send_backward is for the destination side"):
+            bridge.send_backward(torch.ones(1, 1, 1))
+    else:
+        with pytest.raises(WrongSideError, match="send_forward is for the source side"):
+            bridge.send_forward(torch.ones(1, 1, 1))
+        with pytest.raises(WrongSideError, match="recv_backward is for the source side"):
+            bridge.recv_backward()
+    bridge.destroy()
+    with pytest.raises(DestroyedError, match="make a new one"):
+        bridge.recv_forward()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_sent_is_refused_before_anything_is():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1))
+    if bridge.is_source:
+        with pytest.raises(PendingGradientError, match="recv_backward on rank 0"):
+            bridge.recv_backward()
+        with pytest.raises(ShapeError, match="carries one tensor, got NoneType"):
+            bridge.send_forward(None)
+        with pytest.raises(ShapeError, match=r"3 axes, got shape \(2, 2\)"):
+            bridge.send_forward(torch.ones(2, 2))
+        bridge.send_forward(torch.ones(2, 2, 2))
+        with pytest.raises(ShapeError, match="was agreed with the first message"):
+            bridge.send_forward(torch.ones(1, 2, 2))
+    else:
+        with pytest.raises(PendingGradientError, match="send_backward on rank 1"):
+            bridge.send_backward(torch.ones(2, 2, 2))
+        bridge.recv_forward()
+        with pytest.raises(ShapeError, match=r"gradient has shape \(1, 2, 2\), its activation had \(2, 2, 2\)"):
+            bridge.send_backward(torch.ones(1, 2, 2))
+        with pytest.raises(ShapeError, match=r"gradient is torch\.float64"):
+            bridge.send_backward(torch.ones(2, 2, 2, dtype=torch.float64))
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_lanes_that_do_not_fit_together_are_named():
+    bridge = whole_world(grid(dp=2), grid(2, dp=1))
+    rank = torch.distributed.get_rank()
+    if bridge.is_source:
+        bridge.isend_forward(torch.ones(1, 2 + rank, 2))
+    else:
+        with pytest.raises(ShapeError, match="differ in more than the batch"):
+            bridge.recv_forward()
+    torch.distributed.barrier()
+    bridge.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_settings_that_contradict_each_other():
+    with pytest.raises(LaneTotalsError, match="hold 4 samples per microbatch, destination lanes"):
+        whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 3))
+    with pytest.raises(LaneTotalsError, match="lane without samples"):
+        whole_world(grid(dp=2), grid(2, dp=2), dest_lanes=(2, 0))
+    with pytest.raises(BridgeError, match="shapes is 'sometimes'"):
+        whole_world(grid(dp=1), grid(1), shapes="sometimes")
+
+
+@pytest.mark.ranks(2)
+def test_a_receive_that_nobody_answers_ends_at_the_deadline():
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, dp=1), config=P2PConfig(deadline=1.0, open_deadline=20.0))
+    if bridge.is_destination:
+        with pytest.raises(P2PTimeoutError, match="rank 1 waited"):
+            bridge.recv_forward()
+    torch.distributed.barrier()
+    bridge.destroy()
+    assert not [thread for thread in threading.enumerate() if thread.name == "pipegrid-progress"]

@@ -1,0 +1,189 @@
+"""ColocatedBridgeCommunicator on real ranks, against slices of one tensor in one process."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges.colocated import (
+    BridgeDirection,
+    ColocatedBridgeCommunicator,
+    SliceInfo,
+    _all_gather_along_batch_dim,
+)
+from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, NotReplicatedError, ShapeError
+
+
+def grid(offset=0, **dims):
+    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+def coord(of, rank, dim):
+    stride = 1
+    for name, size in zip(of.dim_names, of.shape, strict=True):
+        if name == dim:
+            return (rank - of.rank_offset) // stride % size, size
+        stride *= size
+    return 0, 1
+
+
+def part(whole, of, rank, *, axis=0, seq=1):
+    """What a rank of the grid holds of a whole tensor: its data lane's block, its cp part of the sequence."""
+    lane, lanes = coord(of, rank, "dp")
+    piece, pieces = coord(of, rank, "cp")
+    n = whole.shape[axis]
+    held = whole.narrow(axis, n * lane // lanes, n * (lane + 1) // lanes - n * lane // lanes)
+    return held.chunk(pieces, seq)[piece] if pieces > 1 else held
+
+
+def holds(of, rank):
+    """Whether the rank is on the first stage of the grid."""
+    return coord(of, rank, "pp")[0] == 0
+
+
+CASES = {
+    "fan-in tp2 dp4 to tp4 dp2": (grid(tp=2, dp=4), grid(tp=4, dp=2)),
+    "fan-out tp4 dp2 to tp2 dp4": (grid(tp=4, dp=2), grid(tp=2, dp=4)),
+    "fan-in tp1 dp4 to tp4 dp1": (grid(dp=4), grid(tp=4)),
+    "fan-out tp4 to dp4": (grid(tp=4), grid(dp=4)),
+    "equal": (grid(tp=2, dp=2), grid(tp=2, dp=2)),
+    "dp3 to dp2": (grid(tp=2, dp=3), grid(tp=3, dp=2)),
+    "dp2 to dp3": (grid(tp=3, dp=2), grid(tp=2, dp=3)),
+    "cp on the source": (grid(cp=2, dp=2), grid(tp=2, dp=2)),
+    "cp on the destination": (grid(tp=2, dp=2), grid(cp=2, dp=2)),
+    "pipelined destination": (grid(tp=1, dp=4), grid(tp=1, pp=2, dp=2)),
+    "pipelined destination of the same dp": (grid(tp=2, dp=2), grid(pp=2, dp=2)),
+    "transposed ranks": (grid(tp=2, dp=2), grid(dp=2, tp=2)),
+    "fan-in of transposed ranks": (grid(tp=2, dp=4), grid(dp=2, tp=4)),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.ranks(math.prod(src.shape))) for name, (src, _) in CASES.items()]
+)
+def test_forward_and_backward_are_slices_of_the_whole(case):
+    src, dst = CASES[case]
+    rank = dist.get_rank()
+    for mapping, shape, axis, seq in (
+        ({"b": 0, "s": 1, "h": 2}, (12, 4, 2), 0, 1),
+        ({"s": 0, "b": 1, "h": 2}, (4, 12, 2), 1, 0),
+        ({"b": 0, "h": 1}, (24, 3), 0, 1),
+    ):
+        if len(shape) == 2 and "cp" in (*src.dim_names, *dst.dim_names):
+            continue
+        bridge = ColocatedBridgeCommunicator(src, dst, dim_mapping=mapping, check_replicated="cp" not in src.dim_names)
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        g = torch.randn(shape, generator=generator, dtype=torch.float64)
+        mine = part(x, src, rank, axis=axis, seq=seq).clone().requires_grad_()
+        for _ in range(2):
+            mine.grad = None
+            y = bridge.communicate(mine)
+            if holds(dst, rank):
+                assert torch.equal(y, part(x, dst, rank, axis=axis, seq=seq))
+                y.backward(part(g, dst, rank, axis=axis, seq=seq))
+            else:
+                assert y.numel() == 0
+                y.sum().backward()
+            assert torch.equal(mine.grad, part(g, src, rank, axis=axis, seq=seq))
+        bridge.destroy()
+        bridge.destroy()
+        with pytest.raises(DestroyedError, match="was destroyed"):
+            bridge.communicate(mine)
+
+
+@pytest.mark.ranks(8)
+def test_gather_groups_stand_in_slot_order():
+    fan_in = ColocatedBridgeCommunicator(grid(tp=2, dp=4), grid(tp=4, dp=2))
+    assert fan_in.gather_group_ranks == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert fan_in.direction is BridgeDirection.FAN_IN
+    assert fan_in.direction == "fan_in"
+    assert (fan_in.scale, fan_in.is_fan_in(), fan_in.is_fan_out()) == (2, True, False)
+    rank = dist.get_rank()
+    assert rank in dist.get_process_group_ranks(fan_in.gather_pg)
+    assert fan_in.get_slice_info(8) == SliceInfo(start=4 * (rank // 2 % 2), size=4)
+    fan_out = ColocatedBridgeCommunicator(grid(tp=4, dp=2), grid(tp=2, dp=4))
+    assert fan_out.gather_group_ranks == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert fan_out.get_slice_info(6) == SliceInfo(start=3 * (rank // 2 % 2), size=3)
+    equal = ColocatedBridgeCommunicator(grid(tp=4, dp=2), grid(tp=4, dp=2))
+    assert (equal.direction, equal.scale, equal.gather_pg, equal.gather_group_ranks) == ("equal", 1, None, [])
+    assert equal.get_slice_info(5) == SliceInfo(start=0, size=5)
+    x = torch.randn(2, 2)
+    assert equal.communicate(x) is x
+    for bridge in (fan_in, fan_out, equal):
+        bridge.destroy()
+        assert bridge.gather_pg is None
+
+
+def test_gather_groups_keep_the_order_of_lanes_even_where_ranks_descend():
+    descending = {7 - rank: (rank // 2, rank % 2) for rank in range(8)}
+    assert ColocatedBridgeCommunicator._build_gather_groups(2, 2, 2, descending) == [[7, 5], [6, 4], [3, 1], [2, 0]]
+
+
+@pytest.mark.ranks(4)
+def test_batches_that_do_not_divide():
+    fan_out = ColocatedBridgeCommunicator(grid(tp=2, dp=2), grid(dp=4))
+    with pytest.raises(LaneTotalsError, match="batch of 3 is not divisible by scale 2"):
+        fan_out.get_slice_info(3)
+    with pytest.raises(ValueError, match="not divisible by scale 2"):
+        fan_out.communicate(torch.ones(3, 1, 1))
+    fan_in = ColocatedBridgeCommunicator(grid(dp=4), grid(tp=2, dp=2))
+    x = torch.ones(3, 1, 1, requires_grad=True)
+    assert fan_in.communicate(x).shape == (6, 1, 1)
+    with pytest.raises(ShapeError, match="no batch axis 1"):
+        ColocatedBridgeCommunicator(grid(dp=4), grid(dp=4), dim_mapping={"b": 1}).communicate(torch.ones(3))
+    fan_in.destroy()
+    fan_out.destroy()
+
+
+@pytest.mark.ranks(6)
+def test_a_ratio_that_is_no_integer_has_no_slices_but_works():
+    bridge = ColocatedBridgeCommunicator(grid(tp=2, dp=3), grid(tp=3, dp=2))
+    assert (bridge.scale, bridge.direction) == (None, BridgeDirection.FAN_IN)
+    with pytest.raises(LaneTotalsError, match=r"dp 3.*dp 2.*communicate\(\) works all the same"):
+        bridge.get_slice_info(6)
+    bridge.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_copies_that_differ_are_found_when_asked_for():
+    src, dst = grid(tp=2, dp=2), grid(tp=4)
+    rank = dist.get_rank()
+    checked = ColocatedBridgeCommunicator(src, dst, "enc", check_replicated=True, check_every=2)
+    good = torch.full((2, 2, 2), float(rank // 2))
+    assert checked.communicate(good).shape == (4, 2, 2)
+    bad = good + (1e-7 if rank == 3 else 0.0)
+    assert checked.communicate(bad).shape == (4, 2, 2)  # not looked at this time
+    with pytest.raises(NotReplicatedError, match=r"copies of source lane 1 of 'enc' \(ranks \[2, 3\]\)"):
+        checked.communicate(bad)  # on every rank, or the others would wait
+    checked.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_lanes_of_different_sizes_are_found_when_asked_for():
+    checked = ColocatedBridgeCommunicator(grid(dp=2), grid(tp=2), check_replicated=True)
+    with pytest.raises(LaneTotalsError, match="hold between 2 and 3 rows"):
+        checked.communicate(torch.ones(2 + dist.get_rank(), 1, 1))
+    checked.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_gathering_along_any_axis():
+    rank = dist.get_rank()
+    for axis in range(3):
+        got = _all_gather_along_batch_dim(torch.full((2, 2, 2), float(rank)), dist.group.WORLD, axis)
+        assert torch.equal(got, torch.cat([torch.zeros(2, 2, 2), torch.ones(2, 2, 2)], dim=axis))
+
+
+@pytest.mark.ranks(2)
+def test_layouts_that_are_refused():
+    with pytest.raises(BridgeError, match=r"dim 'ep' of size 2.*will not guess"):
+        ColocatedBridgeCommunicator(grid(ep=2), grid(dp=2))
+    with pytest.raises(BridgeError, match=r"on ranks 0\.\.1, the destination on 0\.\.0"):
+        ColocatedBridgeCommunicator(grid(dp=2), grid(dp=1))
+    with pytest.raises(BridgeError, match="no batch axis"):
+        ColocatedBridgeCommunicator(grid(dp=2), grid(dp=2), dim_mapping={"h": 1})

@@ -1,0 +1,436 @@
+"""MultiModulePipelineCommunicator on real ranks, against the same modules in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges.errors import DestroyedError, MissingTensorError, ShapeError, StageError
+from pipegrid.bridges.graph import ModuleGraphError
+from pipegrid.bridges.modules import EdgeOptions, total_pipeline_stages
+from pipegrid.bridges.multimodule import (
+    ModuleChain,
+    MultiModulePipelineCommunicator,
+    _prepare_tensor_for_comm,
+    _restore_tensor_from_comm,
+)
+from pipegrid.bridges.side import Replicated
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.protocol import PipelineCommunicator
+
+CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
+F, B = Direction.FORWARD, Direction.BACKWARD
+
+
+def grid(offset=0, **dims):
+    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+def make(grids, topology, **keywords):
+    return MultiModulePipelineCommunicator(grids, topology, CONFIG, **keywords)
+
+
+# -- how long the pipeline is -------------------------------------------------------------------------
+
+OMNI = {
+    "image": grid(0, tp=2, pp=2),
+    "audio": grid(4, pp=1, dp=2),
+    "llm": grid(6, pp=3),
+    "generator": grid(9, pp=2),
+}
+FLOW = {"image": ["llm"], "audio": ["llm"], "llm": ["generator"], "generator": []}
+total = MultiModulePipelineCommunicator.compute_total_pipeline_stages
+
+
+def test_stages_on_the_longest_path():
+    assert total(FLOW, OMNI) == 2 + 3 + 2
+    assert [total(FLOW, OMNI, rank=rank) for rank in range(11)] == [1, 1, 2, 2, 1, 1, 3, 4, 5, 6, 7]
+    assert total_pipeline_stages(FLOW, OMNI) == 7
+
+
+def test_a_rank_of_several_modules_counts_the_longest_unless_one_is_named():
+    grids = {"enc": grid(0, dp=2), "llm": grid(0, pp=2)}
+    flow = {"enc": ["llm"], "llm": []}
+    assert total(flow, grids, rank=1) == 3
+    assert total(flow, grids, rank=1, module_name="enc") == 1
+
+
+@pytest.mark.parametrize(
+    ("flow", "keywords", "text"),
+    [
+        ({"a": ["b"], "b": ["a"]}, {}, "cycle: . -> . -> ."),
+        ({"a": ["b"]}, {"rank": 7}, "rank 7 is in none"),
+        ({"a": ["b"]}, {"rank": 0, "module_name": "b"}, "rank 0 is not in module 'b'"),
+        ({"a": ["c"], "b": []}, {}, r"missing grids: \['c'\]"),
+        ({"a": []}, {}, r"unused grids: \['b'\]"),
+    ],
+)
+def test_what_has_no_length_is_a_value_error(flow, keywords, text):
+    with pytest.raises(ValueError, match=text):
+        total(flow, {"a": grid(0), "b": grid(1)}, **keywords)
+    with pytest.raises(ModuleGraphError, match="no terminal node"):
+        total({}, {})
+
+
+def test_tensors_for_peers_that_speak_3d_only():
+    two, three = torch.zeros(2, 3), torch.zeros(2, 3, 4)
+    assert _prepare_tensor_for_comm(two).shape == (2, 3, 1)
+    assert _prepare_tensor_for_comm(three) is three
+    assert _prepare_tensor_for_comm(None) is None
+    assert _restore_tensor_from_comm(None) is None
+    assert [t.shape for t in _restore_tensor_from_comm(_prepare_tensor_for_comm([two, three]))] == [(2, 3), (2, 3, 4)]
+
+
+# -- the verbs against one process --------------------------------------------------------------------
+
+
+def weight(name, stage):
+    """A stage is a multiplication by its own number, so that gradients tell the way they came."""
+    return 1.0 + (sum(map(ord, name)) % 7) + stage
+
+
+def reference(flow, depths, batch, order):
+    """Loss and input gradients of the whole graph in one process; sinks add their outputs up."""
+    leaves, outputs = {}, {}
+    for name in order:
+        feeding = [outputs[src] for src in order if name in flow[src]]
+        if not feeding:
+            leaves[name] = batch[name].clone().requires_grad_()
+            feeding = [leaves[name]]
+        value = sum(feeding)
+        for stage in range(depths[name]):
+            value = value * weight(name, stage)
+        outputs[name] = value
+    loss = sum((outputs[name] ** 2).sum() for name in order if not flow[name])
+    loss.backward()
+    return outputs, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def share(tensor, comm, name):
+    """This rank's data lane of a whole batch."""
+    g = comm.module_to_grid_map[name]
+    stride, size = 1, 1
+    for dim, n in zip(g.dim_names, g.shape, strict=True):
+        if dim == "dp":
+            size = n
+            break
+        stride *= n
+    lane = (comm.rank - g.rank_offset) // stride % size
+    return tensor.chunk(size, 0)[lane]
+
+
+def one_microbatch(comm, flow, batch):
+    """Forward and backward of the whole graph through the six verbs, as this rank sees it."""
+    arrived = comm.recv_forward()
+    outputs, inputs = {}, {}
+    for name, info in comm.rank_module_map.items():
+        if info.is_source_stage:
+            inputs[name] = {"input": share(batch[name], comm, name).clone().requires_grad_()}
+        elif info.pp_rank == 0:
+            inputs[name] = {src: arrived[src] for src in flow if name in flow[src]}
+        else:
+            inputs[name] = {name: arrived[name]}
+        outputs[name] = sum(inputs[name].values()) * weight(name, info.pp_rank)
+    comm.send_forward(outputs)
+    grads = comm.recv_backward()
+    for name, info in comm.rank_module_map.items():
+        if info.is_terminal_stage:
+            (outputs[name] ** 2).sum().backward()
+        else:
+            outputs[name].backward(grads[name])
+    back = {}
+    for name, info in comm.rank_module_map.items():
+        if not info.is_source_stage:
+            back.update({key: value.grad for key, value in inputs[name].items()})
+    comm.send_backward(back)
+    return outputs, {name: held["input"].grad for name, held in inputs.items() if "input" in held}
+
+
+JOBS = {
+    "encoder dp2 to language dp1": ({"enc": grid(0, dp=2), "llm": grid(2)}, {"enc": ["llm"]}, 3),
+    "encoder dp1 to language dp2": ({"enc": grid(0), "llm": grid(1, dp=2)}, {"enc": ["llm"]}, 3),
+    "branches of unequal depth": (
+        {"image": grid(0, pp=2), "audio": grid(2), "llm": grid(3, tp=1, pp=2)},
+        {"image": ["llm"], "audio": ["llm"]},
+        5,
+    ),
+    "two destinations": ({"enc": grid(0, dp=2), "one": grid(2), "two": grid(3, dp=2)}, {"enc": ["one", "two"]}, 5),
+    "diamond with a skip edge": (
+        {"enc": grid(0), "mid": grid(1, pp=2), "llm": grid(3, dp=2)},
+        {"enc": ["mid", "llm"], "mid": ["llm"]},
+        5,
+    ),
+    "encoders on the same ranks": (
+        {"image": grid(0, dp=2), "audio": grid(0, tp=2), "llm": grid(2, pp=2)},
+        {"image": ["llm"], "audio": ["llm"]},
+        4,
+    ),
+    "encoder, language, generator": (
+        {"enc": grid(0, dp=2), "llm": grid(2, pp=2), "gen": grid(4, dp=2)},
+        {"enc": ["llm"], "llm": ["gen"]},
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("job", [pytest.param(name, marks=pytest.mark.ranks(job[2])) for name, job in JOBS.items()])
+def test_the_gradient_of_the_graph_is_that_of_one_process(job):
+    grids, edges, _ = JOBS[job]
+    flow = {name: edges.get(name, []) for name in grids}
+    comm = make(grids, flow)
+    assert isinstance(comm, PipelineCommunicator)
+    depths = {name: comm.graph.depth(name) for name in grids}
+    for microbatch in range(2):
+        generator = torch.Generator().manual_seed(microbatch)
+        batch = {name: torch.randn(4, 2, 3, generator=generator, dtype=torch.float64) for name in grids}
+        whole, gradients = reference(flow, depths, batch, comm.graph.order)
+        outputs, mine = one_microbatch(comm, flow, batch)
+        for name, info in comm.rank_module_map.items():
+            if info.pp_rank == info.pp_size - 1:
+                assert torch.equal(outputs[name], share(whole[name], comm, name))
+        for name, gradient in mine.items():
+            torch.testing.assert_close(gradient, share(gradients[name], comm, name), rtol=1e-13, atol=0)
+    comm.destroy()
+    comm.destroy()
+    with pytest.raises(DestroyedError, match="make a new one"):
+        comm.recv_forward()
+
+
+@pytest.mark.ranks(5)
+def test_where_each_rank_stands():
+    grids = {"image": grid(0, pp=2), "audio": grid(2), "llm": grid(3, pp=2)}
+    comm = make(grids, {"image": ["llm"], "audio": ["llm"], "llm": []})
+    rank = dist.get_rank()
+    assert comm.total_stages == 4
+    assert comm.current_stage == [0, 1, 0, 2, 3][rank]
+    assert comm.stages == (rank,)
+    assert comm.is_pp_first_stage == (rank in {0, 2})
+    assert comm.is_pp_last_stage == (rank == 4)
+    assert comm.is_current_rank_in_grid(grids["llm"]) == (rank in {3, 4})
+    assert comm._is_source_module("audio")
+    assert comm._is_sink_module("llm")
+    (info,) = comm.rank_module_map.values()
+    assert isinstance(info.p2p_communicator, ModuleChain)
+    assert (info.pp_rank, info.pp_size) == [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)][rank]
+    assert len(info.bridge_comms_as_src_module) == [0, 1, 1, 0, 0][rank]
+    assert len(info.bridge_comms_as_dest_module) == [0, 0, 0, 2, 0][rank]
+    comm.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_the_combined_verbs_meet_without_buffers():
+    """1F1B in strict mode, where every batch is waited for before the next action."""
+    strict = P2PConfig(deadline=20.0, open_deadline=20.0, strict=True)
+    grids = {"enc": grid(0, dp=2), "llm": grid(2)}
+    comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": []}, strict)
+    value = [torch.full((1, 1, 1), float(10 * step + dist.get_rank())) for step in range(4)]
+    if "enc" in comm.rank_module_map:
+        comm.send_forward({"enc": value[0]}, is_last_stage=False)
+        for step in range(1, 4):
+            grads = comm.send_forward_recv_backward({"enc": value[step]})
+            assert torch.equal(grads["enc"], 2 * value[step - 1])
+        assert torch.equal(comm.recv_backward(tensor_shape={"enc": (1, 1, 1)})["enc"], 2 * value[3])
+    else:
+        got = comm.recv_forward(tensor_shape={"enc": (2, 1, 1)})
+        for _ in range(3):
+            got = comm.send_backward_recv_forward({"enc": 2 * got["enc"].detach()})
+        comm.send_backward({"enc": 2 * got["enc"].detach()})
+    comm.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_edges_differ_in_axes_dtype_and_strategy():
+    grids = {"vision": grid(0, dp=2), "speech": grid(2), "llm": grid(3)}
+    flow = {"vision": ["llm"], "speech": ["llm"], "llm": []}
+    comm = make(
+        grids,
+        flow,
+        module_output_ndim={"vision": 2},
+        edges={("speech", "llm"): EdgeOptions(comm_dtype=torch.bfloat16, strategy="leader", tensor_ndim=4)},
+    )
+    if "vision" in comm.rank_module_map:
+        comm.send_forward({"vision": torch.full((3, 2), float(dist.get_rank()), dtype=torch.float64)})
+        assert comm.recv_backward()["vision"].shape == (3, 2)
+    elif "speech" in comm.rank_module_map:
+        comm.send_forward({"speech": torch.ones(1, 1, 1, 1)})
+        assert comm.recv_backward()["speech"].dtype is torch.float32
+    else:
+        got = comm.recv_forward()
+        assert got["vision"].dtype is torch.float64
+        assert got["vision"][:, 0].tolist() == [0.0] * 3 + [1.0] * 3
+        assert got["speech"].shape == (1, 1, 1, 1)
+        comm.send_backward({name: tensor.detach() for name, tensor in got.items()})
+    comm.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_a_frozen_module_has_no_backward_anywhere():
+    grids = {"enc": grid(0, pp=2), "llm": grid(2), "aux": grid(3)}
+    flow = {"enc": ["llm"], "aux": ["llm"], "llm": []}
+    comm = make(grids, flow, edges={("enc", "llm"): EdgeOptions(backward=False)})
+    value = torch.ones(2, 1, 1)
+    if "llm" in comm.rank_module_map:
+        got = comm.recv_forward()
+        assert not got["enc"].requires_grad
+        assert got["aux"].requires_grad
+        comm.send_backward({"aux": got["aux"].detach()})
+    else:
+        name = next(iter(comm.rank_module_map))
+        arrived = comm.recv_forward()
+        comm.send_forward({name: arrived.get(name, value).detach()})
+        assert set(comm.recv_backward()) == ({"aux"} if name == "aux" else set())
+        comm.send_backward({})
+    comm.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_microbatches_without_images_and_unused_inputs_stay_in_step():
+    config = P2PConfig(deadline=20.0, open_deadline=20.0, variable_seq_lengths=True)
+    grids = {"enc": grid(0), "llm": grid(1)}
+    comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": []}, config)
+    for rows in (2, 0, 3):
+        if "enc" in comm.rank_module_map:
+            comm.send_forward({"enc": torch.ones(rows, 2, 2)})
+            assert torch.equal(comm.recv_backward()["enc"], torch.zeros(rows, 2, 2))
+        else:
+            assert comm.recv_forward()["enc"].shape == (rows, 2, 2)
+            comm.send_backward({"enc": None})
+    comm.destroy()
+
+
+# -- edges of stages: what a runtime uses -------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+def test_virtual_stages_talk_along_their_own_edges():
+    """enc (1 rank) -> llm with two chunks on two ranks: stages 0 | 1 2 3 4 at ranks 0 | 1 2 1 2."""
+    grids = {"enc": grid(0), "llm": grid(1, pp=2)}
+    comm = make(grids, {"enc": ["llm"], "llm": []}, stage_placement={"llm": (0, 1, 0, 1)})
+    assert comm.graph.num_stages == 5
+    assert comm.stages == ((0,), (1, 3), (2, 4))[comm.rank]
+    for microbatch in range(2):
+        value = torch.full((1, 1, 1), float(microbatch + 1))
+        sends = []
+        for stage in range(5):
+            if stage in comm.stages:
+                if stage:
+                    value = comm.irecv(edge=Edge(stage - 1, stage), direction=F).result()
+                    assert value.item() == (microbatch + 1) * 10.0**stage
+                if stage < 4:
+                    sends.append(comm.isend(value.detach() * 10, edge=Edge(stage, stage + 1), direction=F))
+        for stage in reversed(range(5)):
+            if stage in comm.stages:
+                if stage < 4:
+                    value = comm.irecv(edge=Edge(stage, stage + 1), direction=B).result()
+                    assert value.item() == 4 - stage
+                else:
+                    value = torch.zeros(1, 1, 1)
+                if stage:
+                    sends.append(comm.isend(value.detach() + 1, edge=Edge(stage - 1, stage), direction=B))
+        for handle in sends:
+            handle.wait()
+    if comm.rank:
+        with pytest.raises(StageError, match="'llm' has 4 stages on 2 places"):
+            comm.recv_forward()
+    comm.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_stages_placed_as_a_v_end_where_they_began():
+    grids = {"llm": grid(0, pp=2), "gen": grid(2, dp=2)}
+    comm = make(grids, {"llm": ["gen"], "gen": []}, stage_placement={"llm": (0, 1, 1, 0)})
+    assert comm.stages == ((0, 3), (1, 2), (4,), (4,))[comm.rank]
+    with comm.batch() if comm.rank != 1 else contextlib.nullcontext():
+        handles = []
+        for stage in range(4):
+            edge = Edge(stage, stage + 1)
+            if stage in comm.stages:
+                handles.append(comm.isend(torch.full((2, 1, 1), float(stage)), edge=edge, direction=F))
+        received = [
+            (edge, comm.irecv(edge=edge, direction=F))
+            for edge in comm.graph.stage_edges
+            if edge.destination in comm.stages
+        ]
+    for edge, handle in received:
+        assert torch.equal(handle.result().unique(), torch.tensor([float(edge.source)]))
+        assert handle.result().shape == ((1, 1, 1) if edge.destination == 4 else (2, 1, 1))
+    for handle in handles:
+        handle.wait()
+    comm.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_colocated_encoder_reaches_a_pipelined_language_model_along_edges():
+    """enc dp2 on both ranks, llm pp2 on the same ranks: rank 0 is on both ends of the bridge."""
+    grids = {"enc": grid(0, dp=2), "llm": grid(0, pp=2)}
+    comm = make(grids, {"enc": ["llm"], "llm": []})
+    rank = dist.get_rank()
+    assert comm.stages == ((0, 1), (0, 2))[rank]
+    for step in range(2):
+        sends = [comm.isend(torch.full((1, 1, 1), float(10 * step + rank)), edge=Edge(0, 1), direction=F)]
+        if rank == 0:
+            whole = comm.irecv(edge=Edge(0, 1), direction=F).result()
+            assert whole.flatten().tolist() == [10.0 * step, 10.0 * step + 1]
+            sends.append(comm.isend(whole.detach(), edge=Edge(1, 2), direction=F))
+            grad = comm.irecv(edge=Edge(1, 2), direction=B).result()
+            sends.append(comm.isend(grad.detach(), edge=Edge(0, 1), direction=B))
+        else:
+            got = comm.irecv(edge=Edge(1, 2), direction=F).result()
+            sends.append(comm.isend(3 * got.detach(), edge=Edge(1, 2), direction=B))
+        assert comm.irecv(edge=Edge(0, 1), direction=B).result().item() == 3 * (10 * step + rank)
+        for handle in sends:
+            handle.wait()
+    if rank == 0:
+        with pytest.raises(StageError, match="holds 'enc' as well as 'llm', which it feeds"):
+            comm.recv_forward()
+    comm.destroy()
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+def test_calls_that_do_not_fit_this_rank():
+    grids = {"enc": grid(0), "llm": grid(1, pp=2)}
+    comm = make(grids, {"enc": ["llm"], "llm": []})
+    if comm.rank == 0:
+        with pytest.raises(MissingTensorError, match=r"given tensors for \['llm'\]; it needs \['enc'\]"):
+            comm.send_forward({"llm": torch.ones(1, 1, 1)})
+        with pytest.raises(KeyError, match="it needs"):
+            comm.send_forward({})
+        with pytest.raises(ShapeError, match="exchanges dicts by module name, got Tensor"):
+            comm.send_forward(torch.ones(1, 1, 1))
+        with pytest.raises(StageError, match="is_last_stage=True on rank 0"):
+            comm.send_forward({"enc": torch.ones(1, 1, 1)}, is_last_stage=True)
+        with pytest.raises(StageError, match=r"edge 1>2 \('llm' stage 0 -> 'llm' stage 1\) does not end at rank 0"):
+            comm.irecv(edge=Edge(1, 2), direction=F)
+    else:
+        with pytest.raises(StageError, match="there is no edge 0>2"):
+            comm.irecv(edge=Edge(0, 2), direction=F)
+        with pytest.raises(StageError, match="is_first_stage=True"):
+            comm.recv_forward(is_first_stage=True)
+    if comm.rank == 2:
+        with pytest.raises(StageError, match=r"edge 0>1 .* does not end at rank 2"):
+            comm.irecv(edge=Edge(0, 1), direction=F)
+    comm.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_declarations_that_contradict_each_other():
+    grids = {"enc": grid(0), "mid": grid(0), "llm": grid(0)}
+    flow = {"enc": ["mid"], "mid": ["llm"], "llm": []}
+    with pytest.raises(StageError, match=r"options for edges \[\('enc', 'llm'\)\]"):
+        make(grids, flow, edges={("enc", "llm"): EdgeOptions()})
+    with pytest.raises(StageError, match="no gradient ever reaches 'mid'"):
+        make(grids, flow, edges={("mid", "llm"): EdgeOptions(backward=False)})
+    with pytest.raises(StageError, match=r"placements names modules \['llmm'\]"):
+        make(grids, flow, placements={"llmm": {"ep": Replicated()}})
+    with pytest.raises(ModuleGraphError, match="stages on places"):
+        make(grids, flow, stage_placement={"llm": (0, 1)})
+    with pytest.raises(ModuleGraphError, match="cycle"):
+        make(grids, {"enc": ["mid"], "mid": ["enc"], "llm": []})

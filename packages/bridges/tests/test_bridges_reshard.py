@@ -1,0 +1,463 @@
+"""The reshard plan against brute force: every element, every rank, integers only."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegrid.bridges.box import Box, shares
+from pipegrid.bridges.cuts import local_shape
+from pipegrid.bridges.errors import BridgeError, LaneTotalsError, ShapeError, TilingError, UndeclaredDimError
+from pipegrid.bridges.reshard import Message, check_plan, plan_reshard, routes
+from pipegrid.bridges.side import Partial, Replicated, Sharded, boundary_side
+from pipegrid.bridges.sizes import Sizes, axis_names
+
+BSH = axis_names(3)
+
+
+def grid(offset=0, **dims):
+    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+# -- brute force ------------------------------------------------------------------------------------
+
+
+def indices(shape):
+    return itertools.product(*(range(n) for n in shape))
+
+
+def inside(box):
+    return itertools.product(*(range(a, a + n) for a, n in zip(box.start, box.shape, strict=True)))
+
+
+def global_index(spans, local):
+    """The place in the whole tensor of a local index, by walking the ranges."""
+    place = []
+    for axis, index in zip(spans, local, strict=True):
+        for start, stop in axis:
+            if index < stop - start:
+                place.append(start + index)
+                break
+            index -= stop - start
+    return tuple(place)
+
+
+def contribution(side, rank):
+    """The coordinates of a rank along dims whose ranks contribute partial sums."""
+    return tuple(
+        coord for dim, coord in zip(side.dims, side.coords_of[rank], strict=True) if isinstance(dim.placement, Partial)
+    )
+
+
+def values(plan, seed):
+    """Per rank of the sending side its tensor: replicas alike, contributions to a sum different."""
+    rng = random.Random(seed)
+    whole = {}
+    return {
+        rank: {
+            local: whole.setdefault(
+                (contribution(plan.src, rank), global_index(plan.source_spans(rank), local)),
+                rng.randrange(-99, 100),
+            )
+            for local in indices(plan.source_shape(rank))
+        }
+        for rank in plan.src.ranks
+    }
+
+
+def execute(plan, tensors):
+    """Run the steps of a plan; every element of a destination is written exactly once."""
+    summed = {rank: dict(tensor) for rank, tensor in tensors.items()}
+    for group in plan.reductions:
+        total = {k: sum(tensors[rank][k] for rank in group) for k in tensors[group[0]]}
+        summed.update(dict.fromkeys(group, total))
+    out = {rank: {} for rank in plan.dst.ranks}
+
+    def write(rank, index, value):
+        assert index not in out[rank], f"rank {rank} writes {index} twice"
+        out[rank][index] = value
+
+    for m in plan.messages:
+        assert m.source_box.shape == m.destination_box.shape
+        for a, b in zip(inside(m.source_box), inside(m.destination_box), strict=True):
+            write(m.destination, b, summed[m.source][a])
+    received = {rank: dict(tensor) for rank, tensor in out.items()}
+    for step in plan.completions:
+        for giver, boxes in zip(step.ranks, step.boxes, strict=True):
+            for taker in step.ranks:
+                if taker != giver:
+                    for index in itertools.chain.from_iterable(inside(box) for box in boxes):
+                        write(taker, index, received[giver][index])
+    for rank in plan.dst.ranks:
+        assert set(out[rank]) == set(indices(plan.destination_shape(rank)))
+    return out
+
+
+def whole(side, spans, tensors):
+    """The sum over contributions of the whole tensor that a side holds; replicas must agree."""
+    parts = {}
+    for rank in side.ranks:
+        for local, value in tensors[rank].items():
+            key = (contribution(side, rank), global_index(spans(rank), local))
+            assert parts.setdefault(key, value) == value
+    total = {}
+    for (_, place), value in parts.items():
+        total[place] = total.get(place, 0) + value
+    return parts, total
+
+
+def check(src, dst, sizes, strategy="direct", *, leader_below=200):
+    """All invariants of one boundary, both directions."""
+    forward = plan_reshard(src, dst, sizes, strategy=strategy, leader_below=leader_below)
+    backward = forward.adjoint()
+    assert backward.adjoint() == forward
+    x, g = values(forward, 1), values(backward, 2)
+    for plan, tensors in ((forward, x), (backward, g)):
+        check_plan(plan)
+        out = execute(plan, tensors)
+        _, expected = whole(plan.src, plan.source_spans, tensors)
+        for rank in plan.dst.ranks:
+            spans = plan.destination_spans(rank)
+            assert out[rank] == {local: expected[global_index(spans, local)] for local in out[rank]}
+        possible = routes(src, dst, sizes.axes, backward=plan.backward, strategy=strategy)
+        assert set(plan.transfers) <= set(possible)
+        crossing = sum(m.source_box.numel for m in plan.messages if m.source != m.destination)
+        copied = {
+            r: sum(m.source_box.numel for m in ms) for r in plan.dst.ranks for ms in [plan.receives(r).get(r, ())]
+        }
+        assert crossing <= math.prod(sizes.shape)  # each byte once
+        assert crossing + sum(copied.values()) >= math.prod(sizes.shape)
+        for rank in {*src.ranks, *dst.ranks}:
+            own = plan_reshard(
+                src, dst, sizes, backward=plan.backward, strategy=strategy, leader_below=leader_below, rank=rank
+            )
+            assert own.sends(rank) == plan.sends(rank)
+            assert own.receives(rank) == plan.receives(rank)
+            assert own.completions == tuple(c for c in plan.completions if rank in c.ranks)
+    # <F x, g> == <x, B g>, replicas counted once, contributions each.
+    fx, bg = execute(forward, x), execute(backward, g)
+    assert inner(dst, forward.destination_spans, fx, g) == inner(src, forward.source_spans, x, bg)
+    if not (forward.reductions or backward.reductions) and not set(src.ranks) & set(dst.ranks):
+        mirrored = sorted(Message(m.destination, m.source, m.destination_box, m.source_box) for m in forward.messages)
+        assert mirrored == list(backward.messages)
+
+
+def inner(side, spans, left, right):
+    a, b = whole(side, spans, left)[0], whole(side, spans, right)[0]
+    return sum(a[key] * b[key] for key in a)
+
+
+# -- all pairs of small grids -----------------------------------------------------------------------
+
+DIMS = ("tp", "cp", "dp", "pp", "ep")
+
+
+def small_shapes(limit=8):
+    return [shape for shape in itertools.product(range(1, limit + 1), repeat=len(DIMS)) if math.prod(shape) <= limit]
+
+
+VARIANTS = [
+    {"ep": Sharded("b")},
+    {"ep": Replicated(), "tp": Sharded("s")},
+    {"ep": Partial(), "cp": Sharded("s", order="zigzag")},
+    {"ep": Sharded("h"), "cp": Partial(), "tp": Sharded("s")},
+    {"ep": Sharded("b"), "tp": Sharded("s"), "cp": Sharded("s", order="zigzag")},
+]
+PAIRS = list(itertools.product(small_shapes(), repeat=2))
+
+
+def random_case(pair, seed):
+    """A pair of grids with placements, lane sizes and strategy drawn from the seed."""
+    rng = random.Random(f"{pair}/{seed}")
+    sides = []
+    for end, shape in zip(("source", "destination"), pair, strict=True):
+        offset = 0 if end == "source" else rng.choice([0, 2, math.prod(pair[0])])
+        order = list(zip(DIMS, shape, strict=True))
+        rng.shuffle(order)
+        sides.append(boundary_side(grid(offset, **dict(order)), end, placements=rng.choice(VARIANTS)))
+    src, dst = sides
+    kind = rng.choice(["even", "uneven", "exact", "packed", "zero"])
+    lanes = [rng.randrange(4) for _ in range(src.num_lanes)]
+    s, h = rng.choice([(8, 3), (5, 2)])
+    if kind == "even":
+        sizes = Sizes((src.num_lanes * dst.num_lanes // math.gcd(src.num_lanes, dst.num_lanes), s, h), axes=BSH)
+    elif kind == "uneven":
+        sizes = Sizes((sum(lanes), s, h), axes=BSH, src_lanes=lanes)
+    elif kind == "zero":
+        sizes = Sizes((0, s, h), axes=BSH)
+    elif kind == "exact":
+        cuts = sorted(rng.randrange(sum(lanes) + 1) for _ in range(dst.num_lanes - 1))
+        out = [b - a for a, b in itertools.pairwise([0, *cuts, sum(lanes)])]
+        sizes = Sizes((sum(lanes), s, h), axes=BSH, src_lanes=lanes, dst_lanes=out)
+    else:
+        samples = [rng.randrange(6) for _ in range(sum(lanes))]
+        sizes = Sizes((sum(samples), h), axes=axis_names(2), src_lanes=lanes, samples=samples)
+    return src, dst, sizes, kind
+
+
+def check_case(pair, seed):
+    src, dst, sizes, kind = random_case(pair, seed)
+    strategy = ("direct", "leader", "auto")[seed % 3]
+    if kind == "exact":
+        # Exact lane sizes move the cuts, so routes made without them need not contain theirs.
+        plan = plan_reshard(src, dst, sizes, strategy=strategy)
+        for one in (plan, plan.adjoint()):
+            check_plan(one)
+            tensors = values(one, 1)
+            out = execute(one, tensors)
+            _, expected = whole(one.src, one.source_spans, tensors)
+            for rank in one.dst.ranks:
+                spans = one.destination_spans(rank)
+                assert out[rank] == {local: expected[global_index(spans, local)] for local in out[rank]}
+    else:
+        check(src, dst, sizes, strategy)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_representative_part_of_all_pairs_of_grids_up_to_8_ranks(seed):
+    for pair in PAIRS[seed * 7 :: 97]:
+        check_case(pair, seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
+def test_all_pairs_of_grids_up_to_8_ranks(seed):
+    for pair in PAIRS:
+        check_case(pair, seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, len(PAIRS) - 1), st.integers(0, 10**6))
+def test_any_pair_with_any_sizes(index, seed):
+    check_case(PAIRS[index], seed)
+
+
+# -- what the numbers are ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(range(1, 9), repeat=2)))
+def test_copies_share_the_sending(a, b):
+    src = boundary_side(grid(tp=a), "source")
+    dst = boundary_side(grid(a, tp=b), "destination")
+    n = math.lcm(a, b)
+    plan = plan_reshard(src, dst, Sizes((2, 3, n), axes=BSH), itemsize=1)
+    assert len(plan.messages) == a + b - math.gcd(a, b) == len(list(shares(a, b)))
+    assert {plan.bytes_sent(rank) for rank in src.ranks} == {6 * n // a}
+    assert {plan.bytes_received(rank) for rank in dst.ranks} == {6 * n // b}
+
+
+def test_leaders_are_the_last_of_the_source_and_the_first_of_the_destination():
+    dims = {"tp": 2, "cp": 1, "pp": 2, "dp": 2}
+    src, dst = boundary_side(grid(**dims), "source"), boundary_side(grid(8, **dims), "destination")
+    plan = plan_reshard(src, dst, Sizes((4, 3, 2), axes=BSH), strategy="leader")
+    assert plan.transfers == ((3, 8), (7, 12))
+    assert [(step.ranks, step.root) for step in plan.completions] == [((8, 9), 8), ((12, 13), 12)]
+    assert plan.adjoint().transfers == ((8, 3), (12, 7))
+    same = plan_reshard(src, boundary_side(grid(8, tp=2, pp=2, dp=2), "destination"), plan.sizes, strategy="leader")
+    assert same.messages == plan.messages
+
+
+def test_fan_in_concatenates_lanes_in_order_and_fan_out_splits_them_in_order():
+    four, two = grid(dp=4), grid(4, dp=2)
+    into = plan_reshard(
+        boundary_side(four, "source"),
+        boundary_side(two, "destination"),
+        Sizes((10, 1, 1), axes=BSH, src_lanes=(1, 2, 3, 4)),
+    )
+    assert [into.destination_spans(rank)[0] for rank in (4, 5)] == [((0, 3),), ((3, 10),)]
+    assert [(m.source, m.destination) for m in into.messages] == [(0, 4), (1, 4), (2, 5), (3, 5)]
+    out = plan_reshard(
+        boundary_side(grid(dp=2), "source"),
+        boundary_side(grid(2, dp=4), "destination"),
+        Sizes((8, 1, 1), axes=BSH),
+    )
+    assert [out.destination_spans(rank)[0] for rank in (2, 3, 4, 5)] == [((0, 2),), ((2, 4),), ((4, 6),), ((6, 8),)]
+
+
+def test_zigzag_holds_two_chunks_and_sequence_parallel_tp_cuts_what_cp_left():
+    side = boundary_side(
+        grid(tp=2, cp=2), "source", placements={"cp": Sharded("s", order="zigzag"), "tp": Sharded("s")}
+    )
+    plan = plan_reshard(side, boundary_side(grid(4), "destination"), Sizes((1, 16, 1), axes=BSH))
+    held = {rank: plan.source_spans(rank)[1] for rank in side.ranks}
+    assert held == {0: ((0, 4),), 1: ((12, 16),), 2: ((4, 8),), 3: ((8, 12),)}
+
+
+def test_tp_cuts_what_cp_left_wherever_it_stands_in_the_grid():
+    for dims in ({"tp": 2, "cp": 2}, {"cp": 2, "tp": 2}):
+        side = boundary_side(grid(**dims), "source", placements={"tp": Sharded("s")})
+        assert [dim.name for dim in side.dims] == ["cp", "tp"]
+
+
+def test_packed_samples_are_cut_per_sample_by_cp():
+    src = boundary_side(grid(dp=2), "source")
+    dst = boundary_side(grid(2, cp=2), "destination", placements={"cp": Sharded("s", order="zigzag")})
+    sizes = Sizes((12, 4), axes=axis_names(2), src_lanes=(1, 1), samples=(8, 4))
+    plan = plan_reshard(src, dst, sizes)
+    assert plan.destination_spans(2)[0] == ((0, 2), (6, 9), (11, 12))
+    assert plan.destination_spans(3)[0] == ((2, 6), (9, 11))
+
+
+def test_packed_lanes_are_cut_between_samples():
+    src, dst = boundary_side(grid(dp=1), "source"), boundary_side(grid(1, dp=2), "destination")
+    plan = plan_reshard(src, dst, Sizes((12, 4), axes=axis_names(2), samples=(1, 7, 4, 0)))
+    assert [plan.destination_shape(rank) for rank in dst.ranks] == [(8, 4), (4, 4)]
+
+
+def test_lane_weights_move_the_cut():
+    src = boundary_side(grid(dp=2), "source", lane_weights=(3, 1))
+    dst = boundary_side(grid(2, dp=2), "destination")
+    plan = plan_reshard(src, dst, Sizes((8, 1, 1), axes=BSH, src_lanes=(6, 2)))
+    assert [plan.destination_shape(rank)[0] for rank in dst.ranks] == [4, 4]
+    assert plan.transfers == ((0, 2), (0, 3), (1, 3))
+
+
+def test_a_source_rank_knows_its_cuts_from_its_own_lane():
+    src, dst = boundary_side(grid(dp=3), "source"), boundary_side(grid(3, tp=2, dp=2), "destination")
+    real = plan_reshard(src, dst, Sizes((11, 2, 4), axes=BSH, src_lanes=(2, 6, 3)))
+    guess = plan_reshard(src, dst, Sizes((18, 2, 4), axes=BSH), rank=1)
+    assert {d: [m.source_box for m in ms] for d, ms in real.sends(1).items()} == {
+        d: [m.source_box for m in ms] for d, ms in guess.sends(1).items()
+    }
+
+
+def test_equal_sides_copy_locally():
+    side = {"tp": 2, "dp": 2}
+    plan = plan_reshard(
+        boundary_side(grid(**side), "source"), boundary_side(grid(**side), "destination"), Sizes((4, 2, 2), axes=BSH)
+    )
+    assert plan.transfers == ()
+    assert plan.completions == ()
+    assert {(m.source, m.destination) for m in plan.messages} == {(rank, rank) for rank in range(4)}
+
+
+def test_auto_leads_for_small_tensors_and_shares_large_ones():
+    src, dst = boundary_side(grid(tp=2), "source"), boundary_side(grid(2, tp=4), "destination")
+    small = plan_reshard(src, dst, Sizes((1, 8, 8), axes=BSH), strategy="auto", itemsize=2)
+    large = plan_reshard(src, dst, Sizes((8, 512, 8), axes=BSH), strategy="auto", itemsize=2)
+    assert len(small.transfers) == 1
+    assert len(large.transfers) == 4
+    assert set(routes(src, dst, BSH, strategy="auto")) == set(small.transfers) | set(large.transfers)
+
+
+def test_a_plan_for_one_rank_of_a_large_grid_is_small():
+    src = boundary_side(grid(tp=8, dp=4096), "source")
+    dst = boundary_side(grid(8 * 4096, tp=4, dp=2048), "destination")
+    plan = plan_reshard(src, dst, Sizes((8192, 4, 8), axes=BSH), rank=17)
+    assert {m.source for m in plan.messages} == {17}
+    assert len(plan.messages) == 1
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def test_an_undeclared_dim_is_named_with_the_remedy():
+    with pytest.raises(UndeclaredDimError, match=r"dim 'ep' \(size 2\).*placements"):
+        boundary_side(grid(tp=2, ep=2), "source")
+    assert boundary_side(grid(tp=2, ep=1), "source").ranks == (0, 1)
+
+
+def test_placements_of_a_dim_that_does_not_exist():
+    with pytest.raises(UndeclaredDimError, match=r"\['expert'\].*\['tp'\]"):
+        boundary_side(grid(tp=2), "source", placements={"expert": Replicated()})
+
+
+def test_a_sharded_axis_that_the_tensor_does_not_name():
+    src, dst = boundary_side(grid(cp=2), "source"), boundary_side(grid(2), "destination")
+    with pytest.raises(UndeclaredDimError, match="shards axis 's'"):
+        plan_reshard(src, dst, Sizes((2, 2), axes=axis_names(2, {"b": 0, "h": 1})))
+
+
+def test_lanes_that_do_not_add_up():
+    with pytest.raises(LaneTotalsError, match=r"dst_lanes=\(2, 1\) hold 3 samples, the batch has 4"):
+        Sizes((4, 1, 1), axes=BSH, dst_lanes=(2, 1))
+    with pytest.raises(LaneTotalsError, match=r"samples \(1, 2\) have 3 rows, the batch axis has 4"):
+        Sizes((4, 1), axes=axis_names(2), samples=(1, 2))
+
+
+def test_lane_sizes_for_the_wrong_number_of_lanes():
+    src, dst = boundary_side(grid(dp=2), "source"), boundary_side(grid(2, dp=2), "destination")
+    with pytest.raises(LaneTotalsError, match="has 2 data lanes"):
+        plan_reshard(src, dst, Sizes((4, 1, 1), axes=BSH, src_lanes=(4,)))
+    with pytest.raises(LaneTotalsError, match="has 2 data lanes"):
+        plan_reshard(src, dst, Sizes((4, 1, 1), axes=BSH, dst_lanes=(4,)))
+    with pytest.raises(LaneTotalsError, match="2 data lanes, got 3 sizes"):
+        boundary_side(grid(dp=2), "source", lane_weights=(1, 1, 1))
+
+
+def test_a_lane_of_weight_0_holds_nothing():
+    src = boundary_side(grid(dp=2), "source", lane_weights=(1, 0))
+    dst = boundary_side(grid(2), "destination")
+    with pytest.raises(LaneTotalsError, match="weight 0 but holds 1"):
+        plan_reshard(src, dst, Sizes((2, 1, 1), axes=BSH, src_lanes=(1, 1)))
+
+
+def test_a_folded_sequence_cut_by_cp_needs_the_samples():
+    src, dst = boundary_side(grid(dp=2), "source"), boundary_side(grid(2, cp=2), "destination")
+    with pytest.raises(LaneTotalsError, match="give `samples`"):
+        plan_reshard(src, dst, Sizes((8, 2), axes=axis_names(2)))
+
+
+def test_zigzag_batch_and_unknown_names():
+    src = boundary_side(grid(dp=2), "source", placements={"dp": Sharded("b", order="zigzag")})
+    with pytest.raises(LaneTotalsError, match="zigzag"):
+        plan_reshard(src, boundary_side(grid(2), "destination"), Sizes((4, 1, 1), axes=BSH))
+    with pytest.raises(BridgeError, match="order 'spiral'"):
+        Sharded("s", order="spiral")
+    with pytest.raises(BridgeError, match="strategy 'fastest'"):
+        plan_reshard(src, src, Sizes((4, 1, 1), axes=BSH), strategy="fastest")
+    with pytest.raises(BridgeError, match="'source' or 'destination'"):
+        boundary_side(grid(2), "middle")
+
+
+def test_axes_are_named_once_and_inside_the_tensor():
+    assert axis_names(2) == (("b", "s"), ("h",))
+    assert axis_names(4, {"b": 1, "s": 0}) == (("s",), ("b",), (), ())
+    with pytest.raises(UndeclaredDimError, match="no batch axis"):
+        axis_names(3, {"s": 0})
+    with pytest.raises(UndeclaredDimError, match="axis 3"):
+        axis_names(3, {"b": 3})
+    with pytest.raises(UndeclaredDimError, match="folds"):
+        axis_names(3, {"b": 0, "s": 1, "h": 1})
+    with pytest.raises(ShapeError, match="2 axes"):
+        Sizes((1, 2), axes=BSH)
+
+
+def test_a_box_needs_one_range_per_axis():
+    with pytest.raises(TilingError, match="one start and one extent"):
+        Box((0,), (1, 2))
+    with pytest.raises(TilingError, match="non-negative"):
+        Box((-1,), (1,))
+    assert str(Box((1, 2), (3, 4))) == "[1:4, 2:6]"
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda ms: ms[1:], "a hole"),
+        (lambda ms: [*ms, ms[0]], "twice"),
+        (
+            lambda ms: [Message(ms[0].source, ms[0].destination, ms[-1].source_box, ms[0].destination_box), *ms[1:]],
+            "reads",
+        ),
+        (lambda ms: [Message(9, ms[0].destination, ms[0].source_box, ms[0].destination_box), *ms[1:]], "rank 9"),
+    ],
+)
+def test_a_plan_whose_boxes_do_not_tile_is_refused(edit, text):
+    from attrs import evolve
+
+    src, dst = boundary_side(grid(dp=1), "source"), boundary_side(grid(1, dp=2, cp=2), "destination")
+    plan = plan_reshard(src, dst, Sizes((4, 2, 1), axes=BSH))
+    check_plan(plan)
+    with pytest.raises(TilingError, match=text):
+        check_plan(evolve(plan, messages=tuple(edit(list(plan.messages)))))
+
+
+def test_local_shape_counts_the_ranges():
+    assert local_shape([[(0, 2), (5, 6)], []]) == (3, 0)

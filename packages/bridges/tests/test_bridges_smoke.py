@@ -1,0 +1,94 @@
+"""What the package offers, and that planning needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pipegrid.bridges
+
+PUBLIC = [
+    "Box",
+    "BridgeCommunicator",
+    "BridgeDirection",
+    "BridgeError",
+    "ColocatedBridgeCommunicator",
+    "Completion",
+    "DestroyedError",
+    "EdgeOptions",
+    "LaneTotalsError",
+    "Message",
+    "MissingTensorError",
+    "ModuleGraph",
+    "ModuleGraphError",
+    "MultiModulePipelineCommunicator",
+    "NoBackwardError",
+    "NotReplicatedError",
+    "Partial",
+    "PendingGradientError",
+    "RankModuleInfo",
+    "Replicated",
+    "ReshardPlan",
+    "ShapeError",
+    "Sharded",
+    "Side",
+    "Sizes",
+    "SliceInfo",
+    "StageError",
+    "TilingError",
+    "UndeclaredDimError",
+    "WrongSideError",
+    "axis_names",
+    "boundary_side",
+    "check_plan",
+    "plan_reshard",
+    "routes",
+]
+
+
+def test_the_public_names_are_these():
+    assert pipegrid.bridges.__all__ == sorted(PUBLIC)
+    for name in PUBLIC:
+        assert getattr(pipegrid.bridges, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Brigde'"):
+        _ = pipegrid.bridges.Brigde
+
+
+def test_planning_works_where_torch_is_absent():
+    program = """
+        import sys
+        sys.modules["torch"] = None  # an import of torch raises
+        from types import SimpleNamespace
+        from pipegrid.bridges import *  # noqa
+    """
+    plan = """
+        import sys
+        sys.modules["torch"] = None
+        from types import SimpleNamespace as Grid
+        from pipegrid.bridges import Sizes, axis_names, boundary_side, check_plan, plan_reshard
+        source = boundary_side(Grid(shape=(2,), dim_names=("dp",), rank_offset=0), "source")
+        destination = boundary_side(Grid(shape=(2,), dim_names=("tp",), rank_offset=2), "destination")
+        plan = plan_reshard(source, destination, Sizes((4, 2, 2), axes=axis_names(3)))
+        check_plan(plan)
+        print(len(plan.messages), len(plan.adjoint().messages))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(plan)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["4", "4"]
+    failed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "torch" in failed.stderr  # the torch half says what it lacks, and only when it is asked for
+
+
+def test_the_example_of_the_readme_prints_what_it_says(capsys):
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "README.md", "exec"), {})
+    expected = example.split("print(message)  # ")[1].strip()
+    assert expected in capsys.readouterr().out.splitlines()

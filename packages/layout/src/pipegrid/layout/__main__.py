@@ -1,0 +1,204 @@
+"""The command line: show a layout, balance one, or share layers out evenly.
+
+    python -m pipegrid.layout "Et*3|(tt|)*29,m|L" --pp 16
+    python -m pipegrid.layout balance --costs costs.json --pp 8
+    python -m pipegrid.layout even 61 --pp 8 --vpp 2
+
+Exit status: 0; 2 where the input is wrong, with the reason on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipegrid.layout import (
+    Balance,
+    LayoutError,
+    LayoutGrammar,
+    LayoutReport,
+    PipelineParallelLayerLayout,
+    balance,
+    even,
+    report,
+)
+
+_COSTS = """\
+costs.json holds forward plus backward times: an object from kind of layer to a number (each layer of that kind) or a
+list (one number each), or a list with one number per layer. memory.json has the same form; its numbers are memory per
+microbatch in flight, and in place of a number {"fixed": ..., "per_microbatch": ...} may stand."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command = arguments[0] if arguments else ""
+    try:
+        if command == "balance":
+            _balance(arguments[1:])
+        elif command == "even":
+            _even(arguments[1:])
+        else:
+            _show(arguments)
+    except LayoutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _show(arguments: Sequence[str]) -> None:
+    parser = _parser("", "Show which layers a layout puts on which rank.")
+    parser.add_argument("layout", help="layout string, such as 'Et*3|(tt|)*29,m|L'; or a command: balance, even")
+    parser.add_argument("--num-layers", type=int, help="check the layout against a model with so many decoder layers")
+    parser.add_argument("--mtp-num-layers", type=int, default=0, help="... and so many MTP layers (default 0)")
+    parser.add_argument("--costs", type=Path, metavar="costs.json", help="costs of the layers: adds the report")
+    options = parser.parse_args(arguments)
+    layout = PipelineParallelLayerLayout(options.layout, options.pp, grammar=_grammar(options.symbol))
+    if options.num_layers is not None:
+        layout.validate_layer_layout(options.num_layers, options.mtp_num_layers)
+    _finish(options, layout, _report(options, layout))
+
+
+def _even(arguments: Sequence[str]) -> None:
+    parser = _parser("even", "Share layers out evenly over the stages.")
+    parser.add_argument("num_layers", type=int, help="layers of the model, embedding and loss not counted")
+    parser.add_argument("--vpp", type=int, default=1, help="chunks per rank (default 1)")
+    parser.add_argument("--account-for-embedding", action="store_true", help="count the embedding as a layer")
+    parser.add_argument("--account-for-loss", action="store_true", help="count the loss as a layer")
+    parser.add_argument("--first", type=int, help="layers on the first rank")
+    parser.add_argument("--last", type=int, help="layers on the last rank")
+    parser.add_argument("--costs", type=Path, metavar="costs.json", help="costs of the layers: adds the report")
+    options = parser.parse_args(arguments)
+    layout = even(
+        options.num_layers,
+        options.pp,
+        options.vpp,
+        account_for_embedding=options.account_for_embedding,
+        account_for_loss=options.account_for_loss,
+        first=options.first,
+        last=options.last,
+        grammar=_grammar(options.symbol),
+    )
+    _finish(options, layout, _report(options, layout))
+
+
+def _balance(arguments: Sequence[str]) -> None:
+    parser = _parser("balance", "Find the layout whose most expensive stage is cheapest.")
+    parser.add_argument("--costs", type=Path, required=True, metavar="costs.json", help="costs of the layers")
+    parser.add_argument("--layers", help="the model, such as 'Et*61mL'; by default as costs.json lists it")
+    parser.add_argument("--vpp", type=int, default=1, help="chunks per rank (default 1)")
+    parser.add_argument("--nodes", type=int, help="bound of the search with a limit and vpp > 1")
+    options = parser.parse_args(arguments)
+    result = balance(
+        _read_json(options.costs),
+        options.pp,
+        options.vpp,
+        layers=options.layers,
+        memory=None if options.memory is None else _read_json(options.memory),
+        limit=_limit(options.limit),
+        microbatches=options.microbatches,
+        nodes=options.nodes,
+        grammar=_grammar(options.symbol),
+    )
+    _finish(options, result.layout, result.report, result)
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all commands have."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m pipegrid.layout {command}".strip(),
+        description=description,
+        epilog=_COSTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pp", type=int, required=True, help="number of pp ranks")
+    parser.add_argument("--memory", type=Path, metavar="memory.json", help="memory of the layers")
+    parser.add_argument("--limit", help="memory of a rank; or one number per rank, with commas")
+    parser.add_argument("--microbatches", type=int, help="microbatches per step (default: many)")
+    parser.add_argument("--symbol", action="append", default=[], metavar="v=vision", help="register a kind of layer")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--svg", type=Path, metavar="out.svg", help="write the picture of the report (needs costs)")
+    return parser
+
+
+def _report(options: argparse.Namespace, layout: PipelineParallelLayerLayout) -> LayoutReport | None:
+    if options.costs is None:
+        for name in ("memory", "limit", "microbatches", "svg"):
+            if getattr(options, name) is not None:
+                raise LayoutError(f"--{name} needs --costs")
+        return None
+    memory = None if options.memory is None else _read_json(options.memory)
+    return report(
+        layout,
+        _read_json(options.costs),
+        memory=memory,
+        limit=_limit(options.limit),
+        microbatches=options.microbatches,
+    )
+
+
+def _finish(
+    options: argparse.Namespace,
+    layout: PipelineParallelLayerLayout,
+    numbers: LayoutReport | None,
+    result: Balance | None = None,
+) -> None:
+    """Print the tables or the JSON, and write the picture."""
+    if options.svg is not None and numbers is not None:
+        try:
+            options.svg.write_text(numbers.svg(), encoding="utf-8")
+        except OSError as error:
+            raise LayoutError(f"cannot write {options.svg}: {error.strerror}") from error
+    if options.json:
+        data = json.loads(layout.to_json())
+        data["stages"] = [[str(kind) for kind in stage] for stage in layout.stages]
+        if numbers is not None:
+            data["report"] = numbers.to_dict()
+        if result is not None:
+            data |= {"lower_bound": result.lower_bound, "gap": result.gap, "optimal": result.optimal}
+        print(json.dumps(data, indent=2))
+        return
+    print(f"{layout}\n\n{layout.pretty_repr()}")
+    if numbers is not None:
+        print(f"\n{numbers.table()}")
+    if result is not None:
+        proven = f"not proven optimal: the bottleneck is at most {result.gap:.2%} above the least possible"
+        print("proven optimal" if result.optimal else proven)
+
+
+def _grammar(symbols: Sequence[str]) -> LayoutGrammar:
+    pairs = {}
+    for symbol in symbols:
+        letter, equals, kind = symbol.partition("=")
+        if not equals:
+            raise LayoutError(f"--symbol {symbol!r} must be a letter, '=' and a kind of layer, such as v=vision")
+        pairs[letter] = kind
+    return LayoutGrammar(symbols=pairs)
+
+
+def _limit(text: str | None) -> float | list[float] | None:
+    if text is None:
+        return None
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise LayoutError(f"--limit {text!r} must be a number, or numbers with commas between them") from error
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _read_json(path: Path) -> dict[str, float] | list[float]:
+    """The contents of a JSON file; what they mean is checked where they are used."""
+    try:
+        data: dict[str, float] | list[float] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LayoutError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"{path} is not JSON: {error}") from error
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main())

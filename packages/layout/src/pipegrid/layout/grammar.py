@@ -1,0 +1,126 @@
+"""What the letters of a layout string mean: the five standard kinds of layer, and those that a user registers."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import string
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import attrs
+
+from pipegrid.layout.errors import LayoutError
+
+
+class LayerType(enum.StrEnum):
+    """The standard kinds of layer. Each is equal to its own name: ``LayerType.mtp == "mtp"``."""
+
+    embedding = "embedding"
+    loss = "loss"
+    encoder = "encoder"
+    decoder = "decoder"
+    mtp = "mtp"
+
+
+STANDARD_SYMBOLS: Mapping[str, str] = MappingProxyType(
+    {
+        "E": LayerType.embedding,
+        "e": LayerType.encoder,
+        "t": LayerType.decoder,
+        "m": LayerType.mtp,
+        "L": LayerType.loss,
+    }
+)
+
+
+def _checked(symbols: Mapping[str, str]) -> Mapping[str, str]:
+    if not isinstance(symbols, Mapping):
+        raise LayoutError(f"symbols must map a letter to a kind of layer, got {symbols!r}; example: {{'v': 'vision'}}")
+    merged = dict(STANDARD_SYMBOLS)
+    for symbol, kind in symbols.items():
+        if not isinstance(symbol, str) or len(symbol) != 1 or symbol not in string.ascii_letters:
+            raise LayoutError(f"symbol {symbol!r} must be one ASCII letter")
+        if not isinstance(kind, str) or not kind.isidentifier():
+            raise LayoutError(f"symbol {symbol!r}: kind of layer {kind!r} must be a name, such as 'vision'")
+        if symbol in STANDARD_SYMBOLS and STANDARD_SYMBOLS[symbol] != kind:
+            raise LayoutError(
+                f"symbol {symbol!r} means {STANDARD_SYMBOLS[symbol]!s} in every layout and cannot mean {kind!r}; "
+                "choose another letter"
+            )
+        merged[symbol] = kind
+    return MappingProxyType(merged)
+
+
+@attrs.frozen
+class LayoutGrammar:
+    """The letters that may stand in a layout string.
+
+    ``LayoutGrammar(symbols={"v": "vision"})`` reads ``vvv|vvv`` as six layers of kind ``vision`` beside the standard
+    ``E`` embedding, ``e`` encoder, ``t`` decoder, ``m`` mtp and ``L`` loss, which keep their meaning.
+
+    Attributes:
+        symbols: letter to kind of layer, the standard ones included. Where several letters name one kind, all are
+            read and the one registered last is written.
+
+    Raises:
+        LayoutError: a symbol is not one ASCII letter, a kind is not a name, or a standard symbol is given another
+            meaning.
+    """
+
+    symbols: Mapping[str, str] = attrs.field(factory=dict, converter=_checked, hash=False)
+    _letter: Mapping[str, str] = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_letter", {kind: symbol for symbol, kind in self.symbols.items()})
+
+    def __getstate__(self) -> dict[str, str]:
+        return dict(self.symbols)  # a read-only view does not pickle
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        object.__setattr__(self, "symbols", MappingProxyType(state))
+        self.__attrs_post_init__()
+
+    @property
+    def registered(self) -> dict[str, str]:
+        """The symbols beyond the standard ones."""
+        return {symbol: str(kind) for symbol, kind in self.symbols.items() if symbol not in STANDARD_SYMBOLS}
+
+    def symbol(self, kind: str) -> str:
+        """The letter that writes ``kind``.
+
+        Raises:
+            LayoutError: the grammar has no letter for it.
+        """
+        return self._letter[self.kind(kind)]
+
+    def kind(self, name: object, *, where: str = "") -> str:
+        """The kind of layer that ``name`` names: a LayerType where it is a standard one, else the registered name.
+
+        Args:
+            name: a LayerType or a name.
+            where: put before the error text, such as ``"stage 3, layer 1: "``.
+
+        Raises:
+            LayoutError: the grammar has no letter for it.
+        """
+        if isinstance(name, LayerType):
+            return name
+        if isinstance(name, str):
+            if name in LayerType.__members__:
+                return LayerType[name]
+            if name in self._letter:
+                return name
+        raise LayoutError(
+            f"{where}{name!r} is not a kind of layer{_nearest(name, self._letter)}; the grammar knows "
+            f"{self.describe()}; register more with LayoutGrammar(symbols={{'v': 'vision'}})"
+        )
+
+    def describe(self) -> str:
+        """The letters with their kinds, for error texts."""
+        return ", ".join(f"{symbol} {kind!s}" for symbol, kind in self.symbols.items())
+
+
+def _nearest(name: object, kinds: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(kinds), n=1)
+    return f" (did you mean '{near[0]!s}'?)" if near else ""

@@ -1,0 +1,80 @@
+"""How many microbatches each chunk of a rank holds at the moments of highest memory, under 1F1B.
+
+Counting chunk forwards ``f`` and chunk backwards ``b`` that a rank has done, the activations of ``f - b`` are in
+flight. 1F1B (Narayanan et al. 2021, sections 2.2 and 2.3) warms up with ``K - 1`` forwards and then alternates, so the
+peaks are the states ``(f, b) = (K + b, b)``. With one chunk ``K = pp - rank``. With ``vpp`` chunks, microbatches go in
+groups of ``pp`` through chunk 0, then through chunk 1, ..., backwards in reverse, and
+``K = 2 (pp - rank - 1) + (vpp - 1) pp + 1``. Which chunks the ``K`` belong to changes as ``b`` grows: by one, until
+the chunk of the forwards or the chunk of the backwards changes. A rank's memory is linear in the counts, so it is
+highest at one of these changes, and only the counts there are listed.
+"""
+
+from __future__ import annotations
+
+from pipegrid.layout.checks import number_of_stages, whole_number
+
+
+def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The peaks of 1F1B, interleaved where ``vpp > 1``.
+
+    Args:
+        pp: number of pp ranks.
+        vpp: number of chunks per rank.
+        microbatches: microbatches per step; None for so many that the steady state is reached.
+
+    Returns:
+        For each rank, the combinations of in-flight microbatches per chunk that some moment of the step has and none
+        exceeds in every chunk.
+
+    Raises:
+        LayoutError: a size is not a whole number >= 1, or there are more stages than a layout may have.
+    """
+    number_of_stages(pp, vpp)
+    if microbatches is not None:
+        whole_number("microbatches", microbatches, least=1)
+    return tuple(_peaks(rank, pp, vpp, microbatches) for rank in range(pp))
+
+
+def _peaks(rank: int, pp: int, vpp: int, microbatches: int | None) -> tuple[tuple[int, ...], ...]:
+    if vpp == 1:
+        return ((pp - rank if microbatches is None else min(pp - rank, microbatches),),)
+    held = 2 * (pp - rank - 1) + (vpp - 1) * pp + 1
+    if microbatches is None:
+        # Chunks recur after pp * vpp actions, so backwards beyond that bring nothing new.
+        microbatches = pp * (2 + -(-held // (pp * vpp)))
+        last_backward = pp * vpp
+    else:
+        held = min(held, microbatches * vpp)
+        last_backward = microbatches * vpp - held
+    changes = _changes(pp, vpp, microbatches)
+    states = {0, last_backward}
+    states.update(b for b in changes if b <= last_backward)
+    states.update(f - held for f in changes if 0 <= f - held <= last_backward)
+    counts = {
+        tuple(
+            _done(held + b, chunk, pp, vpp, microbatches) - _done(b, vpp - 1 - chunk, pp, vpp, microbatches)
+            for chunk in range(vpp)
+        )
+        for b in states
+    }
+    return tuple(sorted(one for one in counts if not any(one != other and _covers(other, one) for other in counts)))
+
+
+def _changes(pp: int, vpp: int, microbatches: int) -> list[int]:
+    """The numbers of chunk forwards after which the chunk changes: ends of the groups of (at most) pp."""
+    ends: list[int] = []
+    for start in range(0, microbatches, pp):
+        size = min(pp, microbatches - start)
+        ends.extend(start * vpp + size * chunk for chunk in range(1, vpp + 1))
+    return ends
+
+
+def _done(actions: int, turn: int, pp: int, vpp: int, microbatches: int) -> int:
+    """Of the first ``actions`` chunk actions, how many are of the chunk whose turn in a group is ``turn``."""
+    groups, rest = divmod(actions, pp * vpp)
+    size = min(pp, microbatches - groups * pp)
+    return groups * pp + min(max(rest - turn * size, 0), size)
+
+
+def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(more, less, strict=True))

@@ -1,0 +1,195 @@
+"""What a model's layers cost: from numbers per kind or per layer to exact integers.
+
+Floating-point sums depend on their order, and with them which of two layouts is better. Every finite float is a whole
+number of some power of two, so costs are scaled to integers once, and compared exactly ever after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
+
+import attrs
+
+from pipegrid.layout.checks import Ratio, amount, rank_limits
+from pipegrid.layout.errors import LayoutError
+from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.parser import parse
+
+
+@attrs.frozen
+class LayerMemory:
+    """Memory of one layer on one rank, in any unit.
+
+    Attributes:
+        fixed: held once: weights, gradients, optimizer state.
+        per_microbatch: held for each microbatch in flight: activations.
+
+    Raises:
+        LayoutError: a value is not a finite number >= 0.
+    """
+
+    fixed: float = attrs.field(default=0)
+    per_microbatch: float = attrs.field(default=0)
+
+    def __attrs_post_init__(self) -> None:
+        amount("fixed memory of a layer", self.fixed)
+        amount("memory of a layer per microbatch", self.per_microbatch)
+
+
+Costs = Mapping[str, float | Sequence[float]] | Sequence[float]
+"""Per kind of layer one number for each such layer, or a number per layer of the kind; or a number per layer of all."""
+
+Memories = Mapping[str, float | LayerMemory | Sequence[float | LayerMemory]] | Sequence[float | LayerMemory]
+"""As `Costs`; a plain number is memory per microbatch in flight."""
+
+
+@attrs.frozen
+class Memory:
+    """Memory of each layer and of each rank, as integers: ``integer / unit`` is the number that was given."""
+
+    fixed: Sequence[int]
+    moving: Sequence[int]
+    limits: Sequence[int] | None
+    unit: int
+
+
+@attrs.frozen
+class Profile:
+    """The layers of a model with their costs, as integers: ``integer / unit`` is the number that was given."""
+
+    kinds: Sequence[str]
+    cost: Sequence[int]
+    unit: int
+    memory: Memory | None
+
+
+def read_profile(
+    kinds: Sequence[str],
+    costs: Costs,
+    memory: Memories | None,
+    limit: float | Sequence[float] | None,
+    *,
+    pp: int,
+    grammar: LayoutGrammar,
+) -> Profile:
+    """Bring costs, memory and limit of ``pp`` ranks into exact form, one for each layer of ``kinds``.
+
+    Raises:
+        LayoutError: they do not fit the layers, or a number is not finite and >= 0.
+    """
+    numbers = _per_layer(costs, kinds, "costs", grammar)
+    ratios = [amount(f"cost of layer {i} ({kinds[i]!s})", number) for i, number in enumerate(numbers)]
+    cost, unit = _exact(ratios)
+    if memory is None:
+        if limit is not None:
+            raise LayoutError("a limit needs the memory of each layer; pass memory as well")
+        return Profile(kinds, cost, unit, None)
+    fixed, moving = _memories(_per_layer(memory, kinds, "memory", grammar), kinds)
+    sizes, memory_unit = _exact([*fixed, *moving, *([] if limit is None else rank_limits(limit, pp))])
+    n = len(kinds)
+    limits = None if limit is None else sizes[2 * n :]
+    return Profile(kinds, cost, unit, Memory(sizes[:n], sizes[n : 2 * n], limits, memory_unit))
+
+
+def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: LayoutGrammar) -> tuple[str, ...]:
+    """The kinds of all layers in model order: as ``layers`` says or, without it, as ``costs`` counts them.
+
+    Args:
+        costs: see `Costs`. Without ``layers``, a mapping gives the kinds in its own order, a plain number counting as
+            one layer, and a sequence counts decoders.
+        layers: a layout string without ``|``, or a list of kinds.
+        grammar: the letters and kinds that may stand in ``layers`` and ``costs``.
+
+    Raises:
+        LayoutError: the layers cannot be read or there are none.
+    """
+    if isinstance(layers, str):
+        stages = parse(layers, grammar)
+        if len(stages) > 1:
+            raise LayoutError(f"layers {layers!r:.80} must not be cut into stages; remove the '|'")
+        kinds = stages[0]
+    elif layers is not None:
+        if not isinstance(layers, list | tuple):
+            raise LayoutError(f"layers must be a string or a list of kinds of layer, got {layers!r:.80}")
+        kinds = tuple(grammar.kind(kind, where=f"layer {index}: ") for index, kind in enumerate(layers))
+    elif isinstance(costs, Mapping):
+        kinds = tuple(
+            grammar.kind(kind, where="costs: ")
+            for kind, values in costs.items()
+            for _ in range(len(values) if _is_sequence(values) else 1)
+        )
+    elif _is_sequence(costs):
+        kinds = (LayerType.decoder,) * len(costs)
+    else:
+        raise LayoutError(f"costs must be a mapping from kinds of layer or a list of numbers, got {costs!r:.80}")
+    if not kinds:
+        raise LayoutError("the model has no layers")
+    return kinds
+
+
+def _per_layer(
+    values: Mapping[str, object] | Sequence[object], kinds: Sequence[str], what: str, grammar: LayoutGrammar
+) -> list[object]:
+    """One value for each layer of the model.
+
+    Args:
+        values: see `Costs`.
+        kinds: of all layers, in model order.
+        what: ``"costs"`` or ``"memory"``, for error texts.
+        grammar: the kinds that may stand in ``values``.
+
+    Raises:
+        LayoutError: a kind has no value, or the wrong number of them.
+    """
+    if _is_sequence(values):
+        if len(values) != len(kinds):
+            raise LayoutError(f"{what} has {len(values)} values, the model {len(kinds)} layers; give one for each")
+        return list(values)
+    if not isinstance(values, Mapping):
+        raise LayoutError(f"{what} must be a mapping from kinds of layer or a list, got {values!r:.80}")
+    named = {grammar.kind(kind, where=f"{what}: "): value for kind, value in values.items()}
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    missing = [str(kind) for kind in counts if kind not in named]
+    if missing:
+        raise LayoutError(f"{what} has no value for {', '.join(missing)}; it has {', '.join(map(str, named))}")
+    sources = {}
+    for kind, count in counts.items():
+        value = named[kind]
+        if _is_sequence(value) and len(value) != count:
+            raise LayoutError(
+                f"{what} has {len(value)} values for {kind!s}, the model {count} such layers; "
+                "give one for each, or a single number"
+            )
+        sources[kind] = iter(value if _is_sequence(value) else [value] * count)
+    return [next(sources[kind]) for kind in kinds]
+
+
+def _memories(values: Sequence[object], kinds: Sequence[str]) -> tuple[list[Ratio], list[Ratio]]:
+    """The fixed and the per-microbatch memory of each layer."""
+    fixed, moving = [], []
+    for index, (value, kind) in enumerate(zip(values, kinds, strict=True)):
+        what = f"memory of layer {index} ({kind!s})"
+        if isinstance(value, LayerMemory):
+            pair: tuple[object, object] = value.fixed, value.per_microbatch
+        elif isinstance(value, Mapping):
+            unknown = sorted(map(str, set(value) - {"fixed", "per_microbatch"}))
+            if unknown:
+                raise LayoutError(f"{what} has unknown keys {unknown}; known are fixed, per_microbatch")
+            pair = value.get("fixed", 0), value.get("per_microbatch", 0)
+        else:
+            pair = 0, value
+        fixed.append(amount(what, pair[0]))
+        moving.append(amount(what, pair[1]))
+    return fixed, moving
+
+
+def _exact(numbers: Sequence[Ratio]) -> tuple[list[int], int]:
+    """The numbers as integers, and their unit: ``integer / unit`` is the number, without rounding."""
+    unit = math.lcm(*(denominator for _, denominator in numbers))
+    return [numerator * (unit // denominator) for numerator, denominator in numbers], unit
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

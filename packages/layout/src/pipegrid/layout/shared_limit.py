@@ -1,0 +1,227 @@
+"""Partitions where the stages of a rank share its memory: a bounded branch and bound over exact relaxations.
+
+With several chunks per rank, a limit on a rank couples distant stages, and cutting the chain is no longer a chain of
+independent choices. The relaxation gives every stage the whole limit of its rank to itself; `partition` solves that
+exactly. Where its solution overdraws a rank by ``e`` at some peak (so many microbatches in flight per chunk), every
+partition that keeps the limit must have less memory in at least one of the ``m`` chunks that hold any, by at least
+``e / m`` (if each were above that, their sum would be above the limit). So the node branches into ``m`` children, each
+with such a cap on one chunk. A child is a relaxation again, so its exact optimum bounds everything below it.
+
+The search runs twice with the same branching: for the least bottleneck, then, under that ceiling, for the largest
+smallest stage. Each time it dives from the best open node along its best children to a solution, or to a node that
+cannot lead to a better one, and goes on from the best node then open (dives look at the bound first and at the
+overdraft first in turn). When it has opened so many nodes it stops, and the best open node is still a proven bound:
+the search says how far the solution can be from the optimum. With one chunk per rank the relaxation is the problem
+itself: the root ends the search.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import attrs
+
+from pipegrid.layout.partition import (
+    Caps,
+    Chain,
+    Partition,
+    least_bottleneck,
+    least_spread,
+    leftmost,
+    measured,
+    rightmost,
+)
+
+
+@attrs.frozen
+class RankLimit:
+    """What a rank may hold.
+
+    Attributes:
+        limit: memory.
+        peaks: combinations of microbatches in flight per chunk that occur.
+    """
+
+    limit: int
+    peaks: tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen
+class Found:
+    """What the search ended with.
+
+    Attributes:
+        partition: the best that was found; None if none was.
+        bottleneck_bound: no partition that keeps the limits has a smaller bottleneck; None if none keeps them.
+        optimal: both criteria are proven, or that no partition keeps the limits.
+        closest: where no partition was found, the cuts that overdraw the ranks least of all that were seen; None if
+            some stage cannot even keep its rank's limit alone.
+    """
+
+    partition: Partition | None
+    bottleneck_bound: int | None
+    optimal: bool
+    closest: Sequence[int] | None = None
+
+
+@attrs.frozen
+class _Node:
+    """Caps per stage, the bound that their relaxation gives, and the solution of the relaxation to branch on."""
+
+    caps: tuple[Caps, ...]
+    bound: int
+    cuts: Sequence[int]
+    overdraft: int
+
+
+def own_caps(ranks: Sequence[RankLimit]) -> tuple[Caps, ...]:
+    """The root relaxation: each stage has the whole limit of its rank to itself."""
+    chunks = len(ranks[0].peaks[0])
+    return tuple({max(peak[chunk] for peak in rank.peaks): rank.limit} for chunk in range(chunks) for rank in ranks)
+
+
+def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> Found:
+    """The best partition that keeps every rank's limit, opening at most so many nodes.
+
+    Args:
+        chain: the layers; its number of stages is a multiple of the number of ranks.
+        ranks: the limit of each rank.
+        nodes: relaxations to open at most, per criterion.
+    """
+    root = own_caps(ranks)
+
+    def bottleneck(caps: tuple[Caps, ...], at_least: int) -> _Node | None:
+        bound = least_bottleneck(chain, caps, at_least=at_least)
+        if bound is None:
+            return None
+        options = [leftmost(chain, caps, bound), rightmost(chain, caps, bound)]
+        return _node(chain, ranks, caps, bound, [cuts for cuts in options if cuts is not None])
+
+    first = _best_first(chain, ranks, bottleneck, root, nodes=nodes)
+    if first.best is None:
+        return Found(None, first.bound, first.complete, first.closest)
+    ceiling = first.best.bound
+
+    def spread(caps: tuple[Caps, ...], at_least: int) -> _Node | None:
+        del at_least
+        partition = least_spread(chain, caps, ceiling)
+        return None if partition is None else _node(chain, ranks, caps, -partition.floor, [partition.cuts])
+
+    second = _best_first(chain, ranks, spread, root, nodes=nodes)
+    # The second search may have ended without any solution; the first one's is then still there.
+    solutions = [first.best, *([second.best] if second.best else [])]
+    best = max((measured(chain, node.cuts) for node in solutions), key=lambda partition: partition.floor)
+    return Found(best, first.bound, first.complete and second.complete)
+
+
+@attrs.frozen
+class _Outcome:
+    best: _Node | None
+    bound: int | None
+    complete: bool
+    closest: Sequence[int] | None = None
+
+
+def _best_first(
+    chain: Chain,
+    ranks: Sequence[RankLimit],
+    solve: Callable[[tuple[Caps, ...], int], _Node | None],
+    root_caps: tuple[Caps, ...],
+    *,
+    nodes: int,
+) -> _Outcome:
+    """The node with the least bound whose solution overdraws no rank."""
+    root = solve(root_caps, 0)
+    if root is None:
+        return _Outcome(None, None, complete=True)
+    order = count()
+    heap: list[tuple[int, int, int, _Node]] = []
+    known = set()
+    best: _Node | None = None
+    node: _Node | None = root
+    closest = root
+    dives = 1
+    while node is not None:
+        closest = min(closest, node, key=lambda one: one.overdraft)
+        children: list[_Node] = []
+        if node.overdraft == 0:
+            if best is None or node.bound < best.bound:
+                best = node
+        else:
+            for caps in _branches(chain, ranks, node):
+                key = tuple(tuple(sorted(limits.items())) for limits in caps)
+                if key in known:
+                    continue
+                known.add(key)
+                if len(known) > nodes:
+                    bound = min(node.bound, *(entry[0] for entry in heap)) if heap else node.bound
+                    return _Outcome(best, bound, complete=False, closest=closest.cuts)
+                child = solve(caps, node.bound)
+                if child is not None and (best is None or child.bound < best.bound):
+                    children.append(child)
+        children.sort(key=_by_bound if dives % 2 else _by_overdraft, reverse=True)
+        node = children.pop() if children else None
+        for child in children:
+            heapq.heappush(heap, (child.bound, child.overdraft, next(order), child))
+        if node is None and heap:
+            dives += 1
+            node = heapq.heappop(heap)[-1]
+            if best is not None and node.bound >= best.bound:
+                node = None  # nor is any other open node better
+    return _Outcome(best, None if best is None else best.bound, complete=True, closest=closest.cuts)
+
+
+def _by_bound(node: _Node) -> tuple[int, int]:
+    return node.bound, node.overdraft
+
+
+def _by_overdraft(node: _Node) -> tuple[int, int]:
+    return node.overdraft, node.bound
+
+
+def _node(
+    chain: Chain, ranks: Sequence[RankLimit], caps: tuple[Caps, ...], bound: int, options: Sequence[Sequence[int]]
+) -> _Node:
+    """Of several solutions of a relaxation, branch on the one that overdraws least."""
+    totals = [sum(over for over, _ in overdrafts(chain, ranks, cuts)) for cuts in options]
+    overdraft = min(totals)
+    return _Node(caps, bound, options[totals.index(overdraft)], overdraft)
+
+
+def _branches(chain: Chain, ranks: Sequence[RankLimit], node: _Node) -> list[tuple[Caps, ...]]:
+    """The caps of the children: less memory for one of the chunks of the rank that is overdrawn most."""
+    overdrawn = overdrafts(chain, ranks, node.cuts)
+    rank = max(range(len(ranks)), key=lambda rank: overdrawn[rank][0])
+    over, peak = overdrawn[rank]
+    held = {
+        chunk * len(ranks) + rank: chain.memory(*_span(node.cuts, chunk * len(ranks) + rank), flying)
+        for chunk, flying in enumerate(peak)
+    }
+    holding = [stage for stage, memory in held.items() if memory > 0]
+    branches = []
+    for stage in holding:
+        cap = held[stage] - -(-over // len(holding))
+        if cap >= 0:
+            flying = peak[stage // len(ranks)]
+            limits = {**node.caps[stage], flying: min(cap, node.caps[stage].get(flying, cap))}
+            branches.append((*node.caps[:stage], limits, *node.caps[stage + 1 :]))
+    return branches
+
+
+def overdrafts(chain: Chain, ranks: Sequence[RankLimit], cuts: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """For each rank by how much it is overdrawn (0: it is not), and at which peak."""
+    result = []
+    for rank, limit in enumerate(ranks):
+        spans = [_span(cuts, stage) for stage in range(rank, chain.stages, len(ranks))]
+        held, peak = max(
+            (sum(chain.memory(*span, flying) for span, flying in zip(spans, peak, strict=True)), peak)
+            for peak in limit.peaks
+        )
+        result.append((max(0, held - limit.limit), peak))
+    return result
+
+
+def _span(cuts: Sequence[int], stage: int) -> tuple[int, int]:
+    return cuts[stage], cuts[stage + 1]

@@ -1,0 +1,81 @@
+"""From stages back to the shortest readable text: the canonical form of a layout.
+
+Runs are folded at three levels, each only where that makes the text shorter: equal layers (``t*3``), equal stages
+(``(tt|)*29``), and repeated sequences of such runs (``((tt|)*3,(t|)*2)*5``). The result depends on the stages alone,
+so equal layouts have equal texts, and it parses back to the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from pipegrid.layout.grammar import LayoutGrammar
+
+_LONGEST_PERIOD = 32  # runs of stages in one repeated sequence; keeps the fold linear in the number of runs
+
+
+def write(stages: Sequence[tuple[str, ...]], grammar: LayoutGrammar) -> str:
+    """The canonical layout string of ``stages`` (kinds of layer per stage, in model order)."""
+    texts: dict[tuple[str, ...], str] = {}
+    for stage in stages:
+        if stage not in texts:
+            texts[stage] = write_stage(stage, grammar)
+    # Every stage but the last is written with its separator, which makes them repeatable as they stand.
+    closed = [f"{texts[stage]}|" for stage in stages[:-1]]
+    return _join([*_fold([_repeat(text, len(list(run))) for text, run in groupby(closed)]), texts[stages[-1]]])
+
+
+def write_stage(stage: Sequence[str], grammar: LayoutGrammar) -> str:
+    """The layers of one stage: ``Et*3``."""
+    return _join([_repeat(grammar.symbol(kind), len(list(run))) for kind, run in groupby(stage)])
+
+
+def _join(parts: Sequence[str]) -> str:
+    """Concatenate; a comma keeps a count apart from what follows it, for the eye only."""
+    text = ""
+    pieces = []
+    for part in parts:
+        if text[-1:].isdigit() and part[:1] not in ("", "|"):
+            pieces.append(",")
+        pieces.append(part)
+        text = part or text
+    return "".join(pieces)
+
+
+def _repeat(text: str, count: int) -> str:
+    """``text`` so many times, folded where that is not longer (a single letter) or is shorter (a group)."""
+    if len(text) == 1:
+        folded = f"{text}*{count}"
+        return folded if len(folded) <= count else text * count
+    folded = f"({text})*{count}"
+    return folded if len(folded) < len(text) * count else text * count
+
+
+def _fold(runs: list[str]) -> list[str]:
+    """Fold repeated sequences of runs, from the left, at each place the one that saves most."""
+    result = []
+    start = 0
+    while start < len(runs):
+        saved, text, size = 0, runs[start], 1
+        for period in range(2, min(_LONGEST_PERIOD, (len(runs) - start) // 2) + 1):
+            count = _count(runs, start, period)
+            if count > 1:
+                folded = f"({_join(runs[start : start + period])})*{count}"
+                plain = _join(runs[start : start + period * count])
+                if len(plain) - len(folded) > saved:
+                    saved, text, size = len(plain) - len(folded), folded, period * count
+        result.append(text)
+        start += size
+    return result
+
+
+def _count(runs: list[str], start: int, period: int) -> int:
+    """How often the ``period`` runs from ``start`` on stand there one after the other."""
+    if runs[start] != runs[start + period]:
+        return 1
+    first = runs[start : start + period]
+    count = 1
+    while runs[start + period * count : start + period * (count + 1)] == first:
+        count += 1
+    return count

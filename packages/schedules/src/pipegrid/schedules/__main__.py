@@ -1,0 +1,171 @@
+"""Look at schedules: ``python -m pipegrid.schedules show | verify | compare``."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipegrid.schedules.ascii import ascii_timeline
+from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
+from pipegrid.schedules.comparison import compare, comparison_table
+from pipegrid.schedules.costs import Costs, CostsError, costs_from_json
+from pipegrid.schedules.drawing import timeline
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.perfetto import write_perfetto
+from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan_csv import from_csv, to_csv
+from pipegrid.schedules.plan_json import from_json, to_json
+from pipegrid.schedules.plan_text import from_text, to_text
+from pipegrid.schedules.search import greedy
+from pipegrid.schedules.simulation import simulate
+from pipegrid.schedules.svg import write_svg
+from pipegrid.schedules.verification import verify
+
+USAGE = 2
+REFUSED = 1
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".csv":
+        return from_csv(text)
+    return from_json(text) if path.suffix == ".json" else from_text(text)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write the plan in the form its suffix says, as `read_plan` reads it."""
+    writer = {".csv": to_csv, ".json": to_json}.get(path.suffix, to_text)
+    path.write_text(writer(plan), encoding="utf-8")
+
+
+def read_costs(path: Path | None) -> Costs:
+    """The costs in a JSON file; without one, F = I = W = 1 per position and free communication."""
+    return Costs() if path is None else costs_from_json(path.read_text(encoding="utf-8"))
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Draw one schedule."""
+    costs = read_costs(arguments.costs)
+    name: str = arguments.schedule
+    path = Path(name)
+    if path.is_file():
+        plan, name = read_plan(path), path.name
+    else:
+        if arguments.pp is None or arguments.microbatches is None:
+            raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
+        if name == "greedy":
+            chunks = arguments.chunks or 1
+            plan = greedy(
+                costs.cut_into(arguments.pp * chunks, slices=arguments.pp),
+                arguments.memory_limit,
+                num_positions=arguments.pp,
+                num_microbatches=arguments.microbatches,
+                num_stages=arguments.pp * chunks,
+            )
+        else:
+            schedule = find_schedule(name)
+            plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks)
+            name = schedule.name
+    if arguments.lower:
+        plan = lower(plan)
+    simulation = simulate(plan, costs.cut_into(plan.num_stages, slices=plan.num_positions))
+    drawn = timeline(simulation, unit=arguments.unit)
+    drawn = timeline(drawn, title=f"{name}: {drawn.title}")
+    if arguments.svg:
+        write_svg(drawn, arguments.svg, arrows=arguments.arrows)
+    if arguments.perfetto:
+        write_perfetto(drawn, arguments.perfetto)
+    if arguments.plan:
+        write_plan(plan, arguments.plan)
+    columns = shutil.get_terminal_size((160, 24)).columns
+    names = max(len(row) for row in drawn.rows) + max(len(note) for note in drawn.notes) + 5
+    print(ascii_timeline(drawn, width=max(20, columns - names), colour=sys.stdout.isatty()), end="")
+    return 0
+
+
+def verify_file(arguments: argparse.Namespace) -> int:
+    """Prove one plan, or say what is wrong with it."""
+    plan = read_plan(arguments.plan)
+    try:
+        proof = verify(
+            plan,
+            rendezvous=not arguments.buffered,
+            memory_limit=arguments.memory_limit,
+            lanes=arguments.lanes,
+        )
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    print(proof)
+    return 0
+
+
+def compare_all(arguments: argparse.Namespace) -> int:
+    """A table of schedules."""
+    rows = compare(
+        arguments.pp,
+        arguments.microbatches,
+        costs=read_costs(arguments.costs),
+        memory_limit=arguments.memory_limit,
+        num_chunks=arguments.chunks,
+    )
+    print(comparison_table(rows, unit=arguments.unit), end="")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m pipegrid.schedules", description=__doc__)
+    commands = top.add_subparsers(required=True, metavar="show | verify | compare")
+
+    draw = commands.add_parser("show", help="draw a named schedule, or the plan in a file")
+    draw.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, greedy; or a file (.csv, .json, .txt)")
+    draw.add_argument("--pp", type=int, help="positions")
+    draw.add_argument("--microbatches", type=int)
+    draw.add_argument("--chunks", type=int, help="stages per position")
+    draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
+    draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy")
+    draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
+    draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
+    draw.add_argument("--svg", type=Path, help="write a picture")
+    draw.add_argument("--arrows", action="store_true", help="draw every message in the picture")
+    draw.add_argument("--perfetto", type=Path, help="write a trace for ui.perfetto.dev")
+    draw.add_argument("--plan", type=Path, help="write the plan (.csv, .json, otherwise text)")
+    draw.set_defaults(run=show)
+
+    prove = commands.add_parser("verify", help="prove a plan, or list its faults")
+    prove.add_argument("plan", type=Path, help="a file (.csv, .json, otherwise text)")
+    prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
+    prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")
+    prove.add_argument("--memory-limit", type=float, help="live microbatches per position")
+    prove.set_defaults(run=verify_file)
+
+    table = commands.add_parser("compare", help="a table of schedules at the same costs")
+    table.add_argument("--pp", type=int, required=True, help="positions")
+    table.add_argument("--microbatches", type=int, required=True)
+    table.add_argument("--chunks", type=int, default=2, help="stages per position, where any number will do")
+    table.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
+    table.add_argument("--memory-limit", type=float, help="live microbatches per position")
+    table.add_argument("--unit", default="", help="unit of the costs, s for seconds")
+    table.set_defaults(run=compare_all)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0, 1 for a refused plan, 2 for bad input."""
+    parsed = parser().parse_args(arguments)
+    try:
+        result: int = parsed.run(parsed)
+    except (PlanError, CostsError, OSError) as error:
+        print(f"pipegrid.schedules: {error}", file=sys.stderr)
+        return USAGE
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

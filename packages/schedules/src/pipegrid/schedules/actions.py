@@ -1,0 +1,248 @@
+"""What a position does, one action at a time, and how an action is written.
+
+An action is a compute (``F`` forward, ``B`` full backward, ``I`` and ``W`` its input-gradient and
+weight-gradient halves), one end of a message (``SEND_F`` and ``RECV_F`` for an activation, ``SEND_B`` and
+``RECV_B`` for a gradient), or a collective (``REDUCE`` of a stage's gradients, ``COLLECTIVE`` in a group).
+
+Its token reads stage, kind, microbatch, then the stage at the other end, the arrow pointing the way the data
+goes, then the group::
+
+    3F7              forward of stage 3, microbatch 7
+    3SEND_F7>4       stage 3 sends microbatch 7's activation to stage 4
+    4RECV_F7<3       stage 4 receives it
+    4SEND_B7>3       and sends the gradient back
+    3REDUCE@tied     stage 3's gradients are reduced in the group "tied"
+    3COLLECTIVE7>4@bridge   stage 3's activation goes to stage 4 by a collective in the group "bridge"
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+from attrs import frozen
+
+from pipegrid.schedules.errors import PlanError
+from pipegrid.transport.edge import Direction, Edge
+
+
+class ActionKind(enum.StrEnum):
+    """The kinds of action; a kind is its own text."""
+
+    F = "F"
+    B = "B"
+    I = "I"
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+    COLLECTIVE = "COLLECTIVE"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the kind computes: ``F``, ``B``, ``I`` or ``W``."""
+        return self in COMPUTES
+
+    @property
+    def is_send(self) -> bool:
+        """Whether the kind sends a message."""
+        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether the kind receives a message."""
+        return self in (ActionKind.RECV_F, ActionKind.RECV_B)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether the kind is one end of a message between two positions."""
+        return self in MESSAGES
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether the kind needs other ranks: a message, ``REDUCE`` or ``COLLECTIVE``."""
+        return self not in COMPUTES
+
+
+COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
+MESSAGES = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
+# The end of its edge that an action of this kind stands at; the other end is its peer.
+_STANDS_AT_SOURCE = {
+    ActionKind.SEND_F: True,
+    ActionKind.RECV_F: False,
+    ActionKind.SEND_B: False,
+    ActionKind.RECV_B: True,
+}
+
+
+@frozen
+class Action:
+    """One thing a position does for one stage.
+
+    ``stage`` is the stage at which the action stands: the sender's for a send, the receiver's for a receive,
+    and for a ``COLLECTIVE`` along an edge the stage whose result travels. ``edge`` is that of the message:
+    always written source to destination of the activation, also for a gradient that flows against it.
+
+    Raises:
+        PlanError: a field that the kind needs is missing, one it has no use for is given, or the stage is not
+            at the end of the edge where the kind stands.
+    """
+
+    kind: ActionKind
+    stage: int
+    microbatch: int | None = None
+    edge: Edge | None = None
+    group: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        # The common cases are decided quickly, for plans have hundreds of thousands of actions.
+        if (
+            type(self.kind) is not ActionKind
+            or type(self.stage) is not int
+            or type(self.microbatch) is not int
+            or self.group is not None
+        ):
+            _check_fields(self)
+        elif self.kind not in COMPUTES or self.edge is not None or self.stage < 0 or self.microbatch < 0:
+            edge = self.edge
+            if (
+                self.kind not in MESSAGES
+                or type(edge) is not Edge
+                or not 0 <= edge.source < edge.destination
+                or self.stage != (edge.source if _STANDS_AT_SOURCE[self.kind] else edge.destination)
+                or self.microbatch < 0
+            ):
+                _check_fields(self)
+
+    def __str__(self) -> str:
+        peer = self.peer
+        way = "" if peer is None else f"{'<' if self.kind in _RECEIVES else '>'}{peer}"
+        microbatch = "" if self.microbatch is None else self.microbatch
+        group = "" if self.group is None else f"@{self.group}"
+        return f"{self.stage}{self.kind.value}{microbatch}{way}{group}"
+
+    @property
+    def peer(self) -> int | None:
+        """The stage at the other end of the edge; None without an edge."""
+        if self.edge is None:
+            return None
+        return self.edge.destination if self.stage == self.edge.source else self.edge.source
+
+    @property
+    def direction(self) -> Direction | None:
+        """What travels along the edge: activations forward, gradients backward; None without an edge."""
+        if self.edge is None:
+            return None
+        forward = (self.stage == self.edge.source) != (self.kind in _RECEIVES)
+        return Direction.FORWARD if forward else Direction.BACKWARD
+
+
+_RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+
+
+def _check_fields(action: Action) -> None:
+    kind, stage, microbatch, edge, group = (
+        action.kind,
+        action.stage,
+        action.microbatch,
+        action.edge,
+        action.group,
+    )
+    if not isinstance(kind, ActionKind):
+        raise PlanError(f"{kind!r} is not a kind of action; the kinds are {', '.join(ActionKind)}")
+    if not _is_count(stage):
+        raise PlanError(f"stage {stage!r} of a {kind} is not a stage number; stages count from 0")
+    if microbatch is not None and not _is_count(microbatch):
+        raise PlanError(f"microbatch {microbatch!r} of a {kind} is not a microbatch number; they count from 0")
+    if edge is not None and not isinstance(edge, Edge):
+        raise PlanError(f"edge {edge!r} of a {kind} is not an Edge(source, destination)")
+    if group is not None and not (isinstance(group, str) and GROUP_NAME.fullmatch(group)):
+        raise PlanError(f"group {group!r} of a {kind} is not a group name; use letters, digits and any of _ . : -")
+    wants_microbatch = kind in COMPUTES or kind in MESSAGES
+    if wants_microbatch and microbatch is None:
+        raise PlanError(f"a {kind} of stage {stage} has no microbatch; only REDUCE and COLLECTIVE may omit it")
+    if kind is ActionKind.REDUCE and microbatch is not None:
+        raise PlanError(f"a REDUCE of stage {stage} names microbatch {microbatch}; it sums over all of them")
+    if (kind in MESSAGES) and edge is None:
+        raise PlanError(f"a {kind} of stage {stage} has no edge; give the Edge(source, destination) it uses")
+    if (kind in COMPUTES or kind is ActionKind.REDUCE) and edge is not None:
+        raise PlanError(f"a {kind} of stage {stage} names edge {edge}; only communications have an edge")
+    if kind is ActionKind.COLLECTIVE and group is None:
+        raise PlanError(f"a COLLECTIVE of stage {stage} has no group; name the group that takes part")
+    if (kind in COMPUTES or kind in MESSAGES) and group is not None:
+        raise PlanError(f"a {kind} of stage {stage} names group {group!r}; only REDUCE and COLLECTIVE have one")
+    if kind is ActionKind.COLLECTIVE and edge is not None and microbatch is None:
+        raise PlanError(f"a COLLECTIVE along edge {edge} has no microbatch; say whose result it moves")
+    if edge is not None:
+        if edge.source >= edge.destination:
+            raise PlanError(f"edge {edge} of a {kind} does not ascend; stages are numbered the way activations flow")
+        ends = {edge.source, edge.destination}
+        if kind in MESSAGES:
+            ends = {edge.source if _STANDS_AT_SOURCE[kind] else edge.destination}
+        if stage not in ends:
+            where = " or ".join(map(str, sorted(ends)))
+            raise PlanError(f"a {kind} along edge {edge} stands at stage {where}, not at stage {stage}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def forward(stage: int, microbatch: int) -> Action:
+    """``F`` of ``stage`` for ``microbatch``."""
+    return Action(ActionKind.F, stage, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Action:
+    """``B``, the whole backward of ``stage`` for ``microbatch``."""
+    return Action(ActionKind.B, stage, microbatch)
+
+
+def input_backward(stage: int, microbatch: int) -> Action:
+    """``I``, the half of the backward that the stage before waits for."""
+    return Action(ActionKind.I, stage, microbatch)
+
+
+def weight_backward(stage: int, microbatch: int) -> Action:
+    """``W``, the half of the backward that nobody waits for."""
+    return Action(ActionKind.W, stage, microbatch)
+
+
+GROUP_NAME = re.compile(r"[A-Za-z0-9_.:\-]+")
+_TOKEN = re.compile(
+    r"(?P<stage>\d{1,9})(?P<kind>[A-Za-z_]+)(?P<microbatch>\d{1,9})?"
+    r"(?:(?P<way>[<>])(?P<peer>\d{1,9}))?(?:@(?P<group>[A-Za-z0-9_.:\-]+))?",
+    re.ASCII,
+)
+
+
+def parse_action(token: str) -> Action:
+    """Read one token, the inverse of ``str(action)``.
+
+    Raises:
+        PlanError: the token does not read stage, kind, microbatch, peer, group, or names an unknown kind, or
+            an arrow that points against its kind.
+    """
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise PlanError(
+            f"{token!r} is not an action; write stage, kind, microbatch, then the peer of a message, "
+            "as in 3F7 or 3SEND_F7>4"
+        )
+    if match["kind"] not in ActionKind.__members__:
+        raise PlanError(f"{match['kind']!r} is not a kind of action; the kinds are {', '.join(ActionKind)}")
+    kind = ActionKind[match["kind"]]
+    stage = int(match["stage"])
+    edge = None
+    if match["peer"] is not None:
+        wanted = "<" if kind in _RECEIVES else ">"
+        if match["way"] != wanted:
+            raise PlanError(f"{token!r} points the wrong way; a {kind} is written with {wanted!r}")
+        peer = int(match["peer"])
+        # Gradients travel against their edge, so whoever handles one stands at the other end.
+        at_source = _STANDS_AT_SOURCE.get(kind, stage < peer)
+        edge = Edge(stage, peer) if at_source else Edge(peer, stage)
+    microbatch = None if match["microbatch"] is None else int(match["microbatch"])
+    return Action(kind, stage, microbatch, edge, match["group"])

@@ -1,0 +1,96 @@
+"""What the step functions read from a model's ``config``. Pure.
+
+Any object with these attributes will do (a training framework's own config works as it is); an attribute it
+lacks has the default given here. `PipelineConfig` is the documented form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from attrs import fields, frozen
+
+from pipegrid.transport.config import P2PConfig
+
+
+@frozen(kw_only=True)
+class PipelineConfig(P2PConfig):
+    """Settings of a pipelined step, and (inherited) of the communicator that it runs on.
+
+    Attributes:
+        hidden_size: last axis of the activations; used where shapes are not agreed at run time.
+        sequence_parallel: activations between stages are sharded along the sequence over tp.
+        calculate_per_token_loss: the loss function returns a sum over tokens; gradients are divided by the
+            global number of tokens once, by ``finalize_model_grads_func``.
+        deallocate_pipeline_outputs: free a sent activation's storage; only its ``grad_fn`` is still needed.
+        num_microbatches_with_partial_activation_checkpoints: of each window of in-flight microbatches, how many
+            follow the model's own setting (``checkpoint_activations_microbatch`` False); the others checkpoint their
+            activations whole (True). None passes no such argument.
+        enable_autocast: run forwards under autocast.
+        autocast_dtype: with this dtype (None: the pipeline's).
+        grad_scale_func: scales the loss before the backward (mixed precision).
+        no_sync_func: context manager under which data-parallel wrappers do not reduce gradients; left before
+            the last backward.
+        grad_sync_func: called with the model's parameters after the last backward; not on a first stage, where
+            ``no_sync_func`` is left before the last backward, which then reduces by itself.
+        param_sync_func: called with the model's parameters before the first forward.
+        finalize_model_grads_func: ``f(models, num_tokens, pg_collection=...)``, called once after the last
+            backward; ``num_tokens`` is the number of tokens this rank's losses counted (None unless
+            ``calculate_per_token_loss``). None: `reduce_gradients` over the groups of ``pg_collection``, unless
+            the model is a wrapper that reduces by itself (has ``no_sync``).
+        job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
+        hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
+    """
+
+    hidden_size: int | None = None
+    sequence_parallel: bool = False
+    calculate_per_token_loss: bool = False
+    deallocate_pipeline_outputs: bool = False
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    enable_autocast: bool = False
+    autocast_dtype: Any = None
+    grad_scale_func: Callable[[Any], Any] | None = None
+    no_sync_func: Callable[[], AbstractContextManager[Any]] | None = None
+    grad_sync_func: Callable[[Any], None] | None = None
+    param_sync_func: Callable[[Any], None] | None = None
+    finalize_model_grads_func: Callable[..., None] | None = None
+    job_group: Any = None
+    hooks: tuple[Any, ...] = ()
+
+
+_DEFAULTS = {attribute.name: attribute.default for attribute in fields(PipelineConfig)}
+
+
+def option(config: Any, name: str) -> Any:
+    """``config.<name>``, or its documented default where the object does not have it."""
+    return getattr(config, name, _DEFAULTS[name])
+
+
+def config_of(model: Any) -> Any:
+    """The ``config`` of a model, looked up through wrappers (``.module``).
+
+    Raises:
+        ValueError: neither the model nor anything it wraps has a ``config``.
+    """
+    inner = model
+    while inner is not None:
+        config = getattr(inner, "config", None)
+        if config is not None:
+            return config
+        inner = getattr(inner, "module", None)
+    raise ValueError(
+        f"{type(model).__name__} has no `config`, nor does anything it wraps; give the model a config attribute, "
+        "for example pipegrid.schedules.PipelineConfig(pipeline_dtype=torch.bfloat16)"
+    )
+
+
+def unwrapped_attribute(model: Any, name: str) -> Any:
+    """Attribute ``name`` of a model or of the first module it wraps that has it; None where none does."""
+    inner = model
+    while inner is not None:
+        if hasattr(inner, name):
+            return getattr(inner, name)
+        inner = getattr(inner, "module", None)
+    return None

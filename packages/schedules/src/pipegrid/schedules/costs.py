@@ -1,0 +1,203 @@
+"""What a plan's actions cost: time per stage and kind, messages per edge, memory per stage."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from attrs import evolve, field, fields, frozen
+
+from pipegrid.transport.edge import Edge
+
+PerStage: TypeAlias = float | tuple[float, ...]
+"""One number for every stage, or one per stage."""
+
+PerEdge: TypeAlias = float | tuple[tuple[Edge, float], ...]
+"""One number for every edge, or pairs of an edge and its number."""
+
+
+class CostsError(ValueError):
+    """Costs that are negative, not numbers, or missing for a stage or an edge."""
+
+
+def _per_stage(value: float | Iterable[float] | None) -> Any:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return tuple(value)
+
+
+def _per_edge(value: float | Mapping[Edge, float] | Iterable[tuple[Edge, float]]) -> Any:
+    if isinstance(value, (int, float)):
+        return value
+    return tuple(sorted(value.items() if isinstance(value, Mapping) else value))
+
+
+@frozen
+class Costs:
+    """Times in any one unit (seconds, or multiples of a forward); numbers for all stages or one per stage.
+
+    ``F``, ``I`` and ``W`` are a forward and the two halves of a backward; ``B``, the whole backward, is by
+    default ``I + W``. A message along an edge arrives ``latency + message / bandwidth`` after both ends are
+    posted, and occupies its lane for ``message / bandwidth`` (``message`` in bytes, ``bandwidth`` in bytes
+    per unit of time; a gradient weighs what its activation does). ``REDUCE`` and ``COLLECTIVE`` are the times
+    of those. ``overhead`` is what every action costs its position in addition, compute or communication.
+    ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/v of a
+    microbatch, where ``v`` is the largest number of stages on one position.
+
+    Raises:
+        CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
+    """
+
+    F: PerStage = field(default=1.0, converter=_per_stage)
+    I: PerStage = field(default=1.0, converter=_per_stage)
+    W: PerStage = field(default=1.0, converter=_per_stage)
+    B: PerStage | None = field(default=None, converter=_per_stage)
+    latency: PerEdge = field(default=0.0, converter=_per_edge)
+    bandwidth: PerEdge = field(default=math.inf, converter=_per_edge)
+    message: PerEdge = field(default=0.0, converter=_per_edge)
+    REDUCE: PerStage = field(default=0.0, converter=_per_stage)
+    COLLECTIVE: PerStage = field(default=0.0, converter=_per_stage)
+    overhead: float = 0.0
+    activation: PerStage | None = field(default=None, converter=_per_stage)
+
+    def __attrs_post_init__(self) -> None:
+        for attribute in fields(Costs):
+            name, value = attribute.name, getattr(self, attribute.name)
+            if value is None:
+                continue
+            values = value if isinstance(value, tuple) else (value,)
+            if not values:
+                raise CostsError(f"{name} is empty; give one number, or one per stage or edge")
+            for entry in values:
+                self._check(name, entry)
+
+    @staticmethod
+    def _check(name: str, entry: Any) -> None:
+        number, where = entry, ""
+        if isinstance(entry, tuple):
+            if len(entry) != 2 or not isinstance(entry[0], Edge):
+                raise CostsError(f"{name} holds {entry!r}; costs per edge are pairs of an Edge and a number")
+            number, where = entry[1], f" of edge {entry[0]}"
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
+            raise CostsError(f"{name}{where} is {number!r}; a cost is a number")
+        if name == "bandwidth":
+            if number <= 0:
+                raise CostsError(f"bandwidth{where} is {number}; it must be positive (infinite: free)")
+        elif number < 0 or math.isinf(number):
+            raise CostsError(f"{name}{where} is {number}; a cost is finite and not negative")
+
+    @property
+    def stages(self) -> int | None:
+        """For how many stages numbers are given; None where one number serves them all."""
+        lengths = {len(value) for value in self._per_stage_values() if isinstance(value, tuple)}
+        if len(lengths) > 1:
+            raise CostsError(f"costs are given for {sorted(lengths)} stages; give all of them for the same stages")
+        return lengths.pop() if lengths else None
+
+    def _per_stage_values(self) -> tuple[PerStage | None, ...]:
+        return (self.F, self.I, self.W, self.B, self.REDUCE, self.COLLECTIVE, self.activation)
+
+    def per_stage(self, name: str, num_stages: int) -> list[float]:
+        """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages."""
+        value = getattr(self, name)
+        if name == "B" and value is None:
+            halves = zip(self.per_stage("I", num_stages), self.per_stage("W", num_stages), strict=True)
+            return [i + w for i, w in halves]
+        if not isinstance(value, tuple):
+            return [float(value)] * num_stages
+        if len(value) != num_stages:
+            raise CostsError(f"{name} is given for {len(value)} stages; the plan has {num_stages}")
+        return [float(entry) for entry in value]
+
+    def per_edge(self, name: str, edges: Iterable[Edge]) -> dict[Edge, float]:
+        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return dict.fromkeys(edges, float(value))
+        known = dict(value)
+        missing = [str(edge) for edge in edges if edge not in known]
+        if missing:
+            raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
+        return {edge: float(known[edge]) for edge in edges}
+
+    def cut_into(self, num_stages: int, *, slices: int) -> Costs:
+        """The same model cut into ``num_stages`` stages of equal share.
+
+        A single number is the cost of one of ``slices`` equal slices (one per position, say); numbers per
+        stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut anew.
+
+        Raises:
+            CostsError: latency, bandwidth or message is given per edge.
+        """
+        for name in ("latency", "bandwidth", "message"):
+            if isinstance(getattr(self, name), tuple):
+                raise CostsError(f"{name} is given per edge; a model cut anew has other edges, give one number")
+
+        def cut(value: Any) -> Any:
+            if value is None or num_stages == (len(value) if isinstance(value, tuple) else slices):
+                return value
+            if not isinstance(value, tuple):
+                return value * slices / num_stages
+            return _resampled(value, num_stages)
+
+        return evolve(self, **{name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")})
+
+
+def _resampled(values: Sequence[float], count: int) -> tuple[float, ...]:
+    """``values``, each spread evenly over its slice of a line, summed over ``count`` equal slices instead."""
+    sums = []
+    for index in range(count):
+        first, last = index * len(values) / count, (index + 1) * len(values) / count
+        total = 0.0
+        for at in range(math.floor(first), math.ceil(last)):
+            total += values[at] * (min(last, at + 1) - max(first, at))
+        sums.append(total)
+    return tuple(sums)
+
+
+def costs_to_json(costs: Costs) -> str:
+    """``costs`` as JSON: what is not the default, edges as ``"0>1"``."""
+    data: dict[str, Any] = {}
+    for attribute in fields(Costs):
+        value = getattr(costs, attribute.name)
+        if value == attribute.default:
+            continue
+        if isinstance(value, tuple) and isinstance(value[0], tuple):
+            value = {str(edge): number for edge, number in value}
+        data[attribute.name] = value
+    return json.dumps(data)
+
+
+def costs_from_json(text: str) -> Costs:
+    """Read `Costs` from a JSON object with its fields as keys, all optional.
+
+    A number stands for every stage or edge, a list for one stage each, an object such as ``{"0>1": 0.5}`` for
+    one edge each.
+
+    Raises:
+        CostsError: no JSON object, a key that is no field, or a value that is no cost.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CostsError(f"costs are no JSON (line {error.lineno}, column {error.colno}): {error.msg}") from None
+    if not isinstance(data, dict):
+        raise CostsError(f'costs are a JSON object such as {{"F": 1.0}}, not {data!r}')
+    names = [attribute.name for attribute in fields(Costs)]
+    for name, value in data.items():
+        if name not in names:
+            raise CostsError(f"{name!r} is no cost; the costs are {', '.join(names)}")
+        if isinstance(value, dict):
+            data[name] = [(_edge(name, key), number) for key, number in value.items()]
+        elif not isinstance(value, (int, float, list, type(None))):
+            raise CostsError(f"{name} is {value!r}; a cost is a number, a list or an object per edge")
+    return Costs(**data)
+
+
+def _edge(name: str, key: str) -> Edge:
+    source, _, destination = key.partition(">")
+    if not (source.strip().isdigit() and destination.strip().isdigit()):
+        raise CostsError(f"{name} names the edge {key!r}; write source stage, '>', destination stage: '0>1'")
+    return Edge(int(source), int(destination))

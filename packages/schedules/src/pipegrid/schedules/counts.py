@@ -1,0 +1,145 @@
+"""Counts and tables of the 1F1B family: who warms up for how long, and which chunk runs when. Pure.
+
+Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", section 2.2 (1F1B and its interleaved form).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int | None,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+    p2p_communicator: Any = None,
+) -> tuple[int, bool, int, int]:
+    """How many microbatches this rank runs in all, in its warmup, and after it.
+
+    A microbatch counts once per chunk. With one chunk the warmup is the distance to the loss in stages; with
+    chunks it is ``2 (P - r - 1) + (V - 1) N`` (one more where MoE communication overlaps).
+
+    Args:
+        num_microbatches: M, per chunk.
+        num_model_chunks: V.
+        microbatch_group_size_per_vp_stage: N; None stands for P.
+        forward_only: everything is warmup.
+        overlap_moe_expert_parallel_comm: one more microbatch in flight.
+        p2p_communicator: says where this rank stands (``total_stages``, ``current_stage``, and for a graph of
+            modules ``distance_to_sink``). None means no pipeline at all.
+
+    Returns:
+        ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
+    """
+    if num_microbatches < 1 or num_model_chunks < 1:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} and num_model_chunks={num_model_chunks}: both must be at least 1"
+        )
+    total = num_microbatches * num_model_chunks
+    stages = 1 if p2p_communicator is None else p2p_communicator.total_stages
+    if forward_only:
+        warmup = total
+    elif stages == 1:
+        warmup = 1
+    else:
+        distance = _distance_to_loss(p2p_communicator)
+        if num_model_chunks == 1:
+            warmup = distance
+        else:
+            group = microbatch_group_size_per_vp_stage or stages
+            warmup = 2 * distance + (num_model_chunks - 1) * group + int(overlap_moe_expert_parallel_comm)
+    warmup = min(warmup, total)
+    return total, warmup == total, warmup, total - warmup
+
+
+def _distance_to_loss(communicator: Any) -> int:
+    """Stages between this rank and the last; in a graph of modules, on the longest path."""
+    distance = getattr(communicator, "distance_to_sink", None)
+    if distance is None:
+        distance = communicator.total_stages - communicator.current_stage - 1
+    return int(distance)
+
+
+def get_schedule_table(
+    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+) -> list[tuple[int, int]]:
+    """``(microbatch, chunk)`` in the order of forwards: groups of N microbatches, chunk-major inside a group.
+
+    The last group is shorter where N does not divide the number of microbatches.
+    """
+    if microbatch_group_size_per_vp_stage < 1:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage={microbatch_group_size_per_vp_stage}: "
+            "a group needs at least 1 microbatch"
+        )
+    table: list[tuple[int, int]] = []
+    for start in range(0, num_microbatches, microbatch_group_size_per_vp_stage):
+        group = range(start, min(start + microbatch_group_size_per_vp_stage, num_microbatches))
+        table.extend((microbatch, chunk) for chunk in range(num_model_chunks) for microbatch in group)
+    return table
+
+
+def convert_schedule_table_to_order(
+    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
+) -> list[int]:
+    """One list of chunks, forwards as ``chunk + 1`` and backwards as ``chunk - V``.
+
+    First the warmup forwards, then forward/backward pairs, then the remaining backwards. This is the order
+    that CUDA graph capture of model chunks asks for.
+    """
+    forwards = [chunk + 1 for _, chunk in schedule_table]
+    backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
+    order = forwards[:num_warmup_microbatches]
+    for index in range(num_warmup_microbatches, len(schedule_table)):
+        order += [forwards[index], backwards[index - num_warmup_microbatches]]
+    return order + backwards[len(schedule_table) - num_warmup_microbatches :]
+
+
+def get_tensor_shapes(
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    config: Any,
+    tp_group: Any,
+    cp_group: Any,
+) -> list[tuple[int, ...]]:
+    """Shapes ``(sequence, batch, hidden)`` of the activations between stages.
+
+    The sequence is the decoder's where one is given; it is cut over the cp ranks and, with
+    ``config.sequence_parallel``, over the tp ranks. With ``config.variable_seq_lengths`` the shape is agreed
+    at run time, and the answer is ``[()]``.
+
+    Args:
+        seq_length: tokens of a sample.
+        micro_batch_size: samples of a microbatch.
+        decoder_seq_length: tokens of a sample on the decoder's side, where it differs.
+        config: ``hidden_size``, ``sequence_parallel``, ``variable_seq_lengths``.
+        tp_group: anything with ``size()``; None stands for one rank.
+        cp_group: likewise.
+
+    Raises:
+        ValueError: the sequence does not divide over the ranks that share it.
+    """
+    if getattr(config, "variable_seq_lengths", False):
+        return [()]
+    sequence = seq_length if decoder_seq_length is None else decoder_seq_length
+    cp = 1 if cp_group is None else cp_group.size()
+    tp = tp_group.size() if tp_group is not None and getattr(config, "sequence_parallel", False) else 1
+    if sequence % (cp * tp):
+        raise ValueError(
+            f"a sequence of {sequence} tokens cannot be shared evenly by cp {cp} x sequence-parallel tp {tp} ranks; "
+            f"pad it to {-(-sequence // (cp * tp)) * cp * tp}, or set variable_seq_lengths"
+        )
+    return [(sequence // cp // tp, micro_batch_size, config.hidden_size)]
+
+
+def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
+    """``cond``, and in a forward-only run where ``first_val_step`` is given, that as well."""
+    if first_val_step is not None and forward_only:
+        return first_val_step and cond
+    return cond

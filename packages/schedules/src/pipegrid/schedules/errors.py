@@ -1,0 +1,47 @@
+"""The errors of planning. All are `ValueError`s: a plan is data, and these say what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+
+@frozen
+class Fault:
+    """One thing that is wrong with a plan.
+
+    ``rule`` is a short stable name of the rule that is broken (``"duplicate"``, ``"cycle"``, ...);
+    ``position`` and ``step`` say where (None: the plan as a whole); ``message`` says what was found, what
+    the rule wants and what to do.
+    """
+
+    rule: str
+    message: str
+    position: int | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.position is None else f"position {self.position}"
+        where += "" if self.step is None else f", step {self.step}"
+        return f"[{self.rule}] {where}{': ' if where else ''}{self.message}"
+
+
+class PlanError(ValueError):
+    """A plan breaks the rules; ``faults`` lists every fault that was found."""
+
+    def __init__(self, message: str, *, faults: Sequence[Fault] = ()) -> None:
+        self.faults = tuple(faults)
+        listed = "".join(f"\n  {fault}" for fault in self.faults)
+        super().__init__(message + listed)
+
+
+class PlanSyntaxError(PlanError):
+    """Text that is not a plan: where (``line`` and ``column``, from 1), what was found, what was expected."""
+
+    def __init__(self, *, line: int, column: int, found: str, expected: str) -> None:
+        self.line = line
+        self.column = column
+        self.found = found
+        self.expected = expected
+        super().__init__(f"line {line}, column {column}: found {found}; expected {expected}")

@@ -1,0 +1,66 @@
+"""The named schedules: pure functions from a shape to a plan of computes, each with its source.
+
+Where a schedule allows it, ``NAME_order`` gives what one position does without building the others.
+"""
+
+from __future__ import annotations
+
+from pipegrid.schedules.generators.building_blocks import (
+    v_half,
+    v_min,
+)
+from pipegrid.schedules.generators.looped import (
+    forward_only,
+    forward_only_order,
+    interleaved_1f1b,
+    interleaved_1f1b_order,
+    looped_bfs,
+    looped_bfs_order,
+)
+from pipegrid.schedules.generators.multi_module import (
+    multi_module_1f1b,
+    multi_module_1f1b_order,
+)
+from pipegrid.schedules.generators.one_pass import (
+    gpipe,
+    gpipe_order,
+    one_f_one_b,
+    one_f_one_b_order,
+)
+from pipegrid.schedules.generators.v_shaped import (
+    dualpipe_v,
+    dualpipe_v_order,
+    zero_bubble_v,
+    zero_bubble_v_order,
+)
+from pipegrid.schedules.generators.zero_bubble import (
+    zero_bubble_h1,
+    zero_bubble_h1_order,
+    zero_bubble_h2,
+    zero_bubble_h2_order,
+)
+
+__all__ = [
+    "dualpipe_v",
+    "dualpipe_v_order",
+    "forward_only",
+    "forward_only_order",
+    "gpipe",
+    "gpipe_order",
+    "interleaved_1f1b",
+    "interleaved_1f1b_order",
+    "looped_bfs",
+    "looped_bfs_order",
+    "multi_module_1f1b",
+    "multi_module_1f1b_order",
+    "one_f_one_b",
+    "one_f_one_b_order",
+    "v_half",
+    "v_min",
+    "zero_bubble_h1",
+    "zero_bubble_h1_order",
+    "zero_bubble_h2",
+    "zero_bubble_h2_order",
+    "zero_bubble_v",
+    "zero_bubble_v_order",
+]

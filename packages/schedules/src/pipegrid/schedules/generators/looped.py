@@ -1,0 +1,196 @@
+"""The schedules that loop: stage ``s`` lies on position ``s % P``, so each position holds several chunks."""
+
+from __future__ import annotations
+
+from pipegrid.schedules.actions import backward, forward
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import (
+    Order,
+    chain_plan,
+    check_position,
+    check_sizes,
+    looped_placement,
+)
+from pipegrid.schedules.plan import Plan
+
+
+def interleaved_1f1b(
+    num_positions: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 2,
+    group_size: int | None = None,
+    num_stages: int | None = None,
+) -> Plan:
+    """1F1B over chunks: groups of ``group_size`` microbatches pass through all chunks, one after another.
+
+    Bubble ``(P-1)(F+B)/V`` (``F`` and ``B`` of a whole position) for ``group_size`` P and M a multiple of it;
+    at most ``2(P-p-1) + (V-1)N + 1`` chunks live at position p. In capitals the first chunk of two::
+
+        0: F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
+        1: .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
+
+    ``group_size`` (default P) may be any, and so may M: a group with fewer than P microbatches (a small
+    ``group_size``, or the last group) keeps its place as if it had P, since in a shorter round a chunk would
+    be due before the round before has come about. ``num_stages`` (default ``P * V``) may be smaller: the last
+    round then does not reach every position.
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024,
+    section 3.3.2).
+
+    Raises:
+        PlanError: a size below 1, or ``num_stages`` that does not need exactly ``num_chunks`` rounds.
+    """
+    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
+    check_sizes(group_size=num_positions if group_size is None else group_size)
+    return chain_plan(
+        lambda position: interleaved_1f1b_order(
+            position,
+            num_positions,
+            num_microbatches,
+            num_chunks=num_chunks,
+            group_size=group_size,
+            num_stages=stages,
+        ),
+        num_positions=num_positions,
+        num_microbatches=num_microbatches,
+        placement=looped_placement(num_positions, stages),
+    )
+
+
+def interleaved_1f1b_order(
+    position: int,
+    num_positions: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 2,
+    group_size: int | None = None,
+    num_stages: int | None = None,
+) -> Order:
+    """What ``position`` of `interleaved_1f1b` does: warmup, steady, cooldown over a table of chunks."""
+    check_position(position, num_positions)
+    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
+    size = num_positions if group_size is None else group_size
+    slots = max(size, num_positions)
+    forwards: list[tuple[int, int]] = []  # (chunk, microbatch); a microbatch that does not exist is a gap
+    backwards: list[tuple[int, int]] = []
+    for first in range(0, num_microbatches, size):
+        real = min(size, num_microbatches - first)
+        width = max(real, num_positions)
+        group = [first + slot if slot < real else num_microbatches for slot in range(width)]
+        forwards += [(chunk, m) for chunk in range(num_chunks) for m in group]
+        backwards += [(chunk, m) for chunk in reversed(range(num_chunks)) for m in group]
+    warmup = min(2 * (num_positions - position - 1) + (num_chunks - 1) * slots, len(forwards))
+    order = []
+    for index in range(len(forwards) + warmup):
+        if index < len(forwards):
+            order.append((forward, *forwards[index]))
+        if index >= warmup:
+            order.append((backward, *backwards[index - warmup]))
+    return [
+        make(chunk * num_positions + position, m)
+        for make, chunk, m in order
+        if m < num_microbatches and chunk * num_positions + position < stages
+    ]
+
+
+def looped_bfs(
+    num_positions: int, num_microbatches: int, *, num_chunks: int = 2, num_stages: int | None = None
+) -> Plan:
+    """Breadth first: all microbatches through a chunk before the next chunk, then backwards likewise.
+
+    Bubble ``(P-1)(F+B)/V`` for M of at least P; every microbatch of every chunk is live at once. In capitals the first
+    chunk of two::
+
+        0: F0 F1 F2 f0 f1 f2 .  .  .  b0 -- b1 -- b2 -- B0 -- B1 -- B2 --
+        1: .  F0 F1 F2 f0 f1 f2 b0 -- b1 -- b2 -- B0 -- B1 -- B2 -- .  .
+
+    Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4. Backwards run in the order of
+    the forwards. ``num_stages`` as in `interleaved_1f1b`.
+
+    Raises:
+        PlanError: as `interleaved_1f1b`.
+    """
+    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
+    return chain_plan(
+        lambda position: looped_bfs_order(
+            position, num_positions, num_microbatches, num_chunks=num_chunks, num_stages=stages
+        ),
+        num_positions=num_positions,
+        num_microbatches=num_microbatches,
+        placement=looped_placement(num_positions, stages),
+    )
+
+
+def looped_bfs_order(
+    position: int,
+    num_positions: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 2,
+    num_stages: int | None = None,
+) -> Order:
+    """What ``position`` of `looped_bfs` does."""
+    check_position(position, num_positions)
+    stages = range(position, _num_stages(num_positions, num_microbatches, num_chunks, num_stages), num_positions)
+    microbatches = range(num_microbatches)
+    return [forward(stage, m) for stage in stages for m in microbatches] + [
+        backward(stage, m) for stage in reversed(stages) for m in microbatches
+    ]
+
+
+def forward_only(
+    num_positions: int, num_microbatches: int, *, num_chunks: int = 1, num_stages: int | None = None
+) -> Plan:
+    """Forwards alone, for evaluation and inference: groups of P microbatches through the chunks.
+
+    Bubble ``(P-1)F/V`` for M a multiple of P or one chunk. The forwards of `interleaved_1f1b` in their order.
+    ``num_stages`` as there.
+
+    Raises:
+        PlanError: as `interleaved_1f1b`.
+    """
+    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
+    return chain_plan(
+        lambda position: forward_only_order(
+            position, num_positions, num_microbatches, num_chunks=num_chunks, num_stages=stages
+        ),
+        num_positions=num_positions,
+        num_microbatches=num_microbatches,
+        placement=looped_placement(num_positions, stages),
+        forward_only=True,
+    )
+
+
+def forward_only_order(
+    position: int,
+    num_positions: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    num_stages: int | None = None,
+) -> Order:
+    """What ``position`` of `forward_only` does."""
+    check_position(position, num_positions)
+    stages = range(position, _num_stages(num_positions, num_microbatches, num_chunks, num_stages), num_positions)
+    return [
+        forward(stage, m)
+        for first in range(0, num_microbatches, num_positions)
+        for stage in stages
+        for m in range(first, min(first + num_positions, num_microbatches))
+    ]
+
+
+def _num_stages(num_positions: int, num_microbatches: int, num_chunks: int, num_stages: int | None) -> int:
+    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    most = num_positions * num_chunks
+    if num_stages is None:
+        return most
+    check_sizes(num_stages=num_stages)
+    if not most - num_positions < num_stages <= most:
+        raise PlanError(
+            f"num_stages is {num_stages}; {num_chunks} chunks on {num_positions} positions are "
+            f"{most - num_positions + 1}..{most} stages"
+        )
+    return num_stages

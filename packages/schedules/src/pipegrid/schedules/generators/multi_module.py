@@ -1,0 +1,95 @@
+"""1F1B over any graph of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.actions import Action, backward, forward
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import Order, check_sizes
+from pipegrid.schedules.plan import Plan, compute_plan
+
+
+def multi_module_1f1b(
+    graph: ModuleGraph,
+    num_microbatches: int,
+    *,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    forward_only: Iterable[str] = (),
+) -> Plan:
+    """1F1B over a graph of modules of any depths, with branches, skip edges and colocated modules.
+
+    A stage warms up by its distance to the farthest sink, so branches of different depth neither deadlock
+    nor stall, and keeps at most that many microbatches, and one, live. ``placement`` says on which position
+    (or positions, where a module is colocated with several stages of another) each stage lies; by default
+    each stage has a position of its own. ``forward_only`` names modules that run no backward: frozen ones
+    that nothing trained feeds, or all of them in an evaluation.
+
+    Source: the 1F1B rule of Narayanan et al. 2021 (section 2.2.1), with the distance to the sink in place of
+    the distance to the last stage. Why it cannot deadlock: give the forward of microbatch ``m`` at a stage
+    with distance ``d`` the date ``2m - d``, and its backward ``2m + d + 1``; every dependency and every order
+    on a position goes from a smaller date to a larger one. A position that holds several stages does their
+    actions by date.
+
+    Raises:
+        PlanError: a size below 1, a placement that does not cover the stages, or a module that does not
+        exist.
+    """
+    check_sizes(num_microbatches=num_microbatches)
+    frozen = tuple(forward_only)
+    for name in frozen:
+        if name not in graph.order:
+            raise PlanError(f"forward_only names module {name!r}; the graph has {', '.join(graph.order)}")
+    without = {stage for name in frozen for stage in module_stages(graph, name)}
+    places = (
+        [(stage,) for stage in range(graph.num_stages)]
+        if placement is None
+        else [(place,) if isinstance(place, int) else tuple(place) for place in placement]
+    )
+    if len(places) != graph.num_stages:
+        raise PlanError(
+            f"the placement covers {len(places)} stages and the graph has {graph.num_stages}; give the "
+            "position of every stage"
+        )
+    held: dict[int, list[int]] = {}
+    for stage, place in enumerate(places):
+        for position in place:
+            held.setdefault(position, []).append(stage)
+    num_positions = max(held, default=0) + 1
+    return compute_plan(
+        [
+            multi_module_1f1b_order(held.get(position, ()), graph, num_microbatches, forward_only=without)
+            for position in range(num_positions)
+        ],
+        graph=graph,
+        placement=places,
+        num_microbatches=num_microbatches,
+        forward_only=without,
+    )
+
+
+def module_stages(graph: ModuleGraph, name: str) -> range:
+    """The stages of a module."""
+    first = graph.stage(name, 0)
+    return range(first, first + graph.depth(name))
+
+
+def multi_module_1f1b_order(
+    stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Container[int] = ()
+) -> Order:
+    """What a position that holds ``stages`` does in `multi_module_1f1b`.
+
+    ``forward_only``: the stages that run no backward.
+    """
+    dated: list[tuple[int, int, Action]] = []
+    for stage in stages:
+        distance = graph.distance_to_sink[stage]
+        for m in range(num_microbatches):
+            # At one date, backwards first: they free memory. Neither waits for the other.
+            dated.append((2 * m - distance, 1, forward(stage, m)))
+            if stage not in forward_only:
+                dated.append((2 * m + distance + 1, 0, backward(stage, m)))
+    dated.sort(key=lambda entry: (entry[0], entry[1], entry[2].stage))
+    # Sorted by date, a stage does min(M, distance) forwards, then one and one, then the last backwards.
+    return [action for _, _, action in dated]

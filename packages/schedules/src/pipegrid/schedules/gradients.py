@@ -1,0 +1,270 @@
+"""Gradients beside the schedule: their sum over data lanes, and one norm for the whole job.
+
+Every module of the job has its own data lanes, and each lane's gradient is the part of the loss that flowed
+through it. So the gradient of a module is the **sum** over its own lanes, whatever their number; what it is
+divided by belongs to the loss: the loss side's number of lanes for a mean loss (each lane has averaged over its
+own share), the global number of tokens for a token-weighted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from pipegrid.transport.opening import resolve_device
+
+BUCKET_BYTES = 32 * 2**20
+
+
+class GradientError(ValueError):
+    """Gradients cannot be reduced as asked."""
+
+
+@frozen
+class _Slot:
+    """A parameter's place in a bucket."""
+
+    parameter: torch.nn.Parameter
+    offset: int
+
+
+def reduce_gradients(
+    modules: Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module,
+    collections: Any,
+    *,
+    num_tokens: torch.Tensor | int | None = None,
+    loss_lanes: int | None = None,
+    job_group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Sum gradients over the data lanes of each module, in buckets, and divide by what the loss asks for.
+
+    Call it once per step, after the last backward, on every rank of the job. A parameter that had no gradient
+    on this lane but on another counts as zero; one that had none anywhere keeps None.
+
+    Args:
+        modules: this rank's modules: by name, several chunks of one module, or one module.
+        collections: process groups: one collection for all, or a mapping by module name (also as attribute
+            ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's data lanes; None is one lane.
+        num_tokens: tokens that this rank's losses counted (0 on ranks without loss, and on all but the first
+            tp rank). Given: gradients are divided by the sum over the job. None: by ``loss_lanes``.
+        loss_lanes: data lanes (dp x cp) of the module with the loss. Default: those of the module itself, which
+            is right where all modules have the same number.
+        job_group: all ranks of the job; default: the default process group. Used for ``num_tokens`` only.
+        bucket_bytes: parameters are reduced together in buckets of about this size.
+
+    Raises:
+        GradientError: sparse or sharded (DTensor) gradients, a module name without a collection, cp without dp_cp.
+    """
+    device = _device(modules, job_group)
+    tokens = None if num_tokens is None else _global_tokens(num_tokens, device, job_group)
+    seen: set[int] = set()
+    for name, module in _named(modules):
+        group = lanes_group(collections, name)
+        lanes = 1 if group is None else group.size()
+        divisor = tokens if tokens is not None else (lanes if loss_lanes is None else loss_lanes)
+        parameters = []
+        for parameter in module.parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                _require_reducible(parameter, name)
+                parameters.append(parameter)
+        if lanes == 1:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
+            continue
+        for bucket in _buckets(parameters, bucket_bytes):
+            _reduce_bucket(bucket, group, divisor)
+
+
+def _require_reducible(parameter: torch.nn.Parameter, name: str) -> None:
+    gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        raise GradientError(
+            f"a parameter of shape {tuple(parameter.shape)} in module {name!r} has a sparse gradient; use dense "
+            "gradients (Embedding(sparse=False))"
+        )
+    if hasattr(parameter, "device_mesh"):
+        raise GradientError(
+            f"a parameter of shape {tuple(parameter.shape)} in module {name!r} is a DTensor: what sharded it reduces "
+            "its gradient; set finalize_model_grads_func"
+        )
+
+
+def _named(modules: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    if isinstance(modules, Mapping):
+        yield from modules.items()
+    elif isinstance(modules, torch.nn.Module):
+        yield "", modules
+    else:
+        for module in modules:
+            yield "", module
+
+
+def collection_of(collections: Any, name: str) -> Any:
+    """The process groups of module ``name``: its own, where there are several collections.
+
+    Raises:
+        GradientError: there are several, but none for this module; or what was given is no collection.
+    """
+    by_name = collections if isinstance(collections, Mapping) else getattr(collections, "modules", None)
+    if not isinstance(by_name, Mapping):
+        if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
+            raise GradientError(
+                f"{type(collections).__name__} has neither `dp` nor `dp_cp`; give a ProcessGroupCollection, or a "
+                "mapping from module names to them"
+            )
+        return collections
+    if name not in by_name:
+        raise GradientError(
+            f"no process groups for module {name!r}; there are collections for {sorted(by_name)}. Pass modules as a "
+            "mapping with these names"
+        )
+    return by_name[name]
+
+
+def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
+    """The group of a module's data lanes, dp x cp; None where it has one lane.
+
+    Raises:
+        GradientError: there is a cp group, but none for dp and cp together.
+    """
+    collection = collection_of(collections, name)
+    group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
+    if group is not None:
+        return group
+    cp = getattr(collection, "cp", None)
+    if cp is not None and cp.size() > 1:
+        raise GradientError(
+            f"module {name!r} has {cp.size()} cp ranks, whose gradients are summed with those of dp, but no dp_cp "
+            "group; "
+            'make it: grid.create_pg(["dp", "cp"])'
+        )
+    data_parallel: dist.ProcessGroup | None = getattr(collection, "dp", None)
+    return data_parallel
+
+
+def _global_tokens(
+    num_tokens: torch.Tensor | int, device: torch.device, job_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """The tokens of the job, at least 1; stays on the device, so that nobody waits for it."""
+    total = torch.as_tensor(num_tokens, dtype=torch.int64).to(device, copy=True)
+    dist.all_reduce(total, group=job_group)
+    return total.clamp_(min=1)
+
+
+def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
+    """Parameters in order, cut where the dtype or device changes or the bucket is full."""
+    bucket: list[torch.nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
+        if bucket and (not alike or size + parameter.nbytes > bucket_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def _reduce_bucket(
+    bucket: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None, divisor: torch.Tensor | int
+) -> None:
+    """One all-reduce: the gradients, then one flag per parameter that says on how many lanes there was one."""
+    first = bucket[0]
+    elements = sum(parameter.numel() for parameter in bucket)
+    flat = torch.zeros(elements + len(bucket), dtype=first.dtype, device=first.device)
+    present = [parameter.grad is not None for parameter in bucket]
+    flat[elements:].copy_(torch.tensor(present))
+    slots: list[_Slot] = []
+    offset = 0
+    for parameter in bucket:
+        slots.append(_Slot(parameter, offset))
+        if parameter.grad is not None:
+            flat[offset : offset + parameter.numel()].view_as(parameter).copy_(parameter.grad)
+        offset += parameter.numel()
+    dist.all_reduce(flat, group=group)
+    # Reading the flags would wait for the device; only a parameter without a gradient here needs its flag.
+    anywhere = present if all(present) else (flat[elements:] > 0).tolist()
+    flat[:elements].div_(divisor)
+    for slot, used in zip(slots, anywhere, strict=True):
+        if not used:
+            continue
+        parameter = slot.parameter
+        reduced = flat[slot.offset : slot.offset + parameter.numel()].view_as(parameter)
+        if parameter.grad is None:
+            parameter.grad = reduced.clone()
+        else:
+            parameter.grad.copy_(reduced)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    modules: Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module,
+    collections: Any,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    job_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
+
+    Replicas count once: a parameter is counted by the first data lane, and by the first tp rank unless it is
+    sharded over tp (attribute ``tensor_model_parallel``); a tied copy (attribute ``tied_replica``) is not counted.
+
+    Args:
+        modules: as in `reduce_gradients`; call that first.
+        collections: as in `reduce_gradients`; ``tp`` is read as well.
+        max_norm: gradients are scaled by ``max_norm / (norm + 1e-6)`` where that is below 1.
+        norm_type: 2, any positive p, or infinity.
+        job_group: all ranks of the job; default: the default process group.
+
+    Returns:
+        The norm before clipping, a float64 scalar on the gradients' device.
+    """
+    if not max_norm > 0 or not norm_type > 0:
+        raise GradientError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
+    counted: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    seen: set[int] = set()
+    for name, module in _named(modules):
+        first_lane = _is_first(lanes_group(collections, name))
+        first_tp = _is_first(getattr(collection_of(collections, name), "tp", None))
+        for parameter in module.parameters():
+            if parameter.grad is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            gradients.append(parameter.grad)
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            if first_lane and (sharded or first_tp) and not getattr(parameter, "tied_replica", False):
+                counted.append(parameter.grad)
+    infinite = norm_type == float("inf")
+    # float64 in between: the sum of squares is then the same to the last float32 bit however it is cut over ranks.
+    total = torch.zeros((), dtype=torch.float64, device=_device(modules, job_group))
+    for gradient in counted:
+        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+        total = torch.maximum(total, norm) if infinite else total + norm**norm_type
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=job_group)
+    norm = total if infinite else total ** (1.0 / norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.rank() == 0
+
+
+def _device(modules: Any, group: dist.ProcessGroup | None) -> torch.device:
+    """Where this rank's collectives run: with its parameters, or, where it has none, where the group's backend is."""
+    for _, module in _named(modules):
+        for parameter in module.parameters():
+            return parameter.device
+    return resolve_device(None, None, group)[1]

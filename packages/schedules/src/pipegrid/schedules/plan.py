@@ -1,0 +1,350 @@
+"""A plan: what every position of a pipeline does, in order, as plain data.
+
+A *position* is the class of ranks that hold the same set of stages; all its ranks act alike. A *step* is one
+action, or a batch (a tuple) of communications that are issued together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.actions import GROUP_NAME, Action
+from pipegrid.schedules.errors import PlanError
+from pipegrid.transport.edge import Direction, Edge
+
+Step: TypeAlias = Action | tuple[Action, ...]
+"""One action, or a batch of at least two communications that are issued together."""
+
+
+def _ascending(value: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(value))
+
+
+def _ascending_edges(value: Iterable[Edge]) -> tuple[Edge, ...]:
+    return tuple(sorted(value))
+
+
+@frozen(order=True)
+class Group:
+    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
+
+    ``edges``: the edges between stages along which data travels by a ``COLLECTIVE`` in this group, both ways, in
+    place of messages. ``tied``: stages that share a parameter, whose gradients this group reduces.
+    """
+
+    name: str
+    positions: tuple[int, ...] = field(converter=_ascending)
+    edges: tuple[Edge, ...] = field(converter=_ascending_edges, default=())
+    tied: tuple[int, ...] = field(converter=_ascending, default=())
+
+    def __attrs_post_init__(self) -> None:
+        if not GROUP_NAME.fullmatch(self.name):
+            raise PlanError(f"{self.name!r} is not a group name; use letters, digits and any of _ . : - (no spaces)")
+        if not self.positions or len(set(self.positions)) != len(self.positions):
+            raise PlanError(f"group {self.name!r} has positions {list(self.positions)}; name each once")
+
+
+def _direction_key(direction: Direction) -> str:
+    return direction.value
+
+
+@frozen(order=True)
+class Lane:
+    """One direction of traffic from one position to another, first in, first out.
+
+    All edges that lead between the two positions in that direction share it.
+    """
+
+    source: int
+    destination: int
+    direction: Direction = field(order=_direction_key)
+
+    def __str__(self) -> str:
+        return f"{self.direction.value}{self.source}>{self.destination}"
+
+
+def chain(num_stages: int) -> ModuleGraph:
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
+    return ModuleGraph({"model": num_stages})
+
+
+def actions_of(step: Step) -> tuple[Action, ...]:
+    """The actions of a step: one, or those of the batch."""
+    return (step,) if isinstance(step, Action) else step
+
+
+def _as_steps(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
+    return tuple(tuple([step if type(step) is Action else _as_step(step) for step in steps]) for steps in value)
+
+
+def _as_step(step: Action | Iterable[Action]) -> Step:
+    if isinstance(step, Action):
+        return step
+    if isinstance(step, str) or not isinstance(step, Iterable):
+        raise PlanError(f"step {step!r} is not an Action or a batch of Actions")
+    batch = tuple(step)
+    if not batch:
+        raise PlanError("a batch is empty; leave it out")
+    for action in batch:
+        if not isinstance(action, Action):
+            raise PlanError(f"{action!r} in a batch is not an Action")
+    if len(batch) == 1:
+        return batch[0]
+    for action in batch:
+        if action.kind.is_compute:
+            raise PlanError(f"{action} is in a batch; only communications are batched, computes stand alone")
+    return batch
+
+
+def _as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple((positions,) if isinstance(positions, int) else tuple(sorted(positions)) for positions in value)
+
+
+def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(value)
+
+
+def _as_creation(value: Iterable[Iterable[Lane | str]] | None) -> tuple[tuple[Lane | str, ...], ...] | None:
+    return None if value is None else tuple(tuple(names) for names in value)
+
+
+def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
+    return f"<{len(positions)} positions, {sum(map(len, positions))} steps>"
+
+
+@frozen(slots=False, kw_only=True)
+class Plan:
+    """What each position does, in order.
+
+    ``positions``: per position, its steps. ``graph``: the modules and so the stages and their edges.
+    ``placement``: per stage, the position that holds it (or the positions, where a module is colocated with
+    several stages of another). ``num_microbatches``: how many microbatches a step of training has.
+    ``forward_only``: the stages that run no backward, because nothing before or in them is trained (all of
+    them in an evaluation); no gradient travels along an edge with such an end. ``groups``: the groups that
+    ``REDUCE`` and ``COLLECTIVE`` actions name. ``creation``: per position, the groups (by name) and lanes
+    that it creates before the first step, in order; by default all in one order that is the same everywhere.
+
+    Whether the plan is *right* is for `verify` to say: here only its shape is checked.
+
+    Raises:
+        PlanError: positions, placement, groups and creation do not fit each other.
+    """
+
+    positions: tuple[tuple[Step, ...], ...] = field(converter=_as_steps, repr=_count_steps)
+    graph: ModuleGraph
+    placement: tuple[tuple[int, ...], ...] = field(converter=_as_placement)
+    num_microbatches: int
+    forward_only: tuple[int, ...] = field(converter=_ascending, default=())
+    groups: tuple[Group, ...] = field(converter=_as_groups, default=())
+    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=_as_creation, default=None, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        _check_shape(self)
+        if self.creation is None:
+            object.__setattr__(self, "creation", default_creation(self))
+        _check_creation(self)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the plan."""
+        return len(self.positions)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the graph."""
+        return len(self.placement)
+
+    @cached_property
+    def stages_at(self) -> tuple[tuple[int, ...], ...]:
+        """Per position, the stages it holds, ascending."""
+        stages: list[list[int]] = [[] for _ in self.positions]
+        for stage, positions in enumerate(self.placement):
+            for position in positions:
+                stages[position].append(stage)
+        return tuple(tuple(held) for held in stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """The most stages that one position holds."""
+        return max(len(held) for held in self.stages_at)
+
+    @cached_property
+    def has_communication(self) -> bool:
+        """Whether any action is a communication; a plan of computes alone has none."""
+        return any(
+            not isinstance(step, Action) or step.kind.is_communication for steps in self.positions for step in steps
+        )
+
+    def actions(self, position: int) -> Iterator[Action]:
+        """The actions of ``position`` in order, batches opened."""
+        for step in self.positions[position]:
+            if isinstance(step, Action):
+                yield step
+            else:
+                yield from step
+
+    @property
+    def communicates(self) -> bool:
+        """Whether positions tell each other what they have made; a plan of computes leaves that open."""
+        return any(self.creation) or self.has_communication
+
+    @cached_property
+    def gradient_edges(self) -> frozenset[Edge]:
+        """The edges along which a gradient travels back."""
+        without = set(self.forward_only)
+        return frozenset(
+            edge for edge in self.graph.stage_edges if edge.source not in without and edge.destination not in without
+        )
+
+    @cached_property
+    def collective_edges(self) -> dict[Edge, str]:
+        """The edges along which data travels by a ``COLLECTIVE`` in place of messages, and its group."""
+        return {edge: group.name for group in self.groups for edge in group.edges}
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes that the graph's edges need under this placement, ascending."""
+        found: set[Lane] = set()
+        for edge in self.graph.stage_edges:
+            if edge in self.collective_edges:
+                continue
+            for source, destination in message_routes(self, edge):
+                found.add(Lane(source, destination, Direction.FORWARD))
+                if edge in self.gradient_edges:
+                    found.add(Lane(destination, source, Direction.BACKWARD))
+        return tuple(sorted(found))
+
+    def __str__(self) -> str:
+        from pipegrid.schedules.plan_text import to_text
+
+        return to_text(self)
+
+
+def message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
+    """The pairs of positions (source, destination) between which an activation on ``edge`` is a message.
+
+    Every position of the source stage sends to every position of the destination stage, itself excepted. A
+    pair of stages on the very same positions is colocated: each position keeps what it has made.
+    """
+    sources, destinations = plan.placement[edge.source], plan.placement[edge.destination]
+    if sources == destinations:
+        return ()
+    return tuple((s, d) for s in sources for d in destinations if s != d)
+
+
+def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:
+    """Per position its groups and lanes, taken from one order for the whole plan: groups, then lanes.
+
+    Creating a group waits for all its members, so orders that disagree can wait for each other in a circle;
+    parts of one order cannot.
+    """
+    creation: list[list[Lane | str]] = [[] for _ in plan.positions]
+    if plan.has_communication:
+        for group in plan.groups:
+            for position in group.positions:
+                creation[position].append(group.name)
+        for lane in plan.lanes:
+            creation[lane.source].append(lane)
+            creation[lane.destination].append(lane)
+    return tuple(tuple(names) for names in creation)
+
+
+def _check_shape(plan: Plan) -> None:
+    num_positions, num_stages = len(plan.positions), plan.graph.num_stages
+    if num_positions < 1:
+        raise PlanError("the plan has no positions; it needs at least one")
+    if not isinstance(plan.num_microbatches, int) or plan.num_microbatches < 1:
+        raise PlanError(f"num_microbatches is {plan.num_microbatches!r}; a plan has at least 1 microbatch")
+    if len(plan.placement) != num_stages:
+        raise PlanError(
+            f"the placement covers {len(plan.placement)} stages and the graph has {num_stages}; give the "
+            "position of every stage"
+        )
+    for stage, positions in enumerate(plan.placement):
+        if not positions or len(set(positions)) != len(positions):
+            raise PlanError(f"stage {stage} is placed on {list(positions)}; name each of its positions once")
+        for position in positions:
+            if not 0 <= position < num_positions:
+                raise PlanError(
+                    f"stage {stage} is placed on position {position}; the plan has positions 0..{num_positions - 1}"
+                )
+    for stage in plan.forward_only:
+        if not 0 <= stage < num_stages:
+            raise PlanError(f"forward_only names stage {stage}; the graph has stages 0..{num_stages - 1}")
+    for stage in range(num_stages):
+        after = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
+        if stage not in plan.forward_only and after and all(s in plan.forward_only for s in after):
+            raise PlanError(
+                f"stage {stage} is trained, but all stages that it feeds ({', '.join(map(str, after))}) are "
+                "forward_only, so no gradient comes back to it; make it forward_only too, or one of them not"
+            )
+    _check_groups(plan)
+
+
+def _check_groups(plan: Plan) -> None:
+    names = [group.name for group in plan.groups]
+    if len(set(names)) != len(names):
+        raise PlanError(f"groups are named twice in {names}; every name must be unique")
+    carriers: dict[Edge, str] = {}
+    for group in plan.groups:
+        for position in group.positions:
+            if not 0 <= position < plan.num_positions:
+                last = plan.num_positions - 1
+                raise PlanError(f"group {group.name!r} names position {position}; the plan has positions 0..{last}")
+        for edge in group.edges:
+            if edge not in plan.graph.stage_edges:
+                known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
+                raise PlanError(f"group {group.name!r} names edge {edge}; the graph has {known}")
+            if carriers.setdefault(edge, group.name) != group.name:
+                raise PlanError(f"groups {carriers[edge]!r} and {group.name!r} both carry edge {edge}; choose one")
+        for stage in group.tied:
+            if not 0 <= stage < plan.num_stages:
+                raise PlanError(
+                    f"group {group.name!r} ties stage {stage}; the plan has stages 0..{plan.num_stages - 1}"
+                )
+            if stage in plan.forward_only:
+                raise PlanError(f"group {group.name!r} ties stage {stage}, which has no backward to reduce")
+        holders = {place for stage in group.tied for place in plan.placement[stage]}
+        if group.tied and set(group.positions) - holders:
+            raise PlanError(
+                f"group {group.name!r} has positions {list(group.positions)} and ties stages of {sorted(holders)} "
+                "alone; a position without a tied stage has nothing to reduce"
+            )
+        ends = {stage for edge in group.edges for stage in (edge.source, edge.destination)}
+        needed = holders | {place for stage in ends for place in plan.placement[stage]}
+        if not needed <= set(group.positions):
+            raise PlanError(
+                f"group {group.name!r} has positions {list(group.positions)} and its stages lie on {sorted(needed)}; "
+                "it must have all of these"
+            )
+
+
+def _check_creation(plan: Plan) -> None:
+    if len(plan.creation) != plan.num_positions:
+        raise PlanError(
+            f"creation has {len(plan.creation)} lists and the plan {plan.num_positions} positions; "
+            "give one list per position"
+        )
+
+
+def compute_plan(
+    orders: Sequence[Iterable[Action]],
+    *,
+    graph: ModuleGraph | int,
+    placement: Iterable[int | Iterable[int]],
+    num_microbatches: int,
+    forward_only: Iterable[int] = (),
+) -> Plan:
+    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain."""
+    return Plan(
+        positions=tuple(tuple(order) for order in orders),
+        graph=chain(graph) if isinstance(graph, int) else graph,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+    )

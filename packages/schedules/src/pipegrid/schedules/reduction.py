@@ -1,0 +1,135 @@
+"""Who reduces a stage's gradients after the last backward, and by what: settled before the step begins.
+
+A wrong answer here is silent (replicas drift apart, or an encoder learns at half its rate), so everything that can be
+known beforehand is checked beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.config import option
+from pipegrid.schedules.gradients import collection_of, lanes_group, reduce_gradients
+from pipegrid.transport.opening import resolve_device
+
+Finish = Callable[[torch.Tensor | None], None]
+"""Called once after the last backward, with the tokens that this rank's losses counted (None without a loss)."""
+
+
+class ReductionError(ValueError):
+    """The gradients of a step could not be made right with what was given."""
+
+
+def settle_reduction(
+    *, model: torch.nn.Module, config: Any, communicator: Any, graph: ModuleGraph, stage: int, pg_collection: Any
+) -> Finish:
+    """Decide how the gradients of ``model``, which is ``stage`` of ``graph``, are finished.
+
+    ``config.finalize_model_grads_func`` is asked first; then a wrapper that reduces by itself (it has ``no_sync``) is
+    trusted where that is right; then `reduce_gradients` does it over the groups of ``pg_collection``.
+
+    Raises:
+        ReductionError: a wrapper that would average by the wrong number, or at the wrong time; per-token loss that
+            nobody would divide by the tokens; data lanes without their group.
+    """
+    per_token = bool(option(config, "calculate_per_token_loss"))
+    module = graph.module_of(stage)[0]
+    collection = None if pg_collection is None else collection_of(pg_collection, module)
+    finalize = option(config, "finalize_model_grads_func")
+    if finalize is not None:
+        return lambda counted: finalize(
+            [model], _tokens(counted, model, collection) if per_token else None, pg_collection=pg_collection
+        )
+    own, of_loss = _lanes_by_grid(communicator, graph, module)
+    if hasattr(model, "no_sync"):
+        _require_trustworthy(model, graph, per_token=per_token, own=own, of_loss=of_loss)
+        return _nothing
+    if collection is None:
+        if per_token:
+            raise ReductionError(
+                "calculate_per_token_loss leaves sums over tokens as gradients, and nobody would divide them: pass "
+                "pg_collection, or set finalize_model_grads_func"
+            )
+        if own is not None and own > 1:
+            raise ReductionError(
+                f"module {module!r} has {own} data lanes whose gradients nobody would sum: pass pg_collection, or set "
+                "finalize_model_grads_func"
+            )
+        return _nothing
+    group = lanes_group(collection, module)
+    found = 1 if group is None else group.size()
+    if own is not None and found != own:
+        raise ReductionError(
+            f"module {module!r} has {own} data lanes (dp x cp), but the group to sum their gradients has {found} "
+            "ranks: "
+            'make it before the collection: grid.create_pg("dp"), or grid.create_pg(["dp", "cp"]) with cp'
+        )
+    return lambda counted: reduce_gradients(
+        model,
+        collection,
+        num_tokens=_tokens(counted, model, collection) if per_token else None,
+        loss_lanes=of_loss,
+        job_group=option(config, "job_group"),
+    )
+
+
+def _nothing(counted: torch.Tensor | None) -> None:
+    """The wrapper has reduced, or there is nothing to reduce."""
+    del counted
+
+
+def _require_trustworthy(
+    model: torch.nn.Module, graph: ModuleGraph, *, per_token: bool, own: int | None, of_loss: int | None
+) -> None:
+    name = type(model).__name__
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel) and graph.num_stages > 1:
+        raise ReductionError(
+            f"{name} decides in a forward whether the next backward reduces, which a pipeline's order defeats: pass "
+            "the bare module, and pg_collection with its dp group"
+        )
+    if per_token:
+        raise ReductionError(
+            f"calculate_per_token_loss with {name}, which averages over its lanes: set finalize_model_grads_func, "
+            "which is told the number of tokens, or pass the bare module and pg_collection"
+        )
+    if own != of_loss:
+        raise ReductionError(
+            f"{name} averages over its own {own} data lanes, but the loss has {of_loss}: pass the bare module and "
+            "pg_collection, whose reduction divides by the loss side's"
+        )
+
+
+def _tokens(counted: torch.Tensor | None, model: torch.nn.Module, collection: Any) -> torch.Tensor:
+    """What this rank adds to the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
+    tp = getattr(collection, "tp", None)
+    if counted is not None and (tp is None or tp.rank() == 0):
+        return counted
+    if counted is not None:
+        return torch.zeros_like(counted)
+    parameter = next(model.parameters(), None)
+    device = resolve_device(None, None, None)[1] if parameter is None else parameter.device
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _lanes_by_grid(communicator: Any, graph: ModuleGraph, module: str) -> tuple[int | None, int | None]:
+    """Data lanes (dp x cp) of ``module`` and of the modules with the loss; None where no grids are known."""
+    grids = getattr(communicator, "module_to_grid_map", None)
+    if grids is None:
+        return None, None
+    lanes = {name: _lanes(grids[name]) for name in graph.sinks}
+    if len(set(lanes.values())) > 1:
+        raise ReductionError(
+            f"the modules with a loss have different numbers of data lanes, {lanes}: no one factor averages both; "
+            "weigh the losses yourself and set finalize_model_grads_func"
+        )
+    return _lanes(grids[module]), next(iter(lanes.values()))
+
+
+def _lanes(grid: Any) -> int:
+    sizes = zip(grid.dim_names, grid.shape, strict=True)
+    return math.prod(size for name, size in sizes if name in ("dp", "cp"))

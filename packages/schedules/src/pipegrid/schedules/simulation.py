@@ -1,0 +1,156 @@
+"""What a plan takes: when each action starts and ends, how long positions idle, how much memory is live.
+
+The model: a position does one compute at a time, in its plan's order. A send or a receive only posts; a
+message starts once both its ends are posted and its lane's earlier messages have left, and the compute that
+needs it waits for it. `REDUCE` and `COLLECTIVE` in a group start when its last position arrives, and occupy
+them all.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Literal
+
+from attrs import field, frozen
+
+from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.machine import Times, play
+from pipegrid.schedules.plan import Plan
+
+_F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+
+
+@frozen(slots=False)
+class Simulation:
+    """``plan`` played through with ``costs``.
+
+    ``start`` and ``end`` hold, per position, the time of each action in the order of `Plan.actions`, in the
+    unit of the costs. For a message they are those of the transfer, at both ends, not of the posting.
+    """
+
+    plan: Plan
+    costs: Costs
+    start: Times = field(repr=False)
+    end: Times = field(repr=False)
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last action ends; the first starts at 0."""
+        return max((time for times in self.end for time in times), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per position, the time it computes (``F``, ``B``, ``I``, ``W``)."""
+        return tuple(math.fsum(end - start for start, end, _ in computes) for computes in self._computes)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[float, float], ...]:
+        """Per position, when its first compute starts and its last one ends; (0, 0) without any."""
+        return tuple((computes[0][0], computes[-1][1]) if computes else (0.0, 0.0) for computes in self._computes)
+
+    @cached_property
+    def _computes(self) -> tuple[tuple[tuple[float, float, Action], ...], ...]:
+        return tuple(
+            tuple(
+                (start, end, action)
+                for start, end, action in zip(starts, ends, self.plan.actions(position), strict=True)
+                if action.kind.is_compute
+            )
+            for position, (starts, ends) in enumerate(zip(self.start, self.end, strict=True))
+        )
+
+    def bubbles(self, *, of: Literal["makespan", "span"] = "makespan") -> tuple[float, ...]:
+        """Per position, the share of time in which it does not compute, between 0 and 1.
+
+        ``of="makespan"``: of the whole step. ``of="span"``: of the time between the position's own first
+        start and last end, so that waiting for the pipeline to fill and drain does not count.
+        """
+        return tuple(
+            1.0 - busy / length if length > 0 else 0.0
+            for busy, length in zip(self.busy, self._lengths(of), strict=True)
+        )
+
+    def bubble(self, *, of: Literal["makespan", "span"] = "makespan") -> float:
+        """The share of all positions' time (makespan, or own spans) in which they do not compute."""
+        whole = math.fsum(self._lengths(of))
+        return 1.0 - math.fsum(self.busy) / whole if whole > 0 else 0.0
+
+    def _lengths(self, of: str) -> list[float]:
+        if of == "makespan":
+            return [self.makespan] * self.plan.num_positions
+        if of == "span":
+            return [last - first for first, last in self.spans]
+        raise ValueError(f"a bubble is a share of the 'makespan' or of each position's 'span', not of {of!r}")
+
+    @cached_property
+    def activation(self) -> tuple[float, ...]:
+        """Per stage, the memory of one microbatch: ``costs.activation``, by default 1/v of a microbatch."""
+        return activation_sizes(self.plan, self.costs)
+
+    def live(self, position: int, *, until: Literal["W", "I"] = "W") -> tuple[tuple[float, float], ...]:
+        """Live activations of ``position`` over time: ``(time, microbatches from then on)``.
+
+        A stage's microbatch is live from the start of its ``F`` until the end of its ``W`` (or ``B``); with
+        ``until="I"``, until the end of its ``I`` (or ``B``). A forward-only stage holds it during ``F``.
+        """
+        ends = _release_kinds(until)
+        points: list[tuple[float, float]] = []
+        held = 0.0
+        for start, end, action in self._computes[position]:
+            size = self.activation[action.stage]
+            if action.kind is _F:
+                held += size
+                points.append((start, held))
+                if action.stage in self.plan.forward_only:
+                    held -= size
+                    points.append((end, held))
+            elif action.kind in ends:
+                held -= size
+                points.append((end, held))
+        return tuple((time, round(value, 9)) for time, value in points)
+
+    def peaks(self, *, until: Literal["W", "I"] = "W") -> tuple[float, ...]:
+        """Per position, the most live activations at any time, in microbatches (see `live`)."""
+        return tuple(
+            max((value for _, value in self.live(position, until=until)), default=0.0)
+            for position in range(self.plan.num_positions)
+        )
+
+    def peak(self, *, until: Literal["W", "I"] = "W") -> float:
+        """The most live activations of any position at any time, in microbatches (see `live`)."""
+        return max(self.peaks(until=until))
+
+
+def _release_kinds(until: str) -> tuple[ActionKind, ActionKind]:
+    if until not in ("W", "I"):
+        raise ValueError(f"activations are counted until the end of 'W' or of 'I', not of {until!r}")
+    return (_W if until == "W" else _I, _B)
+
+
+def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """Per stage, the memory of one microbatch: as ``costs`` say, by default 1/v of a microbatch."""
+    if costs.activation is None:
+        return (1.0 / plan.num_chunks,) * plan.num_stages
+    return tuple(costs.per_stage("activation", plan.num_stages))
+
+
+def unit_costs(plan: Plan) -> Costs:
+    """F = I = W = 1 and B = 2 for a whole position; a chunk takes 1/v of that. Communication is free."""
+    chunk = 1.0 / plan.num_chunks
+    return Costs(F=chunk, I=chunk, W=chunk)
+
+
+def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
+    """Play ``plan`` through; ``costs`` default to `unit_costs`.
+
+    A plan of computes alone is taken to send each result at once and to receive ahead.
+
+    Raises:
+        PlanError: the plan gets stuck (`verify` says why), or an action is outside of it.
+        CostsError: the costs are for another number of stages, or lack an edge of the plan.
+    """
+    costs = unit_costs(plan) if costs is None else costs
+    start, end = play(plan, costs)
+    return Simulation(plan, costs, start, end)

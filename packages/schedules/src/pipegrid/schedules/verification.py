@@ -1,0 +1,170 @@
+"""The proof that a plan can be run: nothing missing, nothing twice, in time, and no circle of waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from attrs import frozen
+
+from pipegrid.schedules.checking import LocalChecks
+from pipegrid.schedules.creation import check_creation
+from pipegrid.schedules.errors import Fault, PlanError
+from pipegrid.schedules.marks import Marks
+from pipegrid.schedules.matching import check_groups, check_lanes, share_lanes
+from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan_text import step_text
+from pipegrid.schedules.waiting import Program, circles, play
+
+Lanes: TypeAlias = Literal["separate", "shared"]
+
+
+@frozen
+class Proof:
+    """What `verify` has proved of a plan.
+
+    ``communicates`` is False for a plan of computes alone, where what one position makes is taken to reach
+    the others at once. ``peak_live``: per position, the most activations live at once, in microbatches: a
+    stage counts ``1 / num_chunks`` of one and is live from its ``F`` to the end of its ``B`` or ``W``;
+    ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``.
+    """
+
+    num_positions: int
+    num_microbatches: int
+    num_actions: int
+    num_messages: int
+    communicates: bool
+    rendezvous: bool
+    lanes: Lanes
+    peak_live: tuple[float, ...]
+    peak_live_inputs: tuple[float, ...]
+
+    def __str__(self) -> str:
+        if not self.communicates:
+            blocking = "computes alone"
+        elif self.rendezvous:
+            blocking = f"no deadlock even if sends block, {self.lanes} lanes"
+        else:
+            blocking = f"no deadlock if sends are buffered, {self.lanes} lanes"
+        return (
+            f"{self.num_positions} positions, {self.num_microbatches} microbatches, "
+            f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
+            f"{blocking}; at most {max(self.peak_live):g} microbatches live on a position"
+        )
+
+
+def verify(
+    plan: Plan,
+    *,
+    rendezvous: bool = True,
+    memory_limit: float | Sequence[float] | None = None,
+    lanes: Lanes = "separate",
+) -> Proof:
+    """Prove that ``plan`` can be run, or list all that is wrong with it.
+
+    Proved: every stage runs each microbatch forward once and backward once (``B``, or ``I`` and later ``W``)
+    on each position that holds it; each compute finds what it needs, made before it on its position or
+    received before it; each message is sent once and received once, in the same order on its lane; groups and
+    lanes are created by all their members, and in orders that do not wait for each other; members name a
+    group's collectives in one order; and no positions wait for each other in a circle.
+
+    ``rendezvous``: a batch of communications holds its position up until all partners have posted the batches
+    with the other ends; inside, a batch is simultaneous. This is the worst that NCCL may do. Without it a
+    send is buffered, a receive is posted, and only the compute that needs the data waits. ``lanes``: with
+    ``"separate"``, each ordered pair of positions has a communicator for activations and one for gradients,
+    and order matters within each; with ``"shared"``, a pair of positions has one, and their batches must
+    match one to one. ``memory_limit``: the most microbatches (as `Proof` counts) that may be live on each
+    position, one number for all or one per position.
+
+    A plan of computes alone is checked as if data reached other positions at once.
+
+    Time and memory are linear in the number of actions.
+
+    Raises:
+        PlanError: ``faults`` has every fault, with position and step; a circle is printed action by action.
+        It is
+            looked for only where nothing else is wrong, since otherwise no one can say who waits for whom.
+    """
+    if lanes not in ("separate", "shared"):
+        raise PlanError(f"lanes is {lanes!r}; choose 'separate' or 'shared'")
+    limits = _limits(memory_limit, plan)
+    num_steps = sum(map(len, plan.positions))
+    if plan.num_microbatches > num_steps:  # a compute is a step; refused before memory for each microbatch is taken
+        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches"
+        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
+    marks = Marks(plan)
+    checks = LocalChecks(plan, marks, rendezvous=rendezvous)
+    faults = [
+        *checks.faults,
+        *check_lanes(marks, checks.traffic),
+        *check_groups(checks.gathered, plan),
+        *check_creation(plan, lanes=lanes),
+    ]
+    if not faults and lanes == "shared":
+        faults += _share(plan, marks, checks)
+    if not faults:
+        faults += _circle_faults(plan, marks, checks.programs)
+    weight = 1 / plan.num_chunks
+    peaks = tuple(peak * weight for peak in checks.peaks)
+    faults += [
+        Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
+        for position, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
+        if peak > limit + 1e-9
+    ]
+    if faults:
+        raise PlanError(f"the plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
+    return Proof(
+        num_positions=plan.num_positions,
+        num_microbatches=plan.num_microbatches,
+        num_actions=checks.num_actions,
+        num_messages=sum(map(len, checks.traffic.sent.values())),
+        communicates=plan.communicates,
+        rendezvous=rendezvous,
+        lanes=lanes,
+        peak_live=peaks,
+        peak_live_inputs=tuple(peak * weight for peak in checks.input_peaks),
+    )
+
+
+def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequence[float]:
+    if memory_limit is None:
+        return (float("inf"),) * plan.num_positions
+    if isinstance(memory_limit, int | float):
+        return (memory_limit,) * plan.num_positions
+    if len(memory_limit) != plan.num_positions:
+        raise PlanError(
+            f"memory_limit has {len(memory_limit)} numbers and the plan {plan.num_positions} positions; give "
+            "one number, or one per position"
+        )
+    return memory_limit
+
+
+def _share(plan: Plan, marks: Marks, checks: LocalChecks) -> list[Fault]:
+    if checks.rendezvous:
+        return share_lanes(marks, checks.programs)
+    again = Marks(plan)  # what a buffered send does not wait for must match all the same
+    return share_lanes(again, LocalChecks(plan, again, rendezvous=True).programs)
+
+
+def _circle_faults(plan: Plan, marks: Marks, programs: Sequence[Program]) -> list[Fault]:
+    at = play(programs, len(marks))
+    if all(index == len(program.operations) for index, program in zip(at, programs, strict=True)):
+        return []
+    faults = []
+    for circle in circles(programs, at):
+        lines = [
+            f"\n      position {position}, step {step}: {step_text(plan.positions[position][step])} "
+            f"waits for {marks.text(mark)}"
+            for position, step, mark in circle
+        ]
+        position, step, _ = circle[0]
+        faults.append(
+            Fault(
+                "cycle",
+                f"{len(circle)} positions wait for each other in a circle; move one of these actions, or "
+                f"issue what waits as one batch{''.join(lines)}",
+                position,
+                step,
+            )
+        )
+    return faults

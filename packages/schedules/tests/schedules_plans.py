@@ -1,0 +1,68 @@
+"""Plans that several test files ask for."""
+
+import random
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import (
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    lower,
+    multi_module_1f1b,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zero_bubble_h1,
+    zero_bubble_h2,
+    zero_bubble_v,
+)
+
+FLAT = (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
+LOOPED = (interleaved_1f1b, looped_bfs, forward_only)
+V_SHAPED = (zero_bubble_v, v_half, v_min, dualpipe_v)
+
+
+def compute_plans(num_positions, num_microbatches):
+    """Every generator's plan, with 1 to 3 chunks where it loops, as (name, plan)."""
+    for generator in (*FLAT, *V_SHAPED):
+        yield generator.__name__, generator(num_positions, num_microbatches)
+    for generator in LOOPED:
+        for chunks in (1, 2, 3):
+            yield (
+                f"{generator.__name__} with {chunks} chunks",
+                generator(num_positions, num_microbatches, num_chunks=chunks),
+            )
+
+
+def random_module_plan(seed):
+    """1F1B over a random graph of up to 5 modules of depths 1..4, some of them colocated, lowered; or not.
+
+    Returns the plan of computes and the arguments for `lower`.
+    """
+    rng = random.Random(seed)
+    names = [f"m{i}" for i in range(rng.randint(1, 5))]
+    edges = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if rng.random() < 0.5]
+    declared = rng.sample(names, len(names))
+    graph = ModuleGraph([(name, rng.randint(1, 4)) for name in declared], edges)
+    positions = rng.randint(1, graph.num_stages)
+    most = min(3, positions)
+    placement = [
+        tuple(rng.sample(range(positions), rng.choice([1, 1, 1, 2, 3][: most + 2]))) for _ in range(graph.num_stages)
+    ]
+    plan = multi_module_1f1b(graph, rng.randint(1, 6), placement=placement)
+    options = {
+        "receives": rng.choice(["late", "early"]),
+        "collectives": {
+            edge: f"bridge{edge.source}-{edge.destination}" for edge in graph.stage_edges if rng.random() < 0.2
+        },
+        "tied": {"tied": rng.sample(range(graph.num_stages), min(2, graph.num_stages))},
+    }
+    return plan, options if rng.random() < 0.7 else {}
+
+
+def lowered_module_plan(seed):
+    """`random_module_plan`, lowered."""
+    plan, options = random_module_plan(seed)
+    return lower(plan, **options)

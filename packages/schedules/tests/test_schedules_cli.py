@@ -1,0 +1,161 @@
+"""``python -m pipegrid.schedules``: what a person types, and what they get to see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from pipegrid.schedules.__main__ import main
+from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
+from pipegrid.schedules.comparison import compare
+from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.plan_csv import from_csv
+from pipegrid.schedules.plan_text import from_text
+from pipegrid.schedules.simulation import simulate
+from pipegrid.schedules.verification import verify
+
+CROSSED = """\
+0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1
+1: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0
+"""
+
+
+def test_show_draws_in_every_form(tmp_path, capsys):
+    files = {name: tmp_path / f"out.{name}" for name in ("svg", "json", "csv")}
+    options = ["--svg", str(files["svg"]), "--perfetto", str(files["json"]), "--plan", str(files["csv"])]
+    assert main(["show", "1f1b", "--pp", "4", "--microbatches", "8", *options]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "1f1b: 4 positions, 8 microbatches"
+    assert shown[1] == "makespan 33 · bubble 27.3% · peak live microbatches 4"
+    assert sum("|" in line for line in shown) == 4
+    ET.parse(files["svg"])
+    assert json.loads(files["json"].read_text())["traceEvents"]
+    assert verify(from_csv(files["csv"].read_text())).num_microbatches == 8
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "greedy"])
+def test_show_knows_every_schedule(name, capsys):
+    assert main(["show", name, "--pp", "2", "--microbatches", "4"]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}: 2 positions, 4 microbatches\n")
+
+
+def test_show_lowers_and_takes_costs(tmp_path, capsys):
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"F": 0.002, "I": 0.002, "W": 0.001, "latency": 0.0005}))
+    plan = tmp_path / "plan.txt"
+    options = ["--costs", str(costs), "--unit", "s", "--lower", "--plan", str(plan), "--chunks", "2"]
+    assert main(["show", "interleaved-1f1b", "--pp", "2", "--microbatches", "2", *options]) == 0
+    assert " ms · bubble" in capsys.readouterr().out
+    assert from_text(plan.read_text()).has_communication
+    assert main(["show", str(plan), "--costs", str(costs)]) == 0
+    assert "plan.txt: 2 positions, 2 microbatches" in capsys.readouterr().out
+
+
+def test_show_greedy_keeps_to_the_cap(capsys):
+    options = ["--memory-limit", "2", "--chunks", "2"]
+    assert main(["show", "greedy", "--pp", "4", "--microbatches", "8", *options]) == 0
+    assert "peak live microbatches 2" in capsys.readouterr().out
+
+
+def test_verify_prints_the_proof(tmp_path, capsys):
+    table = tmp_path / "plan.csv"
+    table.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert main(["verify", str(table)]) == 0
+    assert "2 positions, 2 microbatches" in capsys.readouterr().out
+
+
+def test_verify_prints_the_cycle_of_a_crossed_send(tmp_path, capsys):
+    table = tmp_path / "crossed.txt"
+    table.write_text(CROSSED)
+    assert main(["verify", str(table)]) == 1
+    said = capsys.readouterr().err
+    assert "[cycle]" in said
+    assert "0SEND_F1>1 waits for position 1, step 4: 1RECV_F1<0" in said
+    assert "1SEND_B0>0 waits for position 0, step 4: 0RECV_B0<1" in said
+    assert main(["verify", str(table), "--buffered"]) == 0
+    assert main(["verify", str(table), "--buffered", "--memory-limit", "1"]) == 1
+    assert "2 microbatches are live at once; the limit is 1" in capsys.readouterr().err
+
+
+def test_compare_prints_a_table_fastest_first(capsys):
+    assert main(["compare", "--pp", "4", "--microbatches", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["schedule", "makespan", "bubble"]
+    makespans = [float(line[len("interleaved_1f1b (2 chunks)") :].split()[0]) for line in lines[2:]]
+    assert makespans == sorted(makespans)
+    assert len(lines) == 2 + sum(schedule.trains for schedule in SCHEDULES.values()) + 1
+    (row,) = (line for line in lines if line.startswith("1f1b "))
+    assert row.split() == ["1f1b", "33", "27.3%", "15.8%", "4", "4"]
+
+
+def test_compare_puts_what_does_not_fit_last():
+    rows = compare(4, 8, memory_limit=3)
+    fits = [row.fits for row in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert {row.name.split()[0] for row in rows if row.fits} == {"v_half", "v_min", "greedy"}
+    assert rows[0].name.startswith("greedy")
+
+
+def test_compare_cuts_the_same_model_for_every_schedule():
+    costs = Costs(F=[1, 2], I=1, W=[1, 1, 2, 2], overhead=0.0)
+    for row in compare(2, 4, costs=costs, names=["1f1b", "zero_bubble_v", "greedy"]):
+        stages = row.plan.num_stages
+        simulation = simulate(row.plan, costs.cut_into(stages, slices=2))
+        assert simulation.makespan == row.makespan
+        assert sum(simulation.busy) == pytest.approx(4 * (3 + 2 + 6))
+
+
+def test_compare_refuses_unknown_names():
+    with pytest.raises(PlanError, match=r"there is no schedule 'gpip' to compare; choose from gpipe, 1f1b"):
+        compare(2, 4, names=["gpip"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["show", "gpip", "--pp", "2", "--microbatches", "2"],
+            "there is no schedule 'gpip'; the schedules are gpipe",
+        ),
+        (["show", "gpipe"], "gpipe needs --pp and --microbatches"),
+        (
+            ["show", "v_half", "--pp", "2", "--microbatches", "2", "--chunks", "3"],
+            "v_half has 2 chunks per position",
+        ),
+        (["show", "1f1b", "--pp", "0", "--microbatches", "2"], "num_positions is 0"),
+        (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BAD"], "'G' is no cost"),
+        (["verify", "TABLE"], "line 1, column 8: found"),
+        (["verify", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_bad_input_is_explained(arguments, message, tmp_path, capsys):
+    (tmp_path / "costs.json").write_text('{"G": 1}')
+    (tmp_path / "table.txt").write_text("0: 0F0 0X1\n")
+    places = {"BAD": str(tmp_path / "costs.json"), "TABLE": str(tmp_path / "table.txt")}
+    assert main([places.get(word, word) for word in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_names_are_forgiving():
+    assert find_schedule("Zero-Bubble-V").name == "zero_bubble_v"
+    assert find_schedule("one_f_one_b").name == "1f1b"
+
+
+def test_runs_as_a_module_without_torch(tmp_path):
+    blocked = "import sys; sys.modules['torch'] = None; import runpy; "
+    run = "sys.argv = ['x', 'show', '1f1b', '--pp', '2', '--microbatches', '2']; "
+    module = "runpy.run_module('pipegrid.schedules', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + run + module],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "makespan 9" in done.stdout

@@ -1,0 +1,109 @@
+"""Costs: one number for all or one each, cut anew with the model, read from JSON, refused when impossible."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegrid.schedules.costs import Costs, CostsError, costs_from_json, costs_to_json
+from pipegrid.transport.edge import Edge
+
+
+def test_numbers_for_all_or_one_each():
+    assert Costs(F=2).per_stage("F", 3) == [2, 2, 2]
+    assert Costs(F=[1, 2, 3]).per_stage("F", 3) == [1, 2, 3]
+    assert Costs(I=2, W=[1, 3]).per_stage("B", 2) == [3, 5]
+    assert Costs(B=1.5).per_stage("B", 2) == [1.5, 1.5]
+    edges = [Edge(0, 1), Edge(1, 2)]
+    assert Costs(latency=0.5).per_edge("latency", edges) == dict.fromkeys(edges, 0.5)
+    each = Costs(latency={Edge(0, 1): 1, Edge(1, 2): 2})
+    assert each.per_edge("latency", edges) == {Edge(0, 1): 1, Edge(1, 2): 2}
+
+
+def test_are_values():
+    assert Costs(F=[1, 2]) == Costs(F=(1, 2))
+    assert len({Costs(latency={Edge(0, 1): 1}), Costs(latency=[(Edge(0, 1), 1)])}) == 1
+
+
+def test_know_for_how_many_stages_they_are():
+    assert Costs().stages is None
+    assert Costs(F=[1, 2], W=[3, 4], B=2).stages == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Costs(F=-1), r"F is -1; a cost is finite and not negative"),
+        (lambda: Costs(I=math.nan), r"I is nan; a cost is a number"),
+        (lambda: Costs(W=[1, "2"]), r"W is '2'; a cost is a number"),
+        (lambda: Costs(F=()), r"F is empty; give one number, or one per stage"),
+        (lambda: Costs(bandwidth=0), r"bandwidth is 0; it must be positive"),
+        (lambda: Costs(overhead=math.inf), r"overhead is inf; a cost is finite"),
+        (lambda: Costs(latency={Edge(0, 1): -2}), r"latency of edge 0>1 is -2"),
+        (lambda: Costs(latency=[(0, 1)]), r"costs per edge are pairs of an Edge and a number"),
+        (lambda: Costs(F=[1, 2]).per_stage("F", 3), r"F is given for 2 stages; the plan has 3"),
+        (lambda: Costs(F=[1, 2], W=[1, 2, 3]).stages, r"costs are given for \[2, 3\] stages"),
+        (
+            lambda: Costs(latency={Edge(0, 1): 1}).per_edge("latency", [Edge(0, 1), Edge(1, 2)]),
+            r"latency has no number for edge 1>2",
+        ),
+        (
+            lambda: Costs(latency={Edge(0, 1): 1}).cut_into(4, slices=2),
+            r"latency is given per edge; a model cut anew has other edges",
+        ),
+    ],
+)
+def test_impossible_costs_are_refused(build, message):
+    with pytest.raises(CostsError, match=message):
+        build()
+
+
+def test_cut_anew_into_equal_shares():
+    costs = Costs(F=2, I=[1, 3], W=[3, 6, 9])
+    cut = costs.cut_into(6, slices=2)
+    assert cut.F == pytest.approx(2 / 3)  # noqa: SIM300 -- approx goes last
+    assert cut.I == pytest.approx((1 / 3,) * 3 + (1,) * 3)  # noqa: SIM300 -- approx goes last
+    assert cut.W == pytest.approx((1.5, 1.5, 3, 3, 4.5, 4.5))  # noqa: SIM300 -- approx goes last
+    assert Costs(F=[1, 2, 3]).cut_into(2, slices=2).F == pytest.approx((2, 4))  # noqa: SIM300 -- approx goes last
+    assert costs.cut_into(2, slices=2).F == 2
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=9), st.integers(1, 12))
+def test_cut_anew_nothing_is_lost_or_added(values, count):
+    cut = Costs(F=values).cut_into(count, slices=1)
+    assert math.isclose(sum(cut.per_stage("F", count)), sum(values), rel_tol=1e-9, abs_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        Costs(),
+        Costs(F=2, I=[1, 2], B=[2, 3], latency={Edge(0, 1): 0.5}, bandwidth=1e9, overhead=1e-5),
+        Costs(activation=[1, 2], REDUCE=3),
+    ],
+)
+def test_read_back_from_json(costs):
+    assert costs_from_json(costs_to_json(costs)) == costs
+
+
+def test_edges_in_json():
+    assert costs_from_json('{"latency": {"0>1": 0.5}}') == Costs(latency={Edge(0, 1): 0.5})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"costs are no JSON \(line 1, column 2\)"),
+        ("[1]", r"costs are a JSON object such as .* not \[1\]"),
+        ('{"G": 1}', r"'G' is no cost; the costs are F, I, W, B"),
+        ('{"F": "1"}', r"F is '1'; a cost is a number, a list or an object per edge"),
+        ('{"latency": {"0-1": 1}}', r"latency names the edge '0-1'; write source stage, '>'"),
+        ('{"F": [1, -1]}', r"F is -1; a cost is finite and not negative"),
+    ],
+)
+def test_bad_json_is_refused(text, message):
+    with pytest.raises(CostsError, match=message):
+        costs_from_json(text)

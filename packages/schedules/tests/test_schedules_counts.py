@@ -1,0 +1,140 @@
+"""Counts and tables: the seed's example to the letter, and properties for every size."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import frozen
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegrid.schedules.counts import (
+    check_first_val_step,
+    convert_schedule_table_to_order,
+    get_pp_rank_microbatches,
+    get_schedule_table,
+    get_tensor_shapes,
+)
+
+SMALL = st.integers(1, 8)
+
+
+@frozen
+class Place:
+    total_stages: int
+    current_stage: int
+
+
+@frozen
+class Group:
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@frozen(kw_only=True)
+class Config:
+    hidden_size: int = 16
+    sequence_parallel: bool = False
+    variable_seq_lengths: bool = False
+
+
+def test_the_table_of_five_microbatches_in_groups_of_three_with_two_chunks():
+    table = get_schedule_table(5, 2, 3)
+    assert [microbatch for microbatch, _ in table] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    assert [chunk for _, chunk in table] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_the_order_for_that_table_with_a_warmup_of_five():
+    order = convert_schedule_table_to_order(5, 2, get_schedule_table(5, 2, 3))
+    assert order == [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]
+
+
+@given(SMALL, SMALL, SMALL)
+def test_a_table_holds_every_pair_once_and_each_chunk_in_microbatch_order(microbatches, chunks, group):
+    table = get_schedule_table(microbatches, chunks, group)
+    assert sorted(table) == [(m, c) for m in range(microbatches) for c in range(chunks)]
+    for chunk in range(chunks):
+        assert [m for m, c in table if c == chunk] == list(range(microbatches))
+
+
+@given(SMALL, SMALL, SMALL, st.integers(0, 64))
+def test_an_order_runs_each_chunk_forward_and_backward_once_per_microbatch(m, v, n, warmup):
+    table = get_schedule_table(m, v, n)
+    order = convert_schedule_table_to_order(min(warmup, len(table)), v, table)
+    for chunk in range(v):
+        assert order.count(chunk + 1) == m
+        assert order.count(chunk - v) == m
+
+
+@given(st.integers(2, 9), st.integers(1, 20))
+def test_warmup_without_chunks_is_the_distance_to_the_last_stage(stages, microbatches):
+    for rank in range(stages):
+        total, all_warmup, warmup, remaining = get_pp_rank_microbatches(
+            microbatches, 1, None, p2p_communicator=Place(stages, rank)
+        )
+        assert (total, warmup) == (microbatches, min(stages - rank - 1, microbatches))
+        assert remaining == total - warmup
+        assert all_warmup == (warmup == total)
+
+
+def test_warmup_with_chunks_counts_both_ways_and_the_groups_of_earlier_chunks():
+    place = Place(4, 1)
+    assert get_pp_rank_microbatches(16, 2, 4, p2p_communicator=place) == (32, False, 2 * 2 + 4, 24)
+    assert get_pp_rank_microbatches(16, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=place) == (
+        32,
+        False,
+        2 * 2 + 4 + 1,
+        23,
+    )
+
+
+def test_forward_only_is_all_warmup_and_one_stage_warms_up_with_one():
+    assert get_pp_rank_microbatches(6, 2, 4, forward_only=True, p2p_communicator=Place(4, 1)) == (12, True, 12, 0)
+    assert get_pp_rank_microbatches(6, 1, None) == (6, False, 1, 5)
+
+
+def test_a_graph_of_modules_warms_up_by_its_distance_to_the_loss():
+    class Placed:
+        total_stages, current_stage, distance_to_sink = 5, 0, 2
+
+    assert get_pp_rank_microbatches(8, 1, None, p2p_communicator=Placed())[2] == 2
+
+
+def test_counts_must_be_positive():
+    with pytest.raises(ValueError, match="num_microbatches=0 and num_model_chunks=1: both must be at least 1"):
+        get_pp_rank_microbatches(0, 1, None)
+    with pytest.raises(ValueError, match="a group needs at least 1 microbatch"):
+        get_schedule_table(4, 2, 0)
+
+
+def shapes(config, tp=1, cp=1, decoder=None):
+    return get_tensor_shapes(
+        seq_length=32,
+        micro_batch_size=2,
+        decoder_seq_length=decoder,
+        config=config,
+        tp_group=Group(tp),
+        cp_group=Group(cp),
+    )
+
+
+def test_tensor_shapes_share_the_sequence_over_cp_and_sequence_parallel_tp():
+    assert shapes(Config()) == [(32, 2, 16)]
+    assert shapes(Config(), tp=4, cp=2) == [(16, 2, 16)]
+    assert shapes(Config(sequence_parallel=True), tp=4, cp=2) == [(4, 2, 16)]
+    assert shapes(Config(), decoder=8) == [(8, 2, 16)]
+    assert shapes(Config(variable_seq_lengths=True)) == [()]
+
+
+def test_a_sequence_that_cannot_be_shared_says_to_what_to_pad():
+    with pytest.raises(ValueError, match=r"32 tokens .* cp 3 x sequence-parallel tp 1 ranks; pad it to 33"):
+        shapes(Config(), cp=3)
+
+
+@pytest.mark.parametrize("cond", [True, False])
+def test_the_first_validation_step_counts_in_forward_only_runs(cond):
+    assert check_first_val_step(None, True, cond) is cond
+    assert check_first_val_step(True, False, cond) is cond
+    assert check_first_val_step(False, True, cond) is False
+    assert check_first_val_step(True, True, cond) is cond

@@ -1,0 +1,309 @@
+"""`verify` against an explorer that was written without a look at it and tries every order of events.
+
+They must agree on every plan: accepted by the one, nothing can go wrong for the other; and whatever `verify`
+calls a circle of waiting, the explorer really gets stuck in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import pytest
+from attrs import evolve
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators import (
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    multi_module_1f1b,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zero_bubble_h1,
+    zero_bubble_h2,
+    zero_bubble_v,
+)
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.plan_text import from_text
+from pipegrid.schedules.verification import verify
+from pipegrid.transport.edge import Edge
+
+from .explorer import STUCK, explore, explore_creation
+from .mutations import random_mutant, single_mutations
+from .schedules_plans import random_module_plan
+
+GENERATORS = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "forward_only": forward_only,
+    "zero_bubble_h1": zero_bubble_h1,
+    "zero_bubble_h2": zero_bubble_h2,
+    "zero_bubble_v": zero_bubble_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+}
+LANES = ("separate", "shared")
+
+
+@functools.cache
+def lowered(name, p, m):
+    return lower(GENERATORS[name](p, m))
+
+
+def rules_broken(plan, lanes):
+    """The rules that `verify` finds broken."""
+    try:
+        verify(plan, lanes=lanes)
+    except PlanError as error:
+        return {fault.rule for fault in error.faults} or {"unnamed"}
+    return set()
+
+
+def assert_agree(plan, lanes, what, *, every_order=False):
+    broken = rules_broken(plan, lanes)
+    problems = explore(plan, lanes=lanes, every_order=every_order)
+    assert "unnamed" not in broken, (what, str(plan))
+    assert bool(broken) == bool(problems), (what, lanes, broken, problems, str(plan))
+    if broken == {"cycle"}:
+        assert STUCK in problems, (what, lanes, str(plan))
+    return broken
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 3), (3, 2), (3, 4)])
+def test_no_order_of_events_goes_wrong_in_a_generators_plan(name, p, m):
+    for lanes in LANES:
+        assert explore(lowered(name, p, m), lanes=lanes, every_order=p * m <= 6) == set()
+        assert rules_broken(lowered(name, p, m), lanes) == set()
+
+
+CROSSED = """
+0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1
+1: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0
+"""
+
+
+def test_an_order_that_only_buffered_sends_survive_gets_stuck():
+    plan = from_text(CROSSED)
+    assert explore(plan) == {STUCK}
+    assert rules_broken(plan, "separate") == {"cycle"}
+    verify(plan, rendezvous=False)
+
+
+def test_trying_one_order_of_events_is_as_good_as_all():
+    """What lets the tests below look at one order only: no event disables another."""
+    rng = random.Random(0)
+    for _ in range(150):
+        plan = lowered(rng.choice(list(GENERATORS)), 2, rng.randint(1, 2))
+        what, mutant = random_mutant(plan, rng, rng.randint(0, 3))
+        for lanes in LANES:
+            one = explore(mutant, lanes=lanes, every_order=False)
+            assert one == explore(mutant, lanes=lanes, every_order=True), (what, str(mutant))
+
+
+def orders_of_two_microbatches():
+    """Per position of two, all orders of its actions for two microbatches in which data is there in time."""
+    first = [
+        ("0F{}", ()),
+        ("0SEND_F{}>1", ("0F{}",)),
+        ("0RECV_B{}<1", ()),
+        ("0B{}", ("0F{}", "0RECV_B{}<1")),
+    ]
+    second = [
+        ("1RECV_F{}<0", ()),
+        ("1F{}", ("1RECV_F{}<0",)),
+        ("1B{}", ("1F{}",)),
+        ("1SEND_B{}>0", ("1B{}",)),
+    ]
+    return [linear_extensions(actions) for actions in (first, second)]
+
+
+def linear_extensions(actions):
+    after = {name.format(m): {n.format(m) for n in needs} for name, needs in actions for m in (0, 1)}
+    found = []
+
+    def extend(order, left):
+        if not left:
+            found.append(order)
+        for name in sorted(left):
+            if not after[name] & left:
+                extend([*order, name], left - {name})
+
+    extend([], frozenset(after))
+    return found
+
+
+def two_by_two(first, second):
+    return from_text(f"0: {' '.join(first)}\n1: {' '.join(second)}\n")
+
+
+def check_pairs(pairs):
+    counts = {True: 0, False: 0}
+    base = from_text(CROSSED)
+    for first, second in pairs:
+        plan = evolve(base, positions=(first, second))
+        for lanes in LANES:
+            counts[bool(assert_agree(plan, lanes, "order"))] += 1
+    return counts
+
+
+@functools.cache
+def parsed_orders():
+    """The orders as steps, ready to be put together into plans."""
+    firsts, seconds = orders_of_two_microbatches()
+    assert len(firsts) == 1750
+    assert len(seconds) == 70
+    return (
+        [two_by_two(order, seconds[0]).positions[0] for order in firsts],
+        [two_by_two(firsts[0], order).positions[1] for order in seconds],
+    )
+
+
+def test_orders_of_two_positions_and_two_microbatches_sampled():
+    firsts, seconds = parsed_orders()
+    rng = random.Random(1)
+    counts = check_pairs([(rng.choice(firsts), rng.choice(seconds)) for _ in range(600)])
+    assert counts[True] > 100
+    assert counts[False] > 0
+
+
+@pytest.mark.nightly
+def test_all_orders_of_two_positions_and_two_microbatches():
+    firsts, seconds = parsed_orders()
+    counts = check_pairs(itertools.product(firsts, seconds))
+    assert sum(counts.values()) == 2 * 1750 * 70
+    assert counts[False] > 1000
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 2)])
+def test_every_single_mistake_is_judged_alike(name, p, m):
+    check_singles(name, p, m, every=15)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3) for m in (1, 2, 3, 4)])
+def test_every_single_mistake_is_judged_alike_at_all_sizes(name, p, m):
+    check_singles(name, p, m, every=1)
+
+
+def check_singles(name, p, m, *, every):
+    refused = 0
+    for what, mutant in itertools.islice(single_mutations(lowered(name, p, m)), 0, None, every):
+        for lanes in LANES:
+            refused += bool(assert_agree(mutant, lanes, what))
+    assert refused
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("m", [1, 2])
+def test_every_two_mistakes_are_judged_alike(name, m):
+    for what, mutant in single_mutations(lowered(name, 2, m)):
+        for more, twice in single_mutations(mutant):
+            assert_agree(twice, "separate", f"{what}, {more}")
+
+
+def check_random(count, seed):
+    rng = random.Random(seed)
+    accepted = 0
+    for _ in range(count):
+        name, p, m = rng.choice(list(GENERATORS)), rng.randint(1, 3), rng.randint(1, 4)
+        what, mutant = random_mutant(lowered(name, p, m), rng, rng.choice((1, 1, 2, 2, 3, 4)))
+        lanes = rng.choice(LANES)
+        accepted += not assert_agree(mutant, lanes, f"{name} {p} {m}: {what}")
+    return accepted
+
+
+def test_random_mistakes_are_judged_alike():
+    assert check_random(300, seed=2) > 5
+
+
+@pytest.mark.nightly
+def test_100_000_random_mistakes_are_judged_alike():
+    assert check_random(100_000, seed=3) > 1000
+
+
+def check_graphs(count, seed, *, most_actions):
+    """Plans over random graphs of modules, with colocated ones, collectives and tied stages, and mistakes."""
+    rng = random.Random(seed)
+    checked = 0
+    while checked < count:
+        plan, options = random_module_plan(rng.randrange(2**32))
+        plan = lower(plan, **options)
+        if sum(len(steps) for steps in plan.positions) > most_actions:
+            continue
+        checked += 1
+        lanes = rng.choice(LANES)
+        assert assert_agree(plan, lanes, "graph") == set()
+        for _ in range(4):
+            what, mutant = random_mutant(plan, rng, rng.randint(1, 3))
+            assert_agree(mutant, lanes, f"graph: {what}")
+
+
+def test_plans_over_random_graphs_are_judged_alike():
+    check_graphs(25, seed=4, most_actions=120)
+
+
+@pytest.mark.nightly
+def test_many_plans_over_random_graphs_are_judged_alike():
+    check_graphs(3000, seed=5, most_actions=400)
+
+
+def test_an_edge_by_collective_is_explored_too():
+    graph = ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})
+    plan = lower(multi_module_1f1b(graph, 2), collectives={Edge(0, 1): "bridge"})
+    assert explore(plan) == set()
+    steps = plan.positions[0]
+    assert explore(evolve(plan, positions=(steps[:1] + steps[2:], plan.positions[1]))) != set()
+
+
+def check_creation(count, seed):
+    """Orders of creation at random: what `verify` says of them is what happens."""
+    rng = random.Random(seed)
+    verdicts = {True: 0, False: 0}
+    while sum(verdicts.values()) < count:
+        plan, options = random_module_plan(rng.randrange(2**32))
+        if plan.num_positions > 4:
+            continue
+        plan = lower(plan, **options)
+        creation = [list(names) for names in plan.creation]
+        for _ in range(rng.randint(0, 3)):
+            names = rng.choice(creation)
+            if not names:
+                continue
+            mistake = rng.choice(("swap", "swap", "swap", "drop", "twice"))
+            i, j = rng.randrange(len(names)), rng.randrange(len(names))
+            if mistake == "swap":
+                names[i], names[j] = names[j], names[i]
+            elif mistake == "drop":
+                del names[i]
+            else:
+                names.insert(i, names[j])
+        mutant = evolve(plan, creation=creation)
+        for lanes in LANES:
+            broken = rules_broken(mutant, lanes)
+            assert broken <= {"creation"}
+            assert bool(broken) == bool(explore_creation(mutant, lanes=lanes)), (lanes, mutant.creation)
+            verdicts[not broken] += 1
+    return verdicts
+
+
+def test_orders_of_creation_are_judged_alike():
+    verdicts = check_creation(200, seed=6)
+    assert min(verdicts.values()) > 50
+
+
+@pytest.mark.nightly
+def test_many_orders_of_creation_are_judged_alike():
+    check_creation(3000, seed=7)

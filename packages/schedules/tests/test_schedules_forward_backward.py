@@ -1,0 +1,348 @@
+"""A pipelined step has the gradients of one process: chains, graphs of modules, every kind of loss."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from attrs import field, frozen
+from torch import nn
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.forward_backward import (
+    StepArgumentError,
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+from pipegrid.schedules.runtime import PipelineError, PlanMismatchError
+
+WIDTH = 4
+
+
+class Part(nn.Module):
+    """One stage: sums what arrives (or starts from data), then a layer."""
+
+    def __init__(self, seed: int, config: PipelineConfig, layers: int = 1) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(layers))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        self.config = config
+        self.received = None
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def microbatch(index: int, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 + index), dtype=torch.float64)
+
+
+def rows_of(index: int) -> int:
+    return 2 + index % 3
+
+
+def mean_loss(output):
+    return (output**2).mean(), {"loss": (output**2).mean().item()}
+
+
+def token_loss(output):
+    return (output**2).sum(), torch.tensor(len(output)), {"tokens": len(output)}
+
+
+def leave_sums(models, num_tokens, pg_collection):
+    """The reference below leaves sums as well."""
+
+
+LOSSES = {"mean": mean_loss, "tokens": token_loss}
+
+
+@frozen
+class Case:
+    graph: ModuleGraph
+    microbatches: int
+    loss: str = "mean"
+    config: PipelineConfig = field(factory=PipelineConfig)
+    empty: tuple[int, ...] = ()
+
+
+def reference(case: Case, parts: list[Part]) -> list[object]:
+    """The same step in one process: gradients are left in ``parts``; returns the infos of every microbatch."""
+    infos = []
+    for index in range(case.microbatches):
+        values: dict[int, torch.Tensor] = {}
+        for stage in range(case.graph.num_stages):
+            arriving = [values[edge.source] for edge in case.graph.stage_edges if edge.destination == stage]
+            values[stage] = parts[stage](sum(arriving) if arriving else microbatch(index, rows_of(index)))
+        for module in case.graph.sinks:
+            *scalars, info = LOSSES[case.loss](values[case.graph.stage(module, -1)])
+            loss = scalars[0]
+            if len(scalars) == 2 and not case.config.calculate_per_token_loss:
+                loss = loss / scalars[1]
+            if not case.config.calculate_per_token_loss:
+                loss = loss / case.microbatches
+            loss.backward(retain_graph=True)
+            infos.append(info)
+    return infos
+
+
+def chain_step(iterator, model, *, loss_func):
+    x = model.received[0]
+    if x is None:
+        index = next(iterator)
+        x = microbatch(index, rows_of(index))
+    return model(x), loss_func
+
+
+def graph_step(iterator, model, *, loss_func, module):
+    arriving = list(model.received.values())
+    if arriving:
+        x = sum(arriving)
+    else:
+        index = next(iterator)
+        x = microbatch(index, rows_of(index))
+    return {module: model(x)} if module is not None else model(x), loss_func
+
+
+def build(case: Case) -> list[Part]:
+    return [Part(stage, case.config, layers=0 if stage in case.empty else 1) for stage in range(case.graph.num_stages)]
+
+
+def run(case: Case, network, memory_communicator, in_threads, **options):
+    """One pipelined step, a thread per stage; the parts with their gradients, and what each rank returned."""
+    parts = build(case)
+    chain = len(case.graph.modules) == 1
+    functions = []
+    for stage, part in enumerate(parts):
+        if chain:
+            communicator = memory_communicator(network, case.graph.num_stages, stage)
+            step = partial(chain_step, loss_func=LOSSES[case.loss])
+        else:
+            communicator = memory_communicator(network, case.graph.longest_path, 0, case.graph, (stage,))
+            outgoing = any(edge.source == stage for edge in case.graph.stage_edges)
+            module = case.graph.module_of(stage)[0] if outgoing else None
+            step = partial(graph_step, loss_func=LOSSES[case.loss], module=module)
+        functions.append(
+            partial(
+                forward_backward_pipelining_without_interleaving,
+                forward_step_func=step,
+                data_iterator=iter(range(case.microbatches)),
+                model=part,
+                num_microbatches=case.microbatches,
+                seq_length=1,
+                micro_batch_size=1,
+                p2p_communicator=communicator,
+                **options,
+            )
+        )
+    return parts, in_threads(functions)
+
+
+def largest_difference(parts, expected):
+    gradients = [[p.grad for part in side for p in part.parameters()] for side in (parts, expected)]
+    everything = torch.cat([g.flatten() for g in gradients[1]]).norm()
+    floor = 1e-3 * everything / len(gradients[1]) ** 0.5
+    return max(((a - b).norm() / torch.maximum(b.norm(), floor)).item() for a, b in zip(*gradients, strict=True))
+
+
+CHAINS = [
+    Case(ModuleGraph({"model": stages}), microbatches, loss, PipelineConfig(**config))
+    for stages in (2, 3, 4)
+    for microbatches in (1, stages, 3 * stages)
+    for loss, config in (
+        ("mean", {}),
+        ("mean", {"deallocate_pipeline_outputs": True}),
+        ("tokens", {}),
+        ("tokens", {"calculate_per_token_loss": True, "finalize_model_grads_func": leave_sums}),
+    )
+]
+GRAPHS = [
+    Case(ModuleGraph(modules, edges), microbatches)
+    for microbatches in (1, 5)
+    for modules, edges in (
+        ({"images": 2, "audio": 1, "language": 2}, {"images": ["language"], "audio": ["language"]}),
+        ({"images": 1, "language": 1, "generator": 2}, {"images": ["language"], "language": ["generator"]}),
+        ({"images": 1, "one": 2, "two": 1}, {"images": ["one", "two"]}),
+        ({"encoder": 1, "middle": 2, "language": 1}, {"encoder": ["middle", "language"], "middle": ["language"]}),
+    )
+]
+
+
+@pytest.mark.parametrize("case", [*CHAINS, *GRAPHS], ids=str)
+def test_gradients_and_infos_are_those_of_one_process(case, network, memory_communicator, in_threads):
+    parts, returned = run(case, network, memory_communicator, in_threads)
+    expected = build(case)
+    infos = reference(case, expected)
+    assert largest_difference(parts, expected) < 1e-10
+    if len(case.graph.sinks) == 1:
+        assert returned == [[]] * (len(parts) - 1) + [infos]
+
+
+@pytest.mark.parametrize("empty", [(0,), (1,), (2,), (0, 1)])
+def test_an_empty_stage_passes_its_input_on(empty, network, memory_communicator, in_threads):
+    case = Case(ModuleGraph({"model": 3}), 4, empty=empty)
+    parts, _ = run(case, network, memory_communicator, in_threads)
+    expected = build(case)
+    reference(case, expected)
+    assert largest_difference(parts, expected) < 1e-10
+
+
+def test_forward_only_returns_the_infos_and_leaves_no_gradient(network, memory_communicator, in_threads):
+    case = Case(ModuleGraph({"model": 3}), 5)
+    parts, returned = run(case, network, memory_communicator, in_threads, forward_only=True)
+    assert returned[-1] == reference(case, build(case))
+    assert all(parameter.grad is None for part in parts for parameter in part.parameters())
+    assert network.messages == 2 * 5
+
+
+def test_a_step_sends_one_message_per_hop_and_microbatch(network, memory_communicator, in_threads):
+    run(Case(ModuleGraph({"model": 4}), 6), network, memory_communicator, in_threads)
+    assert network.messages == 3 * 6 * 2
+    assert all(lane.empty() for lane in network.lanes.values())
+
+
+def test_without_a_pipeline_the_gradients_are_the_same():
+    case = Case(ModuleGraph({"model": 1}), 5)
+    (part,), (expected,) = build(case), build(case)
+    infos = forward_backward_no_pipelining(
+        forward_step_func=partial(chain_step, loss_func=mean_loss),
+        data_iterator=[iter(range(5))],
+        model=[part],
+        num_microbatches=5,
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    assert infos == reference(case, [expected])
+    assert largest_difference([part], [expected]) < 1e-10
+
+
+def test_the_sync_hooks_are_called_once_around_the_last_backward():
+    calls = []
+
+    class NoSync:
+        def __enter__(self):
+            calls.append("no_sync")
+
+        def __exit__(self, *exc):
+            calls.append("sync")
+
+    def finalize(models, num_tokens, pg_collection):
+        calls.append(("finalize", len(models), num_tokens, pg_collection))
+
+    class Watch:
+        def before(self, action):
+            calls.append(str(action))
+
+        def after(self, action):
+            calls.append(f"{action} done")
+
+    config = PipelineConfig(no_sync_func=NoSync, finalize_model_grads_func=finalize, hooks=(Watch(),))
+    forward_backward_no_pipelining(
+        forward_step_func=partial(chain_step, loss_func=mean_loss),
+        data_iterator=iter(range(2)),
+        model=build(Case(ModuleGraph({"model": 1}), 2, config=config))[0],
+        num_microbatches=2,
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    assert calls == [
+        "no_sync",
+        *("0F0", "0F0 done", "0B0", "0B0 done"),
+        *("0F1", "sync", "0F1 done", "0B1", "0B1 done"),
+        ("finalize", 1, None, None),
+    ]
+
+
+def test_a_window_of_microbatches_checkpoints_partially(network, memory_communicator, in_threads):
+    seen = []
+
+    def step(iterator, model, checkpoint):
+        seen.append(checkpoint)
+        return chain_step(iterator, model, loss_func=mean_loss)
+
+    config = PipelineConfig(num_microbatches_with_partial_activation_checkpoints=1)
+    part = build(Case(ModuleGraph({"model": 1}), 1, config=config))[0]
+    communicators = [memory_communicator(network, 2, stage) for stage in range(2)]
+    common = {"num_microbatches": 4, "seq_length": 1, "micro_batch_size": 1}
+    in_threads(
+        [
+            partial(
+                forward_backward_pipelining_without_interleaving,
+                forward_step_func=step if stage == 0 else lambda i, m, c: chain_step(i, m, loss_func=mean_loss),
+                data_iterator=iter(range(4)),
+                model=copy.deepcopy(part),
+                p2p_communicator=communicators[stage],
+                **common,
+            )
+            for stage in range(2)
+        ]
+    )
+    assert seen == [False, True, False, True]
+
+
+def test_a_failed_forward_says_where_the_rank_stood():
+    def step(iterator, model):
+        if next(iterator) == 2:
+            raise KeyError("no such sample")
+        return model(microbatch(0)), mean_loss
+
+    with pytest.raises(
+        PipelineError, match=r"failed at position 0, step 5 of 8: 0F2: KeyError: 'no such sample'. .* rebuild"
+    ):
+        forward_backward_no_pipelining(
+            forward_step_func=step,
+            data_iterator=iter(range(4)),
+            model=build(Case(ModuleGraph({"model": 1}), 4))[0],
+            num_microbatches=4,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+
+
+def call(**changes):
+    arguments = {
+        "forward_step_func": partial(chain_step, loss_func=mean_loss),
+        "data_iterator": iter(range(4)),
+        "model": build(Case(ModuleGraph({"model": 1}), 4))[0],
+        "num_microbatches": 4,
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+    return forward_backward_pipelining_without_interleaving(**{**arguments, **changes})
+
+
+def test_bad_arguments_are_named(network, memory_communicator):
+    communicator = memory_communicator(network, 2, 0)
+    with pytest.raises(StepArgumentError, match="p2p_communicator is needed: there is no global parallel state"):
+        call()
+    with pytest.raises(StepArgumentError, match="adjust_tensor_shapes_fn has no effect"):
+        call(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))
+    with pytest.raises(StepArgumentError, match="num_microbatches=0: a step needs at least 1"):
+        call(p2p_communicator=communicator, num_microbatches=0)
+    with pytest.raises(StepArgumentError, match="model is a list of 2: without interleaving a rank has one chunk"):
+        call(p2p_communicator=communicator, model=[nn.Linear(1, 1), nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match="Linear has no `config`"):
+        call(p2p_communicator=communicator, model=nn.Linear(1, 1))
+    graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
+    with pytest.raises(StepArgumentError, match=r"holds the stages .* of several modules"):
+        call(p2p_communicator=memory_communicator(network, 2, 0, graph, (0, 1)))
+    with pytest.raises(PlanMismatchError, match=r"this rank has stages \[7\]"):
+        call(p2p_communicator=memory_communicator(network, 2, 0, graph, (7,)))
+
+
+def test_the_step_function_follows_the_pipeline_size():
+    assert get_forward_backward_func(1) is forward_backward_no_pipelining
+    assert get_forward_backward_func(4) is forward_backward_pipelining_without_interleaving
+    with pytest.raises(StepArgumentError, match="Pass pp_size"):
+        get_forward_backward_func()

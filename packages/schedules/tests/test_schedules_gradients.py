@@ -1,0 +1,126 @@
+"""Gradients beside the schedule: sums over unequal data lanes, and one norm for the job."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import nn
+
+from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
+
+
+@frozen
+class Groups:
+    dp: object = None
+    dp_cp: object = None
+    tp: object = None
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+
+
+def fill(module, value):
+    for number, parameter in enumerate(module.parameters()):
+        parameter.grad = torch.full_like(parameter, value + number)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])
+def test_the_sum_over_lanes_is_divided_by_the_lanes_of_the_loss(ranks, bucket_bytes):
+    group = dist.group.WORLD
+    module = network(0)
+    fill(module, float(ranks.rank))
+    reduce_gradients(module, Groups(dp=group), loss_lanes=2, bucket_bytes=bucket_bytes)
+    for number, parameter in enumerate(module.parameters()):
+        assert torch.equal(parameter.grad, torch.full_like(parameter, (0 + 1 + 2 + 3 * number) / 2))
+
+
+@pytest.mark.ranks(2)
+def test_by_default_a_mean_over_the_modules_own_lanes(ranks):
+    module = network(0)
+    fill(module, float(ranks.rank))
+    reduce_gradients([module], Groups(dp_cp=dist.group.WORLD))
+    assert torch.equal(module[0].weight.grad, torch.full_like(module[0].weight, 0.5))
+
+
+@pytest.mark.ranks(3)
+def test_token_weighted_gradients_are_divided_by_the_tokens_of_the_job(ranks):
+    module = network(0)
+    fill(module, 6.0)
+    reduce_gradients({"a": module}, {"a": Groups()}, num_tokens=torch.tensor([3, 0, 9][ranks.rank]))
+    assert torch.equal(module[0].weight.grad, torch.full_like(module[0].weight, 6.0 / 12))
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_on_one_lane_only_counts_as_zero_on_the_other(ranks):
+    module = network(0)
+    if ranks.rank == 1:
+        module[0].weight.grad = torch.ones_like(module[0].weight)
+    reduce_gradients(module, Groups(dp=dist.group.WORLD), loss_lanes=1)
+    assert torch.equal(module[0].weight.grad, torch.ones_like(module[0].weight))
+    assert module[1].weight.grad is None
+
+
+@pytest.mark.ranks(4)
+def test_the_norm_counts_replicas_once_and_is_the_same_everywhere(ranks):
+    """Ranks 0-1: two lanes of one module. Ranks 2-3: two tp ranks of another, one weight sharded, one not."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(1)
+    first, replicated, shards = (torch.randn(5, dtype=torch.float64) for _ in range(3))
+    shards = torch.stack((shards, shards * 2))
+    module = nn.ParameterDict({"w": nn.Parameter(torch.zeros(5, dtype=torch.float64))})
+    if ranks.rank < 2:
+        module["w"].grad = first.clone()
+        collection = Groups(dp=groups[0])
+    else:
+        module["s"] = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        module["s"].tensor_model_parallel = True
+        module["w"].grad = replicated.clone()
+        module["s"].grad = shards[ranks.rank - 2].clone()
+        collection = Groups(tp=groups[1])
+    expected = torch.cat((first, replicated, shards.flatten())).norm()
+    norm = clip_grad_norm_(module, collection, max_norm=0.5)
+    assert torch.allclose(norm, expected, rtol=1e-14)
+    before = first if ranks.rank < 2 else replicated
+    assert torch.allclose(module["w"].grad, before * (0.5 / (expected + 1e-6)), rtol=1e-14)
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_copy_is_not_counted_but_clipped(ranks):
+    module = network(0)
+    fill(module, 1.0)
+    if ranks.rank == 1:
+        for parameter in module.parameters():
+            parameter.tied_replica = True
+    expected = torch.cat([p.grad.flatten() for p in module.parameters()]).norm()
+    assert torch.allclose(clip_grad_norm_(module, Groups(), 1.0), expected)
+    assert torch.cat([p.grad.flatten() for p in module.parameters()]).norm() < 1.0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_below_the_bound_leave_gradients_alone(ranks, norm_type):
+    module = network(0)
+    fill(module, 0.25 * (1 + ranks.rank))
+    kept = [p.grad.clone() for p in module.parameters()]
+    both = torch.cat([g.flatten() for g in kept])
+    gathered = [torch.empty_like(both) for _ in range(2)]
+    dist.all_gather(gathered, both)
+    norm = clip_grad_norm_(module, Groups(), 1e6, norm_type=norm_type)
+    assert torch.allclose(norm, torch.linalg.vector_norm(torch.cat(gathered), norm_type))
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), kept, strict=True))
+
+
+def test_what_cannot_be_reduced_is_named():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(GradientError, match=r"shape \(4, 2\) in module 'e' has a sparse gradient"):
+        reduce_gradients({"e": embedding}, {"e": Groups()})
+    with pytest.raises(GradientError, match=r"no process groups for module 'x'; there are collections for \['e'\]"):
+        reduce_gradients({"x": network(0)}, {"e": Groups()})
+    with pytest.raises(GradientError, match=r"max_norm=0 and norm_type=2\.0 must be positive"):
+        clip_grad_norm_(network(0), Groups(), 0)

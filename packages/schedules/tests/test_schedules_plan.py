@@ -1,0 +1,123 @@
+"""Plans: values, shapes that do not fit, and what a plan says of itself."""
+
+import pytest
+from attrs import evolve
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import Group, Lane, Plan, PlanError, chain, lower, multi_module_1f1b, one_f_one_b
+from pipegrid.schedules.actions import Action, ActionKind, backward, forward
+from pipegrid.transport.edge import Direction, Edge
+
+SEND = Action(ActionKind.SEND_F, 0, 0, Edge(0, 1))
+
+
+def small(**changes):
+    fields = {
+        "positions": [[forward(0, 0), backward(0, 0)]],
+        "graph": chain(1),
+        "placement": [0],
+        "num_microbatches": 1,
+    }
+    return Plan(**{**fields, **changes})
+
+
+def test_plans_are_values():
+    plan = lower(one_f_one_b(3, 4))
+    again = lower(one_f_one_b(3, 4))
+    assert plan == again
+    assert hash(plan) == hash(again)
+    assert plan != lower(one_f_one_b(3, 5))
+    with pytest.raises(AttributeError):
+        plan.num_microbatches = 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": []}, "the plan has no positions"),
+        ({"positions": [[()]]}, "a batch is empty"),
+        ({"positions": [["0F0"]]}, "step '0F0' is not an Action or a batch of Actions"),
+        ({"positions": [[3]]}, "step 3 is not an Action or a batch of Actions"),
+        ({"positions": [[("0F0",)]]}, "'0F0' in a batch is not an Action"),
+        ({"positions": [[(forward(0, 0), SEND)]]}, "0F0 is in a batch; only communications are batched"),
+        ({"placement": [0, 0]}, "the placement covers 2 stages and the graph has 1"),
+        ({"placement": [1]}, "stage 0 is placed on position 1; the plan has positions 0..0"),
+        ({"placement": [()]}, "stage 0 is placed on []; name each of its positions once"),
+        ({"placement": [(0, 0)]}, "stage 0 is placed on [0, 0]"),
+        ({"num_microbatches": 0}, "num_microbatches is 0; a plan has at least 1 microbatch"),
+        ({"num_microbatches": 2.0}, "num_microbatches is 2.0"),
+        ({"forward_only": [1]}, "forward_only names stage 1; the graph has stages 0..0"),
+        ({"groups": [Group("g", [1])]}, "group 'g' names position 1"),
+        ({"groups": [Group("g", [0]), Group("g", [0])]}, "groups are named twice"),
+        ({"creation": [[], []]}, "creation has 2 lists and the plan 1 positions"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(PlanError) as error:
+        small(**changes)
+    assert message in str(error.value)
+
+
+def test_a_plan_is_not_printed_whole_by_accident():
+    assert "positions=<3 positions, 44 steps>" in repr(lower(one_f_one_b(3, 4)))
+
+
+def test_a_trained_stage_needs_a_gradient():
+    with pytest.raises(PlanError, match=r"stage 0 is trained, but all stages that it feeds \(1\) are forward_only"):
+        Plan(positions=[[]], graph=chain(2), placement=[0, 0], num_microbatches=1, forward_only=[1])
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a>b", "[a]"])
+def test_group_names_are_words(name):
+    with pytest.raises(PlanError, match="is not a group name"):
+        Group(name, [0])
+
+
+def test_a_group_has_members():
+    with pytest.raises(PlanError, match="name each once"):
+        Group("g", [])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([Group("g", [0, 1], edges=[Edge(0, 2)])], "group 'g' names edge 0>2; the graph has 0>1, 1>2"),
+        (
+            [Group("g", [0, 1], edges=[Edge(0, 1)]), Group("h", [0, 1], edges=[Edge(0, 1)])],
+            "groups 'g' and 'h' both carry edge 0>1; choose one",
+        ),
+        ([Group("g", [0, 1], tied=[3])], "group 'g' ties stage 3; the plan has stages 0..2"),
+        ([Group("g", [0, 1, 2], tied=[0, 1])], "group 'g' has positions [0, 1, 2] and ties stages of [0, 1] alone"),
+        ([Group("g", [0, 1], tied=[0, 2])], "group 'g' has positions [0, 1] and ties stages of [0, 2] alone"),
+        ([Group("g", [0], tied=[0, 2])], "group 'g' has positions [0] and its stages lie on [0, 2]; it must have"),
+        ([Group("g", [0, 1], edges=[Edge(1, 2)])], "group 'g' has positions [0, 1] and its stages lie on [1, 2]"),
+    ],
+)
+def test_a_group_fits_what_it_carries(groups, message):
+    with pytest.raises(PlanError) as error:
+        evolve(one_f_one_b(3, 2), groups=groups)
+    assert message in str(error.value)
+
+
+def test_a_batch_of_one_is_that_action():
+    plan = evolve(small(), positions=[[(SEND,), (forward(0, 0),)]])
+    assert plan.positions == ((SEND, forward(0, 0)),)
+
+
+def test_lanes_join_positions_and_are_created_in_one_order():
+    graph = ModuleGraph({"enc": 1, "llm": 2}, {"enc": ["llm"]})
+    plan = lower(multi_module_1f1b(graph, 2, placement=[(0, 1), 0, 1]), tied={"tied": [0, 2]})
+    # The encoder on both positions: position 1 sends to position 0, where the language model starts.
+    assert plan.stages_at == ((0, 1), (0, 2))
+    assert [str(lane) for lane in plan.lanes] == ["B0>1", "F0>1", "B1>0", "F1>0"]
+    assert Lane(1, 0, Direction.FORWARD) in plan.lanes
+    assert plan.creation == (("tied", *plan.lanes), ("tied", *plan.lanes))
+    assert multi_module_1f1b(graph, 2).creation == ((), (), ())
+
+
+def test_a_frozen_module_gets_no_gradient():
+    graph = ModuleGraph({"enc": 2, "llm": 1}, {"enc": ["llm"]})
+    plan = multi_module_1f1b(graph, 2, forward_only=["enc"])
+    assert plan.forward_only == (0, 1)
+    assert plan.gradient_edges == frozenset()
+    assert not any(lane.direction is Direction.BACKWARD for lane in lower(plan).lanes)

@@ -1,0 +1,123 @@
+"""Who reduces is settled before the step: what would be wrong in silence is refused aloud."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import frozen
+from torch import nn
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.gradients import GradientError
+from pipegrid.schedules.reduction import ReductionError, settle_reduction
+
+GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
+
+
+@frozen
+class Group:
+    ranks: int
+
+    def size(self):
+        return self.ranks
+
+    def rank(self):
+        return 0
+
+
+@frozen
+class Groups:
+    dp: object = None
+    dp_cp: object = None
+    cp: object = None
+    tp: object = None
+
+
+@frozen
+class Grid:
+    shape: tuple
+    dim_names: tuple = ("dp", "cp")
+
+
+@frozen
+class Communicator:
+    module_to_grid_map: dict
+
+
+class Wrapped(nn.Linear):
+    def no_sync(self):
+        raise NotImplementedError
+
+
+def settle(*, model=None, grids=None, collection=None, stage=0, graph=GRAPH, **options):
+    communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
+    return settle_reduction(
+        model=model or nn.Linear(1, 1),
+        config=PipelineConfig(**options),
+        communicator=communicator,
+        graph=graph,
+        stage=stage,
+        pg_collection=collection,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"calculate_per_token_loss": True}, "nobody would divide them: pass pg_collection"),
+        (
+            {"grids": {"images": (2, 1), "language": (1, 1)}},
+            "'images' has 2 data lanes whose gradients nobody",
+        ),
+        (
+            {"grids": {"images": (2, 1), "language": (1, 1)}, "collection": Groups()},
+            r"'images' has 2 data lanes .* has 1 ranks: make it before the collection",
+        ),
+        (
+            {"grids": {"images": (2, 1), "language": (1, 1)}, "model": Wrapped(1, 1), "collection": Groups()},
+            "Wrapped averages over its own 2 data lanes, but the loss has 1",
+        ),
+        ({"model": Wrapped(1, 1), "calculate_per_token_loss": True}, "calculate_per_token_loss with Wrapped"),
+        (
+            {
+                "grids": {"a": (2, 1), "b": (1, 1), "c": (1, 1)},
+                "graph": ModuleGraph({"a": 1, "b": 1, "c": 1}, {"c": ["a", "b"]}),
+                "collection": Groups(dp=Group(2)),
+            },
+            r"different numbers of data lanes, \{'a': 2, 'b': 1\}",
+        ),
+    ],
+)
+def test_what_would_be_wrong_is_refused(arguments, text):
+    with pytest.raises(ReductionError, match=text):
+        settle(**arguments)
+
+
+def test_groups_that_do_not_fit_are_refused():
+    with pytest.raises(GradientError, match=r"module 'images' has 2 cp ranks, .* but no dp_cp group"):
+        settle(collection=Groups(dp=Group(2), cp=Group(2)))
+    with pytest.raises(GradientError, match="int has neither `dp` nor `dp_cp`"):
+        settle(collection=3)
+    with pytest.raises(GradientError, match="no process groups for module 'images'"):
+        settle(collection={"language": Groups()})
+
+
+def test_a_finalizer_is_asked_first_and_told_the_tokens():
+    calls = []
+
+    def finalize(models, num_tokens, pg_collection):
+        calls.append((len(models), None if num_tokens is None else int(num_tokens), pg_collection))
+
+    settle(finalize_model_grads_func=finalize)(torch.tensor(7))
+    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)(torch.tensor(7))
+    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)(None)
+    assert calls == [(1, None, None), (1, 7, None), (1, 0, None)]
+
+
+def test_one_lane_of_two_of_the_loss_is_divided_by_two():
+    """The encoder's one lane saw the sum of two lanes' losses, each a mean over its own half."""
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.ones_like(model.weight)
+    settle(model=model, grids={"images": (1, 1), "language": (2, 1)}, collection=Groups())(None)
+    assert model.weight.grad.item() == 0.5

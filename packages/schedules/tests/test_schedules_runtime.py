@@ -1,0 +1,189 @@
+"""The runtime does what the plan says: hooks see it, recordings draw it, stages that do not fit are refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from attrs import define
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.actions import parse_action
+from pipegrid.schedules.drawing import timeline
+from pipegrid.schedules.generators import gpipe, multi_module_1f1b, one_f_one_b
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.recorder import Recorder
+from pipegrid.schedules.recording import Recording
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, PlanMismatchError
+
+
+@define
+class Scale:
+    """A stage with one weight: the sum of what arrives (or the microbatch's number), times the weight."""
+
+    plan: Plan
+    stage: int
+    weight: torch.Tensor
+    losses: list[float]
+
+    def forward(self, microbatch, inputs):
+        x = sum(inputs.values()) if inputs else torch.full((2,), 1.0 + microbatch, dtype=torch.float64)
+        y = x * self.weight
+        outgoing = [edge for edge in self.plan.graph.stage_edges if edge.source == self.stage]
+        if outgoing:
+            return Forwarded(dict.fromkeys(outgoing, y))
+        self.losses.append(y.sum().item())
+        return Forwarded({}, y.sum())
+
+
+def scales(plan):
+    return [
+        Scale(plan, stage, torch.tensor(0.5 + stage, dtype=torch.float64, requires_grad=True), [])
+        for stage in range(plan.num_stages)
+    ]
+
+
+def run(plan, network, memory_communicator, in_threads, *, hooks=None, verb="step"):
+    stages = scales(plan)
+    runtimes = [
+        PipelineRuntime(
+            plan,
+            {stage: stages[stage] for stage in held},
+            memory_communicator(network, plan.num_stages, position),
+            hooks=hooks[position] if hooks else (),
+        )
+        for position, held in enumerate(plan.stages_at)
+    ]
+    in_threads([getattr(runtime, verb) for runtime in runtimes])
+    return stages
+
+
+def expected_gradients(plan):
+    stages = scales(plan)
+    for microbatch in range(plan.num_microbatches):
+        values = {}
+        for stage in range(plan.num_stages):
+            inputs = {e: values[e.source] for e in plan.graph.stage_edges if e.destination == stage}
+            forwarded = stages[stage].forward(microbatch, inputs)
+            values[stage] = next(iter(forwarded.outputs.values()), None)
+        forwarded.loss.backward()
+    return [stage.weight.grad for stage in stages]
+
+
+DIAMOND = ModuleGraph({"a": 1, "b": 2, "c": 1}, {"a": ["b", "c"], "b": ["c"]})
+PLANS = {
+    "gpipe": lower(gpipe(3, 4)),
+    "1f1b": lower(one_f_one_b(3, 4)),
+    "early receives": lower(one_f_one_b(4, 5), receives="early"),
+    "one position": lower(multi_module_1f1b(DIAMOND, 3, placement=[0, 0, 0, 0])),
+    "two stages on each of two positions": lower(multi_module_1f1b(DIAMOND, 3, placement=[0, 1, 0, 1])),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_gives_the_gradients_of_one_process(name, network, memory_communicator, in_threads):
+    plan = PLANS[name]
+    stages = run(plan, network, memory_communicator, in_threads)
+    for stage, expected in zip(stages, expected_gradients(plan), strict=True):
+        assert torch.allclose(stage.weight.grad, expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_eval_runs_the_forwards_only(name, network, memory_communicator, in_threads):
+    plan = PLANS[name]
+    stages = run(plan, network, memory_communicator, in_threads, verb="eval")
+    assert len(stages[-1].losses) == plan.num_microbatches
+    assert all(stage.weight.grad is None for stage in stages)
+    assert all(lane.empty() for lane in network.lanes.values())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_hooks_see_exactly_the_plans_actions_in_order(name, network, memory_communicator, in_threads):
+    plan = PLANS[name]
+
+    @define
+    class Watch:
+        seen: list
+
+        def before(self, action):
+            self.seen.append(action)
+
+        def after(self, action):
+            assert self.seen[-1] is action
+
+    hooks = [[Watch([])] for _ in plan.positions]
+    run(plan, network, memory_communicator, in_threads, hooks=hooks)
+    for position, (watch,) in enumerate(hooks):
+        assert watch.seen == list(plan.actions(position))
+
+
+def test_a_recording_has_every_action_and_draws_arrows(network, memory_communicator, in_threads):
+    plan = PLANS["1f1b"]
+    recorders = [Recorder() for _ in plan.positions]
+    for recorder in recorders:
+        recorder.start()
+        with recorder.aside("data"):
+            pass
+    run(plan, network, memory_communicator, in_threads, hooks=[[r] for r in recorders])
+    tracks = [r.track(plan, rank=p, position=p) for p, r in enumerate(recorders)]
+    for track in tracks:
+        assert [entry.index for entry in track.actions] == list(range(sum(1 for _ in plan.actions(track.position))))
+        assert all(entry.start <= entry.end for entry in track.actions)
+        assert [aside.name for aside in track.asides] == ["data"]
+    drawn = timeline(Recording(plan, tracks))
+    sends = sum(a.kind.is_send for p in range(plan.num_positions) for a in plan.actions(p))
+    assert len(drawn.flows) == sends == 2 * 2 * 4
+    for recorder, busy in zip(recorders, drawn.busy, strict=True):
+        assert recorder.computing == pytest.approx(busy)
+
+
+def test_a_recording_of_another_plan_is_refused(network, memory_communicator, in_threads):
+    recorder = Recorder()
+    recorder.before(parse_action("0F0"))
+    recorder.after(parse_action("0F0"))
+    with pytest.raises(KeyError):
+        recorder.track(PLANS["1f1b"], rank=1, position=1)
+
+
+def test_stages_must_be_those_of_one_position():
+    plan = PLANS["1f1b"]
+    with pytest.raises(
+        PlanMismatchError, match=r"has stages \[0, 1\], but no position .* position 0: \[0\], position 1"
+    ):
+        PipelineRuntime(plan, dict(enumerate(scales(plan)[:2])), None)
+
+
+def test_a_reduce_needs_its_reducer(network, memory_communicator, in_threads):
+    plan = lower(one_f_one_b(2, 2), tied={"embedding": [0, 1]})
+    with pytest.raises(PlanMismatchError, match=r"REDUCE@embedding, but there is no reducer for 'embedding'"):
+        PipelineRuntime(plan, {0: scales(plan)[0]}, None)
+    calls = []
+    stages = scales(plan)
+    in_threads(
+        [
+            PipelineRuntime(
+                plan,
+                {stage: stages[stage]},
+                memory_communicator(network, 2, stage),
+                reducers={"embedding": partial(calls.append, stage)},
+            ).step
+            for stage in range(2)
+        ]
+    )
+    assert sorted(calls) == [0, 1]
+
+
+def test_outputs_must_be_those_of_the_edges():
+    plan = PLANS["1f1b"]
+
+    class Wrong:
+        def forward(self, microbatch, inputs):
+            return Forwarded({})
+
+    runtime = PipelineRuntime(plan, {0: Wrong()}, None)
+    with pytest.raises(
+        PipelineError, match=r"position 0, step 1 of \d+: 0F0: .* stage 0 returned outputs for \[\]; .* \['0>1'\]"
+    ):
+        runtime.step()

@@ -1,0 +1,181 @@
+"""One forward and one backward of a stage: losses of all three kinds, freed outputs, gradients by structure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.steps import (
+    LossError,
+    backward_step,
+    custom_backward,
+    deallocate_output_tensor,
+    forward_step,
+    forward_step_calc_loss,
+    set_current_microbatch,
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+        self.received = None
+        self.current_microbatch = None
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def calc(result, config=None, microbatches=4, **options):
+    store: list[object] = []
+    output, tokens = forward_step_calc_loss(
+        None,
+        torch.ones(2),
+        lambda _: result,
+        config or PipelineConfig(),
+        None,
+        False,
+        microbatches,
+        store,
+        is_last_stage=True,
+        **options,
+    )
+    return output, int(tokens), store
+
+
+def test_a_mean_loss_is_divided_by_the_microbatches_and_multiplied_by_cp():
+    loss = torch.tensor(8.0)
+    output, tokens, store = calc((loss, "info"), cp_group_size=2)
+    assert (output.item(), tokens, store) == (4.0, 0, ["info"])
+    assert loss.item() == 8.0
+
+
+def test_a_loss_with_tokens_is_divided_by_them_unless_it_is_per_token():
+    loss = torch.tensor(24.0)
+    assert calc((loss, 3, "info"))[:2] == (2.0, 3)
+    assert calc((loss, 0, "info"))[:2] == (6.0, 0)
+    assert calc((loss, 3, "info"), PipelineConfig(calculate_per_token_loss=True))[:2] == (24.0, 3)
+    assert loss.item() == 24.0
+
+
+@pytest.mark.parametrize(
+    ("result", "config", "text"),
+    [
+        (torch.ones(()), None, r"returned a tensor of shape \(\); expected \(loss, info\)"),
+        ((torch.ones(()),), None, "returned a tuple of 1"),
+        ((torch.ones(3), "info"), None, r"the loss is a tensor of shape \(3,\); a loss is a tensor with one element"),
+        ((1.0, "info"), None, "the loss is float 1.0"),
+        ((torch.ones(()), "info"), PipelineConfig(calculate_per_token_loss=True), "without a number of tokens"),
+    ],
+)
+def test_what_cannot_be_a_loss_is_named(result, config, text):
+    with pytest.raises(LossError, match=text):
+        calc(result, config)
+
+
+def test_non_loss_data_is_stored_as_it_is():
+    store: list[object] = []
+    output, _ = forward_step_calc_loss(
+        None,
+        torch.ones(2),
+        lambda _, non_loss_data: {"kept": non_loss_data},
+        PipelineConfig(),
+        None,
+        True,
+        1,
+        store,
+        is_last_stage=True,
+    )
+    assert store == [{"kept": True}]
+    assert output.shape == (2,)
+
+
+def test_the_last_stage_must_be_known():
+    with pytest.raises(ValueError, match="pass is_last_stage=True"):
+        forward_step_calc_loss(None, None, None, PipelineConfig(), None, False, 1, [])
+
+
+def test_a_stage_receives_its_input_and_hands_on_a_list_for_a_list():
+    model = Model()
+    received = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+
+    def func(iterator, model):
+        return model(model.received[0] + next(iterator)), None
+
+    args = (PipelineConfig(), 1)
+    output, _ = forward_step(
+        func, iter([1.0]), model, 1, received, [], *args, current_microbatch=7, is_last_stage=False
+    )
+    assert model.received[0] is received
+    assert model.current_microbatch == 7
+    outputs, _ = forward_step(func, iter([1.0]), model, 1, [received], [], *args, is_last_stage=False)
+    assert isinstance(outputs, list)
+    assert torch.equal(outputs[0], output)
+
+
+def test_a_stage_without_set_input_tensor_cannot_receive():
+    with pytest.raises(ValueError, match="Linear has no set_input_tensor"):
+        forward_step(None, None, nn.Linear(1, 1), 1, torch.ones(1), [], PipelineConfig(), 1)
+
+
+def test_the_current_microbatch_reaches_every_module_that_asks():
+    outer = nn.Sequential(Model(), nn.ReLU(), Model())
+    set_current_microbatch(outer, 3)
+    assert [outer[0].current_microbatch, outer[2].current_microbatch] == [3, 3]
+    assert not hasattr(outer[1], "current_microbatch")
+
+
+@pytest.mark.parametrize("deallocated", [False, True])
+def test_a_backward_returns_gradients_in_the_structure_of_the_inputs(deallocated):
+    config = PipelineConfig(deallocate_pipeline_outputs=deallocated)
+    a = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(2, dtype=torch.int64)
+    unused = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    output = a * b
+    gradient = torch.randn(2, 3, dtype=torch.float64)
+    deallocate_output_tensor(output, deallocated)
+    assert output.numel() == (1 if deallocated else 6)
+    inputs = {"x": [a, None], "y": (b, mask), "z": unused}
+    back = backward_step(inputs, [output], [gradient], None, config)
+    assert torch.equal(back["x"][0], gradient * b)
+    assert torch.equal(back["y"][0], gradient * a)
+    assert back["x"][1] is None
+    assert back["y"][1] is None
+    assert torch.equal(back["z"], torch.zeros(1, dtype=torch.float64))
+
+
+def test_a_loss_is_scaled_before_its_backward():
+    x = torch.tensor([2.0], requires_grad=True)
+    config = PipelineConfig(grad_scale_func=lambda loss: loss * 1024)
+    assert backward_step(x, (x * 3).sum(), None, None, config).item() == 3 * 1024
+
+
+def test_as_many_gradients_as_outputs():
+    with pytest.raises(ValueError, match="2 outputs but 1 gradients"):
+        backward_step(None, [torch.ones(1), torch.ones(1)], [torch.ones(1)], None, PipelineConfig())
+
+
+def test_custom_backward_equals_autograd_after_the_output_was_freed():
+    layer = nn.Linear(4, 5).double()
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(2, 5, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x), [x, layer.weight], gradient)
+    output = layer(x)
+    deallocate_output_tensor(output, True)
+    custom_backward(output, gradient)
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(layer.weight.grad, expected[1])
+
+
+def test_custom_backward_wants_a_freed_output_and_deallocation_no_view():
+    with pytest.raises(ValueError, match=r"shape \(2,\): it was not deallocated"):
+        custom_backward(torch.ones(2, requires_grad=True), None)
+    with pytest.raises(ValueError, match=r"shape \(3,\) is a view"):
+        deallocate_output_tensor(torch.ones(2, 3, requires_grad=True)[0], True)

@@ -1,0 +1,249 @@
+"""The pool of workers in the pytest process: started when first needed, grown on demand, replaced after trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, TypeVar
+
+from attrs import define, evolve, field
+
+from pipegrid.testing.errors import PoolError
+from pipegrid.testing.wire import Channel, Exited, Fork, Forked, Hello, Ready, Signal, Stopped, frame
+
+_M = TypeVar("_M")
+
+# Importing torch on a busy machine with a cold file cache takes long; a healthy start is a few seconds.
+START_LIMIT = 180.0
+_CLOSE_LIMIT = 10.0
+# Imported before the fork where the pytest process has them: slow to import, often used, harmless to fork.
+_PRELOAD = ("hypothesis.strategies", "numpy")
+
+
+@define(eq=False)
+class Worker:
+    """One worker process as the pytest process sees it."""
+
+    pid: int
+    channel: Channel
+    output: IO[bytes] | None
+    _read_to: int = field(default=0, init=False)
+
+    def new_output(self) -> str:
+        """What the process wrote to its standard output and error since the last call."""
+        if self.output is None:  # pytest -s: it went straight to the terminal
+            return ""
+        descriptor = self.output.fileno()
+        data = os.pread(descriptor, max(0, os.fstat(descriptor).st_size - self._read_to), self._read_to)
+        self._read_to += len(data)
+        return data.decode(errors="replace")
+
+    def close(self) -> None:
+        """Let go of the process's socket and file; it kills itself when it sees that, if it still lives."""
+        self.channel.socket.close()
+        if self.output is not None:
+            self.output.close()
+
+
+class Pool:
+    """Workers of one pytest session. `take` gives some out, `give_back` or `discard` ends their test."""
+
+    def __init__(self, hello: Hello, *, passthrough: bool) -> None:
+        self._hello = hello
+        self._passthrough = passthrough
+        self._idle: list[Worker] = []
+        self._directory: Path | None = None
+        self._tests = 0
+        self._workers = 0
+        self._template: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self._ready = False
+        self._mail: list[object] = []
+
+    def start(self) -> None:
+        """Start the template without waiting for it; `take` waits. One that is gone is replaced."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._directory = Path(tempfile.mkdtemp(prefix="pipegrid-testing-"))
+        ours, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (held until close)
+        output = None if self._passthrough else self._log
+        code = (
+            "import sys, json; arguments = json.loads(sys.argv[1]); sys.path[:] = arguments.pop('path'); "
+            "from pipegrid.testing.template import main; main(**arguments)"
+        )
+        arguments = {
+            "path": list(self._hello.path),
+            "control": theirs.fileno(),
+            "parent": os.getpid(),
+            "directory": str(self._directory),
+            "preload": [name for name in _PRELOAD if name in sys.modules],
+        }
+        # One thread per rank: the ranks of a test share the machine's cores.
+        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
+        with theirs:
+            # A session of its own: the terminal's Ctrl-C reaches pytest alone, which then ends the pool.
+            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and code)
+                [sys.executable, "-c", code, json.dumps(arguments)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+        self._template = Channel(ours)
+
+    def directory(self) -> Path:
+        """A fresh directory for one test."""
+        self.start()
+        if self._directory is None:
+            raise PoolError("the pool has not been started")
+        self._tests += 1
+        path = self._directory / f"test-{self._tests}"
+        (path / "shared").mkdir(parents=True)
+        return path
+
+    def take(self, count: int) -> list[Worker]:
+        """``count`` idle workers, forked where there are too few.
+
+        Raises:
+            PoolError: the template did not start, with what it printed.
+        """
+        self.start()
+        self._idle = [worker for worker in self._idle if self._answers(worker)]
+        while len(self._idle) < count:
+            self._idle.append(self._fork())
+        taken, self._idle = self._idle[:count], self._idle[count:]
+        return taken
+
+    def give_back(self, workers: list[Worker]) -> None:
+        """Take ``workers``, whose test is over and cleaned up, for the next test."""
+        self._idle = workers + self._idle
+
+    def discard(self, workers: list[Worker]) -> None:
+        """Kill ``workers`` and what they started."""
+        for worker in workers:
+            self.signal(worker, signal.SIGKILL)
+            worker.close()
+
+    def signal(self, worker: Worker, number: int) -> None:
+        """Send a signal to the worker's process group, through the template, which knows whether it still lives."""
+        if self._template is not None:
+            # Without a template there are no workers; whoever waits for news hears of it.
+            with contextlib.suppress(ConnectionError):
+                self._template.send(Signal(pid=worker.pid, signal=number))
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have ``selector`` wake up for `news`."""
+        if self._template is None:
+            raise PoolError("the pool has not been started")
+        selector.register(self._template.socket, selectors.EVENT_READ, None)
+
+    def news(self) -> list[Exited | Stopped]:
+        """Which workers ended or were stopped since the last call.
+
+        Raises:
+            PoolError: the template itself is gone.
+        """
+        if self._template is None:
+            raise PoolError("the pool has not been started")
+        self._collect_mail(self._template)
+        news = [message for message in self._mail if isinstance(message, Exited | Stopped)]
+        self._mail.clear()
+        return news
+
+    def close(self) -> None:
+        """Kill every worker and end the template."""
+        for worker in self._idle:
+            worker.close()
+        self._idle.clear()
+        if self._process is not None and self._template is not None:
+            self._template.socket.close()
+            if not self._ready:  # still importing, with no children
+                self._process.kill()
+            try:
+                self._process.wait(_CLOSE_LIMIT)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # its workers see the end of their sockets, or die with it
+                self._process.wait()
+        if self._log is not None:
+            self._log.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._process = self._template = self._log = self._directory = None
+        self._ready = False
+        self._mail.clear()
+
+    def _answers(self, worker: Worker) -> bool:
+        # An idle worker says nothing; anything to read is the end of its socket.
+        _, gone = worker.channel.ready()
+        if gone:
+            self.discard([worker])
+        return not gone
+
+    def _fork(self) -> Worker:
+        template = self._started_template()
+        ours, theirs = socket.socketpair()
+        output = None if self._passthrough else tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (the worker's, held)
+        with theirs:
+            descriptors = [theirs.fileno(), 1 if output is None else output.fileno()]
+            with contextlib.suppress(ConnectionError):  # said in full by the receive below
+                socket.send_fds(template.socket, [frame(Fork())], descriptors)
+        forked = self._receive(Forked, template)
+        worker = Worker(pid=forked.pid, channel=Channel(ours), output=output)
+        self._workers += 1
+        # Given a base of its own, a rank's tmp_path neither meets another rank's nor counts as a session to keep.
+        base = {"basetemp": f"{self._directory}/worker-{self._workers}"}
+        worker.channel.send(evolve(self._hello, options={**self._hello.options, **base}))
+        return worker
+
+    def _started_template(self) -> Channel:
+        if self._template is None:
+            raise PoolError("the pool has not been started")
+        if not self._ready:
+            self._receive(Ready, self._template)
+            self._ready = True
+        return self._template
+
+    def _receive(self, kind: type[_M], template: Channel) -> _M:
+        """The next message of ``kind`` from the template; what else arrives stays in the mail for `news`."""
+        until = time.monotonic() + START_LIMIT
+        while True:
+            for message in self._mail:
+                if isinstance(message, kind):
+                    self._mail.remove(message)
+                    return message
+            with selectors.DefaultSelector() as selector:
+                selector.register(template.socket, selectors.EVENT_READ)
+                if not selector.select(until - time.monotonic()):
+                    error = PoolError(f"the template process did not answer in {START_LIMIT:.0f} s{self._printed()}")
+                    self.close()
+                    raise error
+            self._collect_mail(template)
+
+    def _collect_mail(self, template: Channel) -> None:
+        messages, gone = template.ready()
+        self._mail.extend(messages)
+        if gone and not messages:
+            error = PoolError(f"the template process, which forks the ranks, is gone{self._printed()}")
+            self.close()  # the next test starts anew
+            raise error
+
+    def _printed(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        return "; it printed:\n" + self._log.read().decode(errors="replace")

@@ -1,0 +1,121 @@
+"""What a test on ranks is given: the `ranks` fixture's value."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from pipegrid.testing.faults import Fault, InjectedFault, check_rank
+from pipegrid.testing.wire import Channel, FaultFired, FaultPlanned, Position
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+@define(eq=False, repr=False)
+class Ranks:
+    """One rank's view of the test that runs on all of them.
+
+    Attributes:
+        rank: this process's rank in the default group, from 0.
+        world_size: the number of ranks.
+        backend: the default group's backend, ``gloo`` or ``nccl``.
+        device: where this rank's tensors belong: ``cpu``, or the rank's GPU.
+        deadline: seconds that the test has.
+        strict_sends: the ``--strict-sends`` setting; the code under test is to wait for each batch of sends before
+            the next action, so that a wrong order hangs here as it would on GPUs.
+        shared_path: an empty directory that all ranks of this test share.
+        store: a ``torch.distributed`` store for the test's own keys, apart from the default group's.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    device: torch.device
+    deadline: float
+    strict_sends: bool
+    shared_path: Path
+    store: Store
+    _channel: Channel = field(alias="channel")
+    _faults: list[Fault] = field(alias="faults", factory=list)
+    _reached: Counter[str] = field(init=False, factory=Counter)
+    _barriers: int = field(init=False, default=0)
+    _began: float = field(init=False, factory=time.monotonic)
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.world_size}, {self.backend}>"
+
+    def barrier(self) -> None:
+        """Wait for every rank, through the store: no process group is used, so none needs to work."""
+        key = f"barrier/{self._barriers}"
+        self._barriers += 1
+        if self.store.add(f"{key}/arrived", 1) == self.world_size:
+            self.store.set(f"{key}/open", "1")
+        # The deadline is the pytest process's to enforce; the store's own limit only has to be later.
+        self.store.wait([f"{key}/open"], timedelta(seconds=self.deadline + 60))
+
+    def report_position(self, position: object) -> None:
+        """Say where this rank stands; a failure or a passed deadline prints each rank's last position."""
+        self._channel.send(Position(text=str(position)))
+
+    def reach(self, point: object) -> None:
+        """Report ``point`` as this rank's position, and carry out the faults planned there.
+
+        Pass it as the hook that runs before each action: ``before=ranks.reach``.
+
+        Raises:
+            InjectedFault: a ``raise`` fault was planned here.
+        """
+        text = str(point)
+        self.report_position(text)
+        nth = self._reached[text]
+        self._reached[text] += 1
+        elapsed = time.monotonic() - self._began
+        for fault in list(self._faults):
+            if (fault.at == text and fault.nth == nth) or (fault.after is not None and elapsed >= fault.after):
+                self._faults.remove(fault)
+                self._carry_out(fault, text)
+
+    def plan_fault(self, fault: Fault) -> None:
+        """Plan ``fault`` from inside the test. Every rank may call it alike; the fault's own rank acts on it.
+
+        Raises:
+            FaultError: the fault's rank is not in this world.
+        """
+        check_rank(fault, self.world_size)
+        if fault.rank != self.rank:
+            return
+        if fault.after is None:
+            self._faults.append(fault)
+        elif fault.kind == "raise":
+            self._faults.append(_postponed(fault, time.monotonic() - self._began))
+        else:
+            self._channel.send(FaultPlanned(kind=fault.kind, after=fault.after, seconds=fault.seconds))
+
+    def pending_faults(self) -> tuple[Fault, ...]:
+        """The faults of this rank that have not happened yet, those by time that the pytest process holds excepted."""
+        return tuple(self._faults)
+
+    def _carry_out(self, fault: Fault, point: str) -> None:
+        self._channel.send(FaultFired(kind=fault.kind, text=str(fault)))
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.seconds is not None:
+            time.sleep(fault.seconds)
+        else:
+            raise InjectedFault(f"injected fault: {fault}, raised at {point!r}")
+
+
+def _postponed(fault: Fault, elapsed: float) -> Fault:
+    """``fault`` with its time counted from the test's start instead of from now."""
+    return Fault(fault.kind, rank=fault.rank, after=(fault.after or 0.0) + elapsed)

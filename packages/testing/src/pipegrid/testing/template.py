@@ -1,0 +1,170 @@
+"""The template process: it imports torch once and forks the workers from itself.
+
+A worker so forked is ready in milliseconds where a fresh interpreter needs seconds for torch alone, so replacing one
+after a crash costs next to nothing. The template runs no code of a test, holds one thread, and outlives nothing: when
+the pytest process goes, however it goes, the control socket ends and the template kills every worker (stopped ones too)
+with whatever processes these have started, removes the session's directory and leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from pipegrid.testing.wire import Channel, Exited, Fork, Forked, Ready, Signal, Stopped
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Have the kernel send this process signal ``number`` when its parent ends.
+
+    Only Linux can. Elsewhere the end of the parent's socket says the same, unless a process that the parent
+    started holds that socket open too.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call above
+            os._exit(1)
+
+
+def main(control: int, parent: int, directory: str, preload: list[str]) -> None:
+    """Serve `Fork` and `Signal` requests on descriptor ``control`` until its other end closes."""
+    # The parent's end is not answered by SIGKILL here: there are workers and a directory to clean away first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    end_with_parent(parent, signal.SIGTERM)
+    # The terminal's Ctrl-C is for pytest to act on; it ends this process by closing the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=control))
+    children: set[int] = set()
+    try:
+        _serve(channel, children, _imported(preload))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _kill(children)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _imported(preload: list[str]) -> Callable[[Channel], None]:
+    """What a worker does, once all that it needs is imported."""
+    import pytest  # noqa: F401
+    import torch
+    import torch.distributed
+
+    from pipegrid.testing import worker
+
+    for name in preload:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the imported modules are for good: a collection in a worker need not walk them
+    return worker.main
+
+
+def _serve(channel: Channel, children: set[int], work: Callable[[Channel], None]) -> None:
+    # The signals wake the select below through this pair, and do nothing else.
+    wake_read, wake_write = socket.socketpair()
+    wake_read.setblocking(False)
+    wake_write.setblocking(False)
+    signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    channel.send(Ready())
+    template = os.getpid()
+    descriptors: list[int] = []
+    while True:
+        readable, _, _ = select.select([channel.socket, wake_read], [], [])
+        if wake_read in readable:
+            if signal.SIGTERM in wake_read.recv(4096):
+                return
+            for pid in sorted(children):
+                _reap(pid, channel, children)
+        if channel.socket in readable:
+            # A fork is answered before the next is asked for, so the two descriptors at hand belong to it.
+            data, received, _, _ = socket.recv_fds(channel.socket, 1 << 16, 2)
+            if not data:
+                return
+            descriptors += received
+            for request in channel.feed(data):
+                if isinstance(request, Signal) and request.pid in children:
+                    _signal_group(request.pid, request.signal)
+                elif isinstance(request, Fork):
+                    pid = os.fork()
+                    if pid == 0:
+                        signal.set_wakeup_fd(-1)
+                        for end in (wake_read, wake_write, channel.socket):
+                            end.close()
+                        _become_worker(template, descriptors, work)
+                    _own_group(pid)
+                    children.add(pid)
+                    while descriptors:
+                        os.close(descriptors.pop())
+                    channel.send(Forked(pid=pid))
+
+
+def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel], None]) -> None:
+    """In the child: take a process group and the output file as own, and work until told to end."""
+    code = 1
+    try:
+        _own_group(0)
+        end_with_parent(template, signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        link, output = descriptors
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(null)
+        os.close(output)
+        work(Channel(socket.socket(fileno=link)))
+        code = 0
+    except BaseException:  # noqa: BLE001 (a fork must never return into the template's loop)
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _own_group(pid: int) -> None:
+    # Called on both sides of the fork, so that the group exists whichever side runs first.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)
+
+
+def _reap(pid: int, channel: Channel, children: set[int]) -> None:
+    """Report ``pid`` if it ended or was stopped."""
+    found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+    if not found:
+        return
+    if os.WIFSTOPPED(status):
+        channel.send(Stopped(pid=pid))
+        return
+    children.discard(pid)
+    _signal_group(pid, signal.SIGKILL)  # what the worker started goes with it
+    channel.send(Exited(pid=pid, code=os.waitstatus_to_exitcode(status)))
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _kill(children: set[int]) -> None:
+    for pid in children:
+        _signal_group(pid, signal.SIGKILL)
+    for pid in children:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)

@@ -1,0 +1,246 @@
+"""Messages between the pytest process, its template and its workers.
+
+Every message is a frozen attrs class of plain data, pickled behind its length on a socket pair. No object of a test
+ever travels: a worker collects the test by itself, so parametrized values and fixtures need not be picklable.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import threading
+
+from attrs import field, frozen
+
+_HEADER = struct.Struct("!I")
+_READ = 1 << 16
+
+
+# To the template.
+
+
+@frozen
+class Fork:
+    """Fork a worker; its socket and its output file travel beside the message as file descriptors."""
+
+
+@frozen
+class Signal:
+    """Send ``signal`` to the process group of worker ``pid``, if it still lives."""
+
+    pid: int
+    signal: int
+
+
+# From the template.
+
+
+@frozen
+class Ready:
+    """Torch and pytest are imported; forks are cheap from here on."""
+
+
+@frozen
+class Forked:
+    """The answer to `Fork`."""
+
+    pid: int
+
+
+@frozen
+class Exited:
+    """Worker ``pid`` ended: ``code`` as in `os.waitstatus_to_exitcode`, negative for a signal."""
+
+    pid: int
+    code: int
+
+
+@frozen
+class Stopped:
+    """Worker ``pid`` was stopped by a signal."""
+
+    pid: int
+
+
+# To a worker.
+
+
+@frozen
+class Hello:
+    """What a worker needs to hold the same pytest configuration as the process that started it."""
+
+    options: dict[str, object]
+    args: tuple[str, ...]
+    directory: str
+    path: tuple[str, ...]
+
+
+@frozen
+class Job:
+    """One test on one rank: ``name`` in the file ``path``.
+
+    ``directory`` is shared by the ranks of this test and removed after it.
+    """
+
+    path: str
+    name: str
+    rank: int
+    world_size: int
+    backend: str
+    deadline: float
+    strict_sends: bool
+    directory: str
+
+
+@frozen
+class AskStacks:
+    """Say where every thread stands."""
+
+
+@frozen
+class CleanUp:
+    """Every rank has ended the test: destroy what it left."""
+
+
+# From a worker.
+
+
+@frozen
+class Started:
+    """The test is collected; the world is made next."""
+
+
+@frozen
+class Position:
+    """The rank stands at ``text``, in the test's own words."""
+
+    text: str
+
+
+@frozen
+class FaultPlanned:
+    """A fault by time, planned by the test's body; the pytest process carries it out."""
+
+    kind: str
+    after: float
+    seconds: float | None
+
+
+@frozen
+class FaultFired:
+    """A planned fault happens right after this message."""
+
+    kind: str
+    text: str
+
+
+@frozen
+class Warned:
+    """A warning that the test's filters let pass."""
+
+    message: str
+    category: tuple[str, str]
+    filename: str
+    lineno: int
+
+
+@frozen
+class Finished:
+    """The end of the test on one rank.
+
+    ``outcome`` is ``passed``, ``failed``, ``skipped`` or ``xfailed``; ``text`` the tracebacks or the reason;
+    ``summary`` the first failure in a line; ``injected`` whether every failure is an injected fault or was raised from
+    one.
+    """
+
+    outcome: str
+    text: str = ""
+    summary: str = ""
+    injected: bool = False
+    sections: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[Warned, ...] = ()
+    properties: tuple[tuple[str, object], ...] = ()
+
+
+@frozen
+class Cleaned:
+    """The answer to `CleanUp`; ``left`` says what could not be cleaned, and is empty where all is well."""
+
+    left: str
+
+
+@frozen
+class Stacks:
+    """The answer to `AskStacks`."""
+
+    text: str
+
+
+@frozen
+class Channel:
+    """Both ends' view of a socket pair. `send` may be called from any thread, the rest from one."""
+
+    socket: socket.socket
+    _lock: threading.Lock = field(factory=threading.Lock, repr=False)
+    _buffer: bytearray = field(factory=bytearray, repr=False)
+
+    def send(self, message: object) -> None:
+        """Send one message whole."""
+        with self._lock:
+            self.socket.sendall(frame(message))
+
+    def receive(self) -> object:
+        """Wait for one message. `EOFError` once the other end is gone."""
+        while (message := self._take()) is None:
+            self._buffer.extend(self._read(0))
+        return message
+
+    def feed(self, data: bytes) -> list[object]:
+        """The messages that ``data``, read from the socket by the caller, completes."""
+        self._buffer.extend(data)
+        return list(iter(self._take, None))
+
+    def ready(self) -> tuple[list[object], bool]:
+        """The messages that are here, without waiting, and whether the other end is gone."""
+        gone = False
+        try:
+            while True:
+                self._buffer.extend(self._read(socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            pass
+        except (EOFError, ConnectionError):
+            gone = True
+        return list(iter(self._take, None)), gone
+
+    def _read(self, flags: int) -> bytes:
+        data = self.socket.recv(_READ, flags)
+        if not data:
+            raise EOFError("the other end of the channel is gone")
+        return data
+
+    def _take(self) -> object | None:
+        if len(self._buffer) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._buffer)
+        end = _HEADER.size + length
+        if len(self._buffer) < end:
+            return None
+        message: object = pickle.loads(bytes(self._buffer[_HEADER.size : end]))  # noqa: S301 (our own processes)
+        del self._buffer[:end]
+        return message
+
+
+def is_plain(value: object) -> bool:
+    """Whether ``value`` is made of nothing but built-in values, so that any process can read it."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, (*value, *value.values())))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def frame(message: object) -> bytes:
+    """``message`` as it travels: its length, then its pickle."""
+    data = pickle.dumps(message)
+    return _HEADER.pack(len(data)) + data

@@ -1,0 +1,97 @@
+"""One test's world of ranks: a fresh default process group over a file store, and its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+
+from pipegrid.testing.ranks import Ranks
+from pipegrid.testing.wire import Channel, Job
+
+# NCCL refuses two ranks on one GPU before this version.
+_NCCL_SHARED_GPU = (2, 30)
+# A worker may hold a little more after a test than before (lazily opened files, a library's own thread), not much more.
+_SLACK = 16
+_LAST_BREATH = 0.5
+
+
+def loopback_only() -> None:
+    """Have gloo listen on the loopback device: all ranks are on this machine, whatever its host name resolves to."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+
+
+def make_world(job: Job, channel: Channel) -> Ranks:
+    """Make the default group of ``job`` and this rank's view of it."""
+    device = _device(job)
+    directory = Path(job.directory)
+    store = FileStore(str(directory / "store"), job.world_size)
+    # With NCCL on the GPU, gloo serves the CPU tensors: control messages and objects.
+    backend = "cpu:gloo,cuda:nccl" if job.backend == "nccl" else job.backend
+    dist.init_process_group(backend, store=PrefixStore("world", store), rank=job.rank, world_size=job.world_size)
+    ranks = Ranks(
+        rank=job.rank,
+        world_size=job.world_size,
+        backend=job.backend,
+        device=device,
+        deadline=job.deadline,
+        strict_sends=job.strict_sends,
+        shared_path=directory / "shared",
+        store=PrefixStore("test", store),
+        channel=channel,
+    )
+    ranks.barrier()  # no rank begins the test, or dies in it, while another still connects
+    return ranks
+
+
+def end_world() -> None:
+    """Destroy the default group and every group that the test left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()  # the GPU is shared with the other workers
+    gc.collect()
+
+
+def _device(job: Job) -> torch.device:
+    if job.backend != "nccl":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise pytest.UsageError("backend 'nccl' needs a GPU and torch sees none; use --backend gloo")
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if job.world_size > count and version < _NCCL_SHARED_GPU:
+        shown = ".".join(map(str, version))
+        pytest.skip(f"{job.world_size} ranks on {count} GPUs: NCCL {shown} wants a GPU for each rank")
+    device = torch.device("cuda", job.rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def watch_leaks(left: list[str]) -> Iterator[None]:
+    """Append to ``left`` what the block left behind: Python threads, and more descriptors or threads than slack."""
+    threads = set(threading.enumerate())
+    before = _held()
+    yield
+    new = [thread for thread in threading.enumerate() if thread not in threads]
+    for thread in new:
+        thread.join(_LAST_BREATH)
+    alive = [thread.name for thread in new if thread.is_alive()]
+    if alive:
+        left.append(f"threads {', '.join(alive)}")
+    left.extend(f"{count - before[what]} {what}" for what, count in _held().items() if count > before[what] + _SLACK)
+
+
+def _held() -> dict[str, int]:
+    places = {"descriptors": "/dev/fd", "native threads": "/proc/self/task"}
+    return {what: sum(1 for _ in Path(place).iterdir()) for what, place in places.items() if Path(place).is_dir()}

@@ -1,0 +1,87 @@
+"""No process outlives pytest, however pytest ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HANGS = """
+import os, pathlib, signal, subprocess, time
+import pytest
+
+here = pathlib.Path(__file__).parent
+
+@pytest.mark.ranks(4, deadline=500)
+def test_hangs(ranks):
+    pids = [os.getpid(), os.getppid()]
+    if ranks.rank == 0:
+        pids.append(subprocess.Popen(["sleep", "500"]).pid)
+    (here / f"{ranks.rank}.tmp").write_text(f"{ranks.shared_path.parent.parent} " + " ".join(map(str, pids)))
+    (here / f"{ranks.rank}.tmp").rename(here / f"{ranks.rank}.pids")
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if ranks.rank == 2:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(500)
+"""
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads process states from /proc")
+
+
+def alive(pid: int) -> bool:
+    """Whether ``pid`` runs; a zombie that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+def test_no_process_outlives_pytest(tmp_path, how):
+    (tmp_path / "test_inner.py").write_text(HANGS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    with (tmp_path / "printed").open("w") as printed:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_inner.py"],
+            cwd=tmp_path,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        files = [tmp_path / f"{rank}.pids" for rank in range(4)]
+        assert until(lambda: all(file.exists() for file in files), 120), (tmp_path / "printed").read_text()
+        notes = [file.read_text().split() for file in files]
+        directory = Path(notes[0][0])
+        pids = {int(pid) for note in notes for pid in note[1:]}
+        assert len(pids) == 6  # four ranks, what rank 0 started, and the template
+        assert all(map(alive, pids))
+        assert directory.is_dir()
+        running.send_signal(signal.Signals[how])
+        running.wait(30)
+        assert until(lambda: not any(map(alive, pids)), 20), [pid for pid in pids if alive(pid)]
+        assert until(lambda: not directory.exists(), 20)
+    finally:
+        running.kill()
+        running.wait()
+    if how == "SIGINT":
+        assert "KeyboardInterrupt" in (tmp_path / "printed").read_text()
+
+
+def test_this_process_has_no_children_but_the_pool():
+    """What the tests above started is gone; at most this session's own template is left."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    if not children.exists():
+        pytest.skip("the kernel does not list children")
+    assert len(children.read_text().split()) <= 1

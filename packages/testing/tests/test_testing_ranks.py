@@ -1,0 +1,210 @@
+"""Tests on ranks, seen from inside: what a test body is given, and what is left of the test before it."""
+
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegrid.testing import Ranks
+
+MAIN_PID = os.getpid()
+# Kept in each worker from test to test.
+PIDS: list[int] = []
+HELD: list[tuple[int, int]] = []
+LEFT: list[dist.ProcessGroup] = []
+
+
+def gathered(value: object) -> list[object]:
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.ranks(2)
+def test_each_rank_is_a_process_of_its_own_with_one_thread_to_compute(ranks):
+    pids = gathered(os.getpid())
+    assert len(set(pids)) == ranks.world_size == dist.get_world_size() == 2
+    assert os.getppid() not in pids
+    assert ranks.rank == dist.get_rank()
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.ranks(1, 3, 4)
+def test_a_mark_with_several_sizes_runs_the_test_once_for_each(ranks, request):
+    x = torch.full((2,), float(ranks.rank))
+    dist.all_reduce(x)
+    n = ranks.world_size
+    assert x.tolist() == [n * (n - 1) / 2] * 2
+    assert request.node.name.endswith(f"[{n} ranks]")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("value", [lambda x: x + 1, threading.Lock()], ids=["lambda", "lock"])
+def test_parameters_need_not_be_picklable(ranks, value):
+    assert value(1) == 2 if callable(value) else value.acquire(blocking=False)
+
+
+@pytest.fixture(scope="module")
+def counter(ranks):
+    assert ranks.rank == dist.get_rank()
+    return []
+
+
+@pytest.fixture
+def pair(ranks):
+    return dist.new_group([0, 1]), f"of rank {ranks.rank}"
+
+
+@pytest.mark.ranks(3)
+def test_a_fixture_may_use_the_ranks_and_make_groups(ranks, pair):
+    group, name = pair
+    assert name == f"of rank {ranks.rank}"
+    if ranks.rank < 2:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        assert x.item() == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("i", range(2))
+def test_every_fixture_ends_with_the_test_whatever_its_scope(counter, i):
+    counter.append(i)
+    assert counter == [i]
+
+
+@pytest.mark.ranks(2)
+def test_pytests_own_fixtures_act_on_the_rank(ranks, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PIPEGRID_TEST_RANK", str(ranks.rank))
+    assert os.environ["PIPEGRID_TEST_RANK"] == str(ranks.rank)
+    sys.stdout.write(f"{ranks.rank}\n")
+    assert capsys.readouterr().out == f"{ranks.rank}\n"
+    assert len(set(gathered(str(tmp_path)))) == 2
+
+
+@pytest.mark.ranks(2)
+def test_ranks_share_a_directory_and_a_store(ranks):
+    assert len(set(gathered(str(ranks.shared_path)))) == 1
+    if ranks.rank == 0:
+        (ranks.shared_path / "note").write_text("from 0")
+        ranks.store.set("key", "value")
+    ranks.barrier()
+    assert (ranks.shared_path / "note").read_text() == "from 0"
+    assert ranks.store.get("key") == b"value"
+
+
+@pytest.mark.ranks(2)
+def test_the_shared_directory_and_the_store_are_new_for_each_test(ranks):
+    assert list(ranks.shared_path.iterdir()) == []
+    assert not ranks.store.check(["key"])
+
+
+class TestMethods:
+    @pytest.mark.ranks(2)
+    def test_a_method_runs_as_a_function_does(self, ranks):
+        assert isinstance(self, TestMethods)
+        assert isinstance(ranks, Ranks)
+
+
+@pytest.mark.ranks(2)
+def test_defaults_of_the_settings(ranks, request):
+    option = request.config.getoption
+    assert ranks.backend == (option("--backend") or "gloo")
+    assert ranks.deadline == (option("--deadline") or 60)
+    assert ranks.strict_sends is bool(option("--strict-sends"))
+    assert ranks.device.type == ("cuda" if ranks.backend == "nccl" else "cpu")
+
+
+@pytest.mark.ranks(2, backend="gloo", deadline=33, strict_sends=True)
+def test_the_mark_chooses_settings(ranks):
+    assert (ranks.backend, ranks.deadline, ranks.strict_sends) == ("gloo", 33, True)
+    assert dist.get_backend() == "gloo"
+
+
+@pytest.mark.ranks(2)
+def test_the_sessions_warning_filters_hold_on_ranks():
+    with pytest.raises(UserWarning, match="an error here as there"):
+        warnings.warn("an error here as there", UserWarning, stacklevel=1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:let pass:UserWarning")
+def test_the_tests_own_warning_filters_hold_on_ranks():
+    warnings.warn("let pass", UserWarning, stacklevel=1)
+
+
+@pytest.mark.ranks(2)
+@settings(max_examples=5, derandomize=True, database=None, deadline=None)
+@given(st.lists(st.integers(-100, 100), min_size=1, max_size=4))
+def test_derandomized_properties_draw_the_same_on_every_rank(ranks, values):
+    x = torch.tensor(values)
+    dist.all_reduce(x)
+    assert x.tolist() == [ranks.world_size * value for value in values]
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and native threads of this process."""
+    return len(list(Path("/dev/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("i", range(12))
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_workers_stay_and_hold_no_more_after_tests_that_leave_groups_behind(ranks, i):
+    before = held()
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    assert held() > before
+    PIDS.append(os.getpid())
+    HELD.append(before)
+    if i == 11:
+        assert len(PIDS) == 12
+        # The first tests may load a library lazily; a leak would grow with each of them.
+        assert HELD[-1] <= max(HELD[2:4])
+
+
+@pytest.mark.ranks(2)
+def test_a_group_of_a_test():
+    LEFT.append(dist.new_group([0, 1]))
+
+
+@pytest.mark.ranks(2)
+def test_is_no_group_of_the_next():
+    with pytest.raises(ValueError, match=r"[Gg]roup"):
+        dist.get_group_rank(LEFT.pop(), 0)
+
+
+@pytest.mark.ranks(2)
+def test_the_default_group_may_be_destroyed_by_the_test():
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_a_new_default_group_is_there_all_the_same():
+    assert len(gathered(0)) == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_thread_left_behind_costs_the_worker_its_place(ranks):
+    PIDS.clear()
+    PIDS.append(os.getpid())
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+@pytest.mark.ranks(2)
+def test_and_the_next_test_has_workers_without_it():
+    assert os.getpid() not in PIDS
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("Thread-")]
+
+
+def test_a_plain_test_stays_in_the_pytest_process():
+    assert os.getpid() == MAIN_PID
+    assert not dist.is_initialized()

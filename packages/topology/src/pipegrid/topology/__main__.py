@@ -1,0 +1,77 @@
+"""`python -m pipegrid.topology describe --world 16 images:tp=1,dp=8 language:tp=2,pp=2,dp=2`.
+
+A module is ``name[@offset]:dim=size,dim=size,...``, the fastest dimension first. Exit status 2 says that the
+modules do not fit, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from pipegrid.topology.picture import describe
+from pipegrid.topology.placement import place
+
+_MODULE = re.compile(r"(?P<name>[^@:=,]+)(@(?P<offset>\d+))?:(?P<dims>[^=,]+=\d+(,[^=,]+=\d+)*)")
+
+
+def _module(text: str) -> tuple[str, int | None, dict[str, int]]:
+    match = _MODULE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text!r} is no module; write name:dim=size,dim=size or name@offset:dim=size, "
+            f"for example language:tp=2,pp=2,dp=2"
+        )
+    pairs = [part.split("=") for part in match["dims"].split(",")]
+    names = [dim for dim, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"{text!r} names a dimension twice; name each once")
+    offset = None if match["offset"] is None else int(match["offset"])
+    return match["name"], offset, {dim: int(size) for dim, size in pairs}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pipegrid.topology", description="Rank grids, planned.")
+    commands = parser.add_subparsers(required=True)
+    show = commands.add_parser(
+        "describe", help="place modules and draw the world as a table, ranks x modules", epilog=__doc__
+    )
+    show.add_argument("--world", type=int, required=True, metavar="N", help="how many ranks there are")
+    show.add_argument(
+        "--together",
+        action="append",
+        default=[],
+        metavar="A,B",
+        type=lambda text: text.split(","),
+        help="modules that stand on the same ranks; may be given several times",
+    )
+    show.add_argument("--max-rows", type=int, default=64, metavar="N", help="above: a row per stretch of ranks")
+    show.add_argument("modules", nargs="+", metavar="MODULE", help="name[@offset]:dim=size,dim=size,...")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        given = [_module(text) for text in options.modules]
+        names = [name for name, _, _ in given]
+        if len(set(names)) != len(names):
+            raise ValueError(f"modules {names}: a name is given twice; every module needs its own")  # noqa: TRY301
+        grids = place(
+            {name: dims for name, _, dims in given},
+            world_size=options.world,
+            together=options.together,
+            offsets={name: offset for name, offset, _ in given if offset is not None},
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(describe(grids, max_rows=options.max_rows, color=sys.stdout.isatty()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

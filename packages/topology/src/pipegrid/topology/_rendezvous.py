@@ -1,0 +1,100 @@
+"""All members of a group meet at a store before they create it, or all of them learn that they did not.
+
+Backends disagree about a missing member (gloo waits and then names a store key; NCCL notices at the first
+collective), so the meeting is our own. It also agrees on the group's sequence number: the store counts how
+often exactly these members have met, so ranks whose histories differ otherwise still agree, and the count
+dies with the process world whose store it is. No torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from pipegrid.topology.errors import GroupCreationTimeoutError
+
+_SHOWN = 16
+
+
+class Store(Protocol):
+    """What the meeting needs of a `torch.distributed.Store`."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter (absent ones are 0) and return the sum, atomically."""
+        ...
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a value."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return when all keys are there; raise past the timeout."""
+        ...
+
+
+def _abbreviated(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"[{shown}]" if len(ranks) <= _SHOWN else f"[{shown}, ... {len(ranks)} in all]"
+
+
+def meet(
+    store: Store,
+    key: str,
+    *,
+    ranks: Sequence[int],
+    rank: int,
+    label: str,
+    timeout: timedelta,
+) -> int:
+    """Return, when all ``ranks`` have come, how often they had met under ``key`` before.
+
+    Four short store operations per member, whatever the size of the group.
+
+    Raises:
+        GroupCreationTimeoutError: some members did not come in time; it names them. The meeting is then
+            withdrawn from, so the same members can try again.
+    """
+    sequence = store.add(f"{key}/sequence", 0)
+    here = f"{key}/{sequence}"
+    arrived = f"{here}/arrived/{rank}"
+    store.set(arrived, "1")
+    if store.add(f"{here}/count", 1) == len(ranks):
+        # Before anybody is let go: the next meeting of these members must find the new number.
+        store.add(f"{key}/sequence", 1)
+        store.set(f"{here}/complete", "1")
+        return sequence
+    start = time.monotonic()
+    try:
+        store.wait([f"{here}/complete"], timeout)
+    except RuntimeError as error:
+        # Stores differ in the error they raise at the deadline; an earlier one is about the store itself.
+        if time.monotonic() - start < 0.9 * timeout.total_seconds():
+            raise
+        # The counter decides who was too late, so that either all members go on or none does.
+        if store.add(f"{here}/count", -1) + 1 < len(ranks):
+            absent = [other for other in ranks if not store.check([f"{here}/arrived/{other}"])]
+            gone = [other for other in absent if store.check([f"{here}/gone/{other}"])]
+            missing = [other for other in absent if other not in set(gone)]
+            store.set(f"{here}/gone/{rank}", "1")
+            store.delete_key(arrived)
+            also = f" (ranks {_abbreviated(gone)} came and gave up before)" if gone else ""
+            raise GroupCreationTimeoutError(
+                f"rank {rank} waited {timeout.total_seconds():g} s to create group {label!r} "
+                f"of ranks {_abbreviated(ranks)}, but ranks {_abbreviated(missing)} did not come{also}. "
+                f"Every member must create the group, with the same options, and all ranks must create "
+                f"their groups in creation_order; look at what the missing ranks were doing, "
+                f"or give a longer timeout"
+            ) from error
+        store.add(f"{here}/count", 1)
+        store.wait([f"{here}/complete"], timeout)
+    return sequence

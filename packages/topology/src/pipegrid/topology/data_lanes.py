@@ -1,0 +1,71 @@
+"""The data contract: which share of the batch a rank works on. No torch.
+
+The batch of a step is one sequence of samples. A module's data lanes (its dp replicas) take consecutive
+blocks of it, in the order of the lanes, so two modules with different numbers of lanes still agree which
+sample is which.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pipegrid.topology._world import as_integer, resolve_rank
+from pipegrid.topology.errors import GridShapeError
+
+if TYPE_CHECKING:
+    from pipegrid.topology.grid import HyperCommGrid
+
+
+def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: Iterable[str] = ("dp",)) -> tuple[int, int]:
+    """``(lane, lanes)``: which of how many shares of the batch the rank works on.
+
+    ``dims`` are the dimensions that shard the batch; those that the grid does not have count as size one, and
+    of several the first in the grid varies fastest. Other dimensions (tp, cp, pp) see the same samples.
+
+    Raises:
+        CoordinateError: the rank is not in the grid.
+    """
+    coords = grid.coords(resolve_rank(rank))
+    wanted = frozenset(dims)
+    lane, lanes = 0, 1
+    for name in grid.dim_names:
+        if name in wanted:
+            lane += coords[name] * lanes
+            lanes *= grid.dim_size(name)
+    return lane, lanes
+
+
+def lane_sizes(num_samples: int, lanes: int) -> tuple[int, ...]:
+    """How many samples each lane takes: as even as can be, the first lanes one more. Zero is legal."""
+    num_samples = as_integer(num_samples, "num_samples", least=0)
+    lanes = as_integer(lanes, "the number of lanes", least=1)
+    return tuple(num_samples // lanes + (lane < num_samples % lanes) for lane in range(lanes))
+
+
+def lane_samples(
+    num_samples: int,
+    grid: HyperCommGrid,
+    rank: int | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    dims: Iterable[str] = ("dp",),
+) -> range:
+    """The indices of the batch's samples that the rank works on.
+
+    ``sizes`` gives each lane's share where it is not `lane_sizes`.
+
+    Raises:
+        GridShapeError: ``sizes`` is not one number of samples per lane, or does not sum to ``num_samples``.
+        CoordinateError: the rank is not in the grid.
+    """
+    lane, lanes = data_lane(grid, rank, dims=dims)
+    shares = lane_sizes(num_samples, lanes) if sizes is None else tuple(sizes)
+    if len(shares) != lanes or sum(shares) != num_samples or min(shares) < 0:
+        raise GridShapeError(
+            f"sizes {list(shares)} do not share {num_samples} samples among {lanes} lanes; "
+            f"give {lanes} non-negative numbers that sum to {num_samples}"
+        )
+    bounds = (0, *itertools.accumulate(shares))
+    return range(bounds[lane], bounds[lane + 1])

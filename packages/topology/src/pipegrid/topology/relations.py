@@ -1,0 +1,36 @@
+"""How two grids stand to each other. No torch."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+
+class Relation(enum.Enum):
+    """The four relations of two spans of ranks."""
+
+    EQUAL = "equal"
+    DISJOINT = "disjoint"
+    NESTED = "nested"
+    OVERLAPPING = "overlapping"
+
+
+class HasRanks(Protocol):
+    """A grid, as far as its span goes."""
+
+    @property
+    def ranks(self) -> range:
+        """The span: consecutive ranks."""
+        ...
+
+
+def relation(a: HasRanks, b: HasRanks) -> Relation:
+    """EQUAL spans, DISJOINT ones, one NESTED in the other (whichever), or OVERLAPPING in part."""
+    if a.ranks == b.ranks:
+        return Relation.EQUAL
+    start, stop = max(a.ranks.start, b.ranks.start), min(a.ranks.stop, b.ranks.stop)
+    if start >= stop:
+        return Relation.DISJOINT
+    if range(start, stop) in (a.ranks, b.ranks):
+        return Relation.NESTED
+    return Relation.OVERLAPPING

@@ -1,0 +1,176 @@
+"""Which modules a rank takes part in, and at which stage of each. No torch, and no process group."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Self
+
+from attrs import field, frozen
+from attrs.converters import optional
+
+from pipegrid.topology._world import resolve_rank
+from pipegrid.topology.errors import RankNotInGridError, RoleError
+from pipegrid.topology.grid import HyperCommGrid
+from pipegrid.topology.relations import Relation, relation
+
+MIMO_LANGUAGE_MODULE_KEY = "language"
+"""The name of the language module in every map of modules."""
+
+
+class ModuleLayout(enum.Enum):
+    """How the modules lie on the ranks."""
+
+    UNIFIED = "unified"
+    """No grids: all modules share all ranks and their parallelism."""
+    NON_COLOCATED = "non_colocated"
+    """Each rank runs modules of one grid."""
+    COLOCATED = "colocated"
+    """Modules with grids of their own share ranks."""
+
+
+@frozen
+class ModuleStageInfo:
+    """Where a rank stands in one module's pipeline."""
+
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def _as_modules(value: Mapping[str, ModuleStageInfo]) -> dict[str, ModuleStageInfo]:
+    return dict(value)
+
+
+def _as_names(value: Iterable[str]) -> frozenset[str]:
+    return frozenset(value)
+
+
+@frozen
+class RankRole:
+    """The modules that a rank takes part in, its stage in each, and how the job's modules lie on the ranks.
+
+    Args:
+        modules: stage of each module that this rank is in.
+        mode: how the modules lie.
+        sources: modules that read the batch's inputs; None is every modality module of this rank or, where
+            it has none, the language module. A language model that reads text beside image features is a
+            source as well.
+        sinks: modules that read the batch's labels.
+    """
+
+    modules: dict[str, ModuleStageInfo] = field(factory=dict, converter=_as_modules)
+    mode: ModuleLayout = ModuleLayout.UNIFIED
+    sources: frozenset[str] | None = field(default=None, converter=optional(_as_names), kw_only=True)
+    sinks: frozenset[str] = field(default=(MIMO_LANGUAGE_MODULE_KEY,), converter=_as_names, kw_only=True)
+
+    @classmethod
+    def unified(cls, module_names: Iterable[str]) -> Self:
+        """The role of every rank where there are no grids: each module, first and last stage."""
+        return cls({name: ModuleStageInfo(is_first_stage=True, is_last_stage=True) for name in module_names})
+
+    @classmethod
+    def from_grid_map(
+        cls,
+        module_to_grid_map: Mapping[str, HyperCommGrid],
+        modality_module_names: Sequence[str],
+        *,
+        rank: int | None = None,
+        sources: Iterable[str] | None = None,
+        sinks: Iterable[str] = (MIMO_LANGUAGE_MODULE_KEY,),
+    ) -> Self:
+        """The role of ``rank`` in a job whose modules have grids. Stages come from arithmetic.
+
+        A grid without a "pp" dimension is one stage. The mode is NON_COLOCATED where all grids are disjoint
+        and COLOCATED where all are equal; in between it is COLOCATED for a rank that is in several grids.
+
+        Args:
+            module_to_grid_map: the grid of each modality module and of "language".
+            modality_module_names: the modality modules.
+            rank: None is this process's rank.
+            sources: modules that read inputs; None is the modality modules, or "language" where there are none.
+            sinks: modules that read labels.
+
+        Raises:
+            RoleError: the map's modules are not the modality modules and "language", or a source or sink is
+                none of them.
+            RankNotInGridError: the rank is in no grid.
+        """
+        expected = {*modality_module_names, MIMO_LANGUAGE_MODULE_KEY}
+        missing, extra = sorted(expected - set(module_to_grid_map)), sorted(set(module_to_grid_map) - expected)
+        if missing or extra:
+            raise RoleError(
+                f"module_to_grid_map must have exactly the modality modules {list(modality_module_names)} and "
+                f"{MIMO_LANGUAGE_MODULE_KEY!r}: missing {missing}, extra {extra}; "
+                f"add grids for the missing ones, and name or remove the extra ones"
+            )
+        if sources is None:
+            sources = modality_module_names or (MIMO_LANGUAGE_MODULE_KEY,)
+        sources, sinks = frozenset(sources), frozenset(sinks)
+        unknown = sorted((sources | sinks) - expected)
+        if unknown:
+            raise RoleError(f"sources and sinks name unknown modules {unknown}; the known ones are {sorted(expected)}")
+        rank = resolve_rank(rank)
+        modules = {name: _stage(grid, rank) for name, grid in module_to_grid_map.items() if rank in grid.ranks}
+        if not modules:
+            spans = {name: f"{grid.ranks.start}..{grid.ranks.stop - 1}" for name, grid in module_to_grid_map.items()}
+            raise RankNotInGridError(
+                f"rank {rank} is in no module's grid; the grids span {spans}; "
+                f"start fewer ranks, or place the modules so that they cover the world"
+            )
+        mode = _mode(list(module_to_grid_map.values()), grids_of_rank=len(modules))
+        return cls(modules, mode, sources=sources, sinks=sinks)
+
+    @property
+    def has_modality_modules(self) -> bool:
+        """Whether this rank takes part in any module other than the language module."""
+        return bool(self.modality_module_names)
+
+    @property
+    def has_language_module(self) -> bool:
+        """Whether this rank takes part in the language module."""
+        return MIMO_LANGUAGE_MODULE_KEY in self.modules
+
+    @property
+    def modality_module_names(self) -> list[str]:
+        """The modules other than the language module that this rank takes part in."""
+        return [name for name in self.modules if name != MIMO_LANGUAGE_MODULE_KEY]
+
+    def is_first_stage(self, module_name: str) -> bool:
+        """Whether this rank is in the module's first stage; False for a module that it is not in."""
+        info = self.modules.get(module_name)
+        return info is not None and info.is_first_stage
+
+    def is_last_stage(self, module_name: str) -> bool:
+        """Whether this rank is in the module's last stage; False for a module that it is not in."""
+        info = self.modules.get(module_name)
+        return info is not None and info.is_last_stage
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether this rank reads the batch's inputs: it is in the first stage of a source."""
+        sources = self.sources
+        if sources is None:
+            sources = frozenset(self.modality_module_names or (MIMO_LANGUAGE_MODULE_KEY,))
+        return any(self.is_first_stage(name) for name in sources)
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether this rank reads the batch's labels: it is in the last stage of a sink."""
+        return any(self.is_last_stage(name) for name in self.sinks)
+
+
+def _stage(grid: HyperCommGrid, rank: int) -> ModuleStageInfo:
+    if "pp" not in grid.dim_names:
+        return ModuleStageInfo(is_first_stage=True, is_last_stage=True)
+    stage = grid.coords(rank)["pp"]
+    return ModuleStageInfo(is_first_stage=stage == 0, is_last_stage=stage == grid.dim_size("pp") - 1)
+
+
+def _mode(grids: list[HyperCommGrid], *, grids_of_rank: int) -> ModuleLayout:
+    relations = {relation(a, b) for a, b in combinations(grids, 2)}
+    if relations <= {Relation.DISJOINT}:
+        return ModuleLayout.NON_COLOCATED
+    if relations == {Relation.EQUAL} or grids_of_rank > 1:
+        return ModuleLayout.COLOCATED
+    return ModuleLayout.NON_COLOCATED

@@ -1,0 +1,60 @@
+"""Which share of the batch a rank works on."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegrid.topology import CoordinateError, GridShapeError, HyperCommGrid, data_lane, lane_samples, lane_sizes
+
+
+def test_a_rank_works_on_the_lane_of_its_dp_coordinate():
+    grid = HyperCommGrid([2, 3, 2], ["tp", "dp", "pp"], 4, world_size=16)
+    assert [data_lane(grid, rank) for rank in (4, 5, 6, 8, 10, 15)] == [(0, 3), (0, 3), (1, 3), (2, 3), (0, 3), (2, 3)]
+    assert data_lane(HyperCommGrid([2], ["tp"], world_size=2), 1) == (0, 1)
+
+
+def test_further_dims_may_be_data_lanes():
+    grid = HyperCommGrid([2, 3], ["ep", "dp"], world_size=6)
+    assert [data_lane(grid, rank, dims=("dp", "ep", "other")) for rank in range(6)] == [(lane, 6) for lane in range(6)]
+
+
+@given(st.integers(0, 100), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_lanes_share_all_samples_as_evenly_as_can_be(samples, lanes):
+    sizes = lane_sizes(samples, lanes)
+    assert len(sizes) == lanes
+    assert sum(sizes) == samples
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+@given(st.integers(0, 40), st.permutations([("tp", 2), ("dp", 3), ("pp", 2)]))
+@settings(max_examples=40, deadline=None)
+def test_the_lanes_of_a_grid_take_consecutive_blocks_that_cover_the_batch(samples, dims):
+    grid = HyperCommGrid([size for _, size in dims], [name for name, _ in dims], world_size=12)
+    blocks = {data_lane(grid, rank)[0]: list(lane_samples(samples, grid, rank)) for rank in grid.ranks}
+    assert [sample for lane in range(3) for sample in blocks[lane]] == list(range(samples))
+    for group in grid.get_rank_enum(["tp", "pp"]):
+        assert len({lane_samples(samples, grid, rank) for rank in group}) == 1
+
+
+def test_uneven_shares_may_be_given():
+    grid = HyperCommGrid([3], ["dp"], world_size=3)
+    assert [lane_samples(10, grid, rank, sizes=(7, 0, 3)) for rank in range(3)] == [
+        range(7),
+        range(7, 7),
+        range(7, 10),
+    ]
+
+
+def test_shares_that_do_not_fit_are_refused():
+    grid = HyperCommGrid([3], ["dp"], world_size=3)
+    for sizes in ((5, 5), (5, 4, 2), (11, 0, -1)):
+        with pytest.raises(GridShapeError, match=r"do not share 10 samples among 3 lanes; give 3 non-negative numbers"):
+            lane_samples(10, grid, 0, sizes=sizes)
+    with pytest.raises(GridShapeError, match="num_samples is -1"):
+        lane_sizes(-1, 2)
+    with pytest.raises(GridShapeError, match="the number of lanes is 0"):
+        lane_sizes(1, 0)
+    with pytest.raises(CoordinateError, match="rank 3 is not in the ranks of"):
+        data_lane(grid, 3)

@@ -1,0 +1,179 @@
+"""Enumeration is what brute force says, for every small shape and for random large ones."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegrid.topology import CoordinateError, GridShapeError, UnknownDimensionError
+from pipegrid.topology.factorization import Factorization
+
+NAMES = ("tp", "cp", "ep", "dp", "pp", "sp", "xp")
+
+
+def factorizations(number):
+    """Every ordered list of factors of at least 2 with this product."""
+    if number == 1:
+        yield ()
+    for factor in range(2, number + 1):
+        if number % factor == 0:
+            for rest in factorizations(number // factor):
+                yield (factor, *rest)
+
+
+def with_ones(shape):
+    """The shape, and the shape with a dimension of size one at each place."""
+    yield shape
+    for place in range(len(shape) + 1):
+        yield (*shape[:place], 1, *shape[place:])
+
+
+SMALL_SHAPES = sorted(
+    {bare for size in range(2, 65) for bare in factorizations(size)}
+    | {shape for size in range(1, 33) for bare in factorizations(size) for shape in with_ones(bare) if shape}
+)
+
+
+def brute_force(shape, names, offset, dims):
+    """Ranks with equal coordinates outside ``dims``, by counting through all coordinates, first fastest."""
+    groups = {}
+    for local, reversed_coords in enumerate(itertools.product(*(range(size) for size in reversed(shape)))):
+        coords = dict(zip(names, reversed(reversed_coords), strict=True))
+        fixed = tuple(coords[name] for name in names if name not in dims)
+        groups.setdefault(fixed, []).append(offset + local)
+    return sorted(groups.values())
+
+
+def subsets(names):
+    for count in range(1, len(names) + 1):
+        yield from itertools.combinations(names, count)
+
+
+def test_the_small_shapes_are_all_there():
+    assert (2,) * 6 in SMALL_SHAPES
+    assert (1, 32) in SMALL_SHAPES
+    assert (8, 1, 4) in SMALL_SHAPES
+    assert len(SMALL_SHAPES) > 500
+
+
+def test_every_shape_up_to_64_ranks_enumerates_as_brute_force():
+    for shape in SMALL_SHAPES:
+        names = NAMES[: len(shape)]
+        box = Factorization(shape, names, 3)
+        for dims in subsets(names):
+            expected = brute_force(shape, names, 3, dims)
+            assert box.groups(dims[::-1]) == expected, (shape, dims)
+            for group in expected:
+                assert list(box.group_of(group[-1], dims)) == group, (shape, dims)
+
+
+@st.composite
+def boxes_and_dims(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)))
+    names = NAMES[: len(shape)]
+    dims = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    return Factorization(shape, names, draw(st.integers(0, 1000))), tuple(dims)
+
+
+@given(boxes_and_dims())
+@settings(max_examples=60, deadline=None)
+def test_larger_shapes_enumerate_as_brute_force(case):
+    box, dims = case
+    assert box.groups(dims) == brute_force(box.shape, box.dim_names, box.offset, dims)
+
+
+@given(boxes_and_dims(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_coordinates_and_ranks_are_inverse(case, data):
+    box, dims = case
+    rank = data.draw(st.sampled_from(box.ranks))
+    coords = box.coords(rank)
+    assert box.rank_at(coords) == rank
+    group = box.group_of(rank, dims)
+    assert rank in group
+    assert math.prod(box.size_of(dim) for dim in dims) == len(group) == len(set(group))
+    for other in group:
+        there = box.coords(other)
+        assert all(there[name] == coords[name] for name in box.dim_names if name not in dims)
+
+
+def test_the_order_of_the_spec():
+    box = Factorization((2, 2, 2), ("tp", "cp", "dp"))
+    assert box.groups(["cp", "tp"]) == box.groups(("tp", "cp")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert box.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert box.groups(["dp", "tp"]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_groups_at_one_distance_stay_ranges_however_large():
+    box = Factorization((8, 2, 2048, 4), ("tp", "cp", "dp", "pp"))
+    assert box.group_of(131_071, "dp") == range(98_319, 131_072, 16)
+    assert box.group_of(5, ("dp", "cp")) == range(5, 32_768, 8)
+    assert box.group_of(5, ("tp", "cp", "dp", "pp")) == range(131_072)
+
+
+class IntegerLike:
+    """As numpy's integers are: no int, but with an index."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+def test_anything_with_an_index_is_an_integer():
+    box = Factorization([IntegerLike(2), IntegerLike(3)], ["tp", "dp"], IntegerLike(4))
+    assert box.shape == (2, 3)
+    assert box.ranks == range(4, 10)
+    assert box.coords(IntegerLike(7)) == {"tp": 1, "dp": 1}
+    assert box.rank_at({"tp": IntegerLike(1), "dp": IntegerLike(2)}) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([2, 2], ["tp"]), r"shape \[2, 2\] has 2 sizes, but dim_names \['tp'\] has 1 names"),
+        (([], []), r"a grid has at least one dimension, got none; a single rank is \[1\], \['dp'\]"),
+        (([2, 2], ["tp", "tp"]), r"dim_names \['tp', 'tp'\] has a name twice"),
+        (([2], [""]), "the dimension name '' is not a non-empty text"),
+        (([2], [3]), "the dimension name 3 is not a non-empty text"),
+        (([2, 0], ["tp", "dp"]), r"the size of dimension 'dp' in shape \[2, 0\] is 0; it must be an integer of at "),
+        (([-2], ["tp"]), "is -2; it must be an integer of at least 1"),
+        (([2.0], ["tp"]), "is 2.0; it must be an integer of at least 1"),
+        (([True], ["tp"]), "is True; it must be an integer of at least 1"),
+        (([2], ["tp"], -1), "rank_offset is -1; it must be an integer of at least 0"),
+        ((2, ["tp"]), "shape is 2; it must be a list of sizes"),
+        (([2, 2], "tp"), "dim_names is 'tp'; it must be a list of names"),
+    ],
+)
+def test_a_box_that_is_none_says_why(arguments, text):
+    with pytest.raises(GridShapeError, match=text) as caught:
+        Factorization(*arguments)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_unknown_and_repeated_dimensions_name_the_known_ones():
+    box = Factorization((2, 3), ("tp", "dp"))
+    with pytest.raises(UnknownDimensionError, match=r"unknown dimension 'pp'; the known ones are \['tp', 'dp'\]"):
+        box.groups(["tp", "pp"])
+    with pytest.raises(UnknownDimensionError, match=r"dimensions \['tp', 'tp'\]: name at least one, and each once"):
+        box.groups(["tp", "tp"])
+    with pytest.raises(UnknownDimensionError, match=r"dimensions \[\]: name at least one"):
+        box.groups([])
+    with pytest.raises(UnknownDimensionError, match="unknown dimension 'pp'"):
+        box.size_of("pp")
+    assert issubclass(UnknownDimensionError, ValueError)
+
+
+def test_ranks_and_coordinates_outside_are_refused():
+    box = Factorization((2, 3), ("tp", "dp"), 4)
+    for rank in (3, 10, -1, 4.0):
+        with pytest.raises(CoordinateError, match=r"is not in the ranks of \(tp=2 dp=3 at ranks 4..9\)"):
+            box.coords(rank)
+    with pytest.raises(CoordinateError, match=r"coordinates {'tp': 1} must name exactly the dimensions"):
+        box.rank_at({"tp": 1})
+    for index in (3, -1, 1.0):
+        with pytest.raises(CoordinateError, match=r"coordinate dp=.* is not in 0..2"):
+            box.rank_at({"tp": 1, "dp": index})

@@ -1,0 +1,181 @@
+"""Modules on the ranks of the world, the picture of it, and the command line."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegrid.topology import GridShapeError, PlacementError, describe, place
+from pipegrid.topology.__main__ import main
+
+ENCODER = {"tp": 1, "dp": 2}
+LANGUAGE = {"tp": 2, "pp": 2, "dp": 1}
+
+
+def spans(grids):
+    return {name: (grid.ranks.start, grid.ranks.stop) for name, grid in grids.items()}
+
+
+def test_modules_follow_one_another():
+    grids = place({"images": ENCODER, "language": LANGUAGE}, world_size=6, backend="gloo")
+    assert spans(grids) == {"images": (0, 2), "language": (2, 6)}
+    assert grids["language"].dim_names == ("tp", "pp", "dp")
+    assert grids["language"].backend == "gloo"
+    assert grids["images"].world_size == 6
+
+
+def test_modules_stand_together_where_asked():
+    both = [("images", "language")]
+    assert spans(place({"images": {"dp": 4}, "language": LANGUAGE}, world_size=4, together=both)) == {
+        "images": (0, 4),
+        "language": (0, 4),
+    }
+    nested = place({"images": ENCODER, "language": LANGUAGE, "audio": {"dp": 3}}, world_size=7, together=both)
+    assert spans(nested) == {"images": (0, 2), "language": (0, 4), "audio": (4, 7)}
+
+
+def test_modules_stand_at_offsets_where_asked():
+    grids = place({"language": LANGUAGE, "images": ENCODER}, world_size=6, offsets={"language": 2, "images": 0})
+    assert spans(grids) == {"language": (2, 6), "images": (0, 2)}
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_a_sequence_of_modules_covers_the_world_without_overlap(sizes):
+    grids = place({f"m{i}": {"dp": size} for i, size in enumerate(sizes)}, world_size=sum(sizes))
+    assert [rank for grid in grids.values() for rank in grid.ranks] == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"world_size": 8}, "do not fit a world of 8 ranks: ranks 6..7 are left over"),
+        ({"world_size": 5}, "they need 6 ranks, 1 more than there are"),
+        ({"world_size": 7, "offsets": {"language": 3}}, r"ranks 2..2 hold no module \(a gap\)"),
+        ({"world_size": 7, "offsets": {"images": 1, "language": 3}}, r"ranks 0..0 hold no module \(a gap\)"),
+        (
+            {"world_size": 5, "offsets": {"language": 1}},
+            r"'images' \(0..1\) and 'language' \(1..4\) overlap in part\.",
+        ),
+        ({"world_size": 6, "offsets": {"audio": 1}}, r"unknown module 'audio'; the known ones are \['images', 'lang"),
+        ({"world_size": 6, "together": [("images", "audio")]}, "unknown module 'audio'"),
+        (
+            {"world_size": 6, "together": [("images", "language"), ("images",)]},
+            "module 'images' stands together in two sets",
+        ),
+        (
+            {"world_size": 6, "together": [("images", "language")], "offsets": {"language": 1}},
+            "module 'language' has an offset, but stands together with 'images', which is placed already",
+        ),
+    ],
+)
+def test_a_placement_that_does_not_fit_says_why(keywords, text):
+    with pytest.raises(PlacementError, match=text) as caught:
+        place({"images": ENCODER, "language": LANGUAGE}, **keywords)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_refusal_shows_a_table_of_what_it_saw():
+    with pytest.raises(PlacementError) as caught:
+        place({"images": ENCODER, "language": LANGUAGE}, world_size=8)
+    assert str(caught.value).splitlines()[1:-1] == [
+        "module    dimensions      size  ranks",
+        "--------  --------------  ----  -----",
+        "images    tp=1 dp=2       2     0..1",
+        "language  tp=2 pp=2 dp=1  4     2..5",
+    ]
+
+
+def test_no_modules_and_no_grid_are_refused():
+    with pytest.raises(PlacementError, match="there are no modules to place on 4 ranks"):
+        place({}, world_size=4)
+    with pytest.raises(GridShapeError, match="the size of dimension 'tp'"):
+        place({"images": {"tp": 0}}, world_size=4)
+    with pytest.raises(GridShapeError, match="a grid has at least one dimension"):
+        place({"images": {}}, world_size=1)
+
+
+@pytest.fixture
+def _plain(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+
+
+@pytest.mark.usefixtures("_plain")
+def test_the_picture_has_a_row_for_each_rank():
+    grids = place({"images": ENCODER, "language": LANGUAGE}, world_size=6)
+    assert describe(grids).splitlines() == [
+        "rank  images   language",
+        "----  -------  -----------",
+        "0     tp0 dp0",
+        "1     tp0 dp1",
+        "2              tp0 pp0 dp0",
+        "3              tp1 pp0 dp0",
+        "4              tp0 pp1 dp0",
+        "5              tp1 pp1 dp0",
+    ]
+
+
+@pytest.mark.usefixtures("_plain")
+def test_a_large_world_has_a_row_for_each_stretch_of_ranks():
+    grids = place(
+        {"images": {"dp": 512}, "audio": {"dp": 256}, "language": {"tp": 8, "dp": 128}},
+        world_size=1536,
+        together=[("images", "audio")],
+    )
+    assert describe(grids).splitlines()[2:] == [
+        "0..255     dp=512  dp=256",
+        "256..511   dp=512",
+        "512..1535                  tp=8 dp=128",
+    ]
+    assert len(describe(grids, max_rows=1536).splitlines()) == 2 + 1536
+
+
+def test_rich_draws_the_same_cells():
+    pytest.importorskip("rich", reason="the extra `describe` is not installed")
+    grids = place({"images": ENCODER, "language": LANGUAGE}, world_size=6)
+    lines = describe(grids).splitlines()
+    assert len(lines) == 3 + 6 + 1
+    assert [cell.strip() for cell in lines[-2].strip("│").split("│")] == ["5", "", "tp1 pp1 dp0"]
+    assert "\x1b[" not in describe(grids)
+    assert "\x1b[" in describe(grids, color=True)
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "pipegrid.topology", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_line_draws_the_world():
+    done = run("describe", "--world", "16", "images:tp=1,dp=8", "language:tp=2,pp=2,dp=2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "tp0 dp7" in done.stdout
+    assert "tp1 pp1 dp1" in done.stdout
+
+
+def test_the_command_line_exits_with_2_and_the_reason():
+    done = run("describe", "--world", "17", "images:tp=1,dp=8", "language:tp=2,pp=2,dp=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "ranks 16..16 are left over" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--world", "8", "images:dp=8", "language:tp=2,dp=4", "--together", "images,language"], 0, "tp1 dp3"),
+        (["--world", "3", "b@1:dp=2", "a@0:dp=1"], 0, "dp1"),
+        (["--world", "128", "--max-rows", "9", "a:dp=128"], 0, "0..127"),
+        (["--world", "8", "images"], 2, "'images' is no module; write name:dim=size"),
+        (["--world", "8", "images:tp=two"], 2, "'images:tp=two' is no module"),
+        (["--world", "8", "images:tp=2,tp=4"], 2, "names a dimension twice"),
+        (["--world", "8", "a:tp=4", "a:tp=4"], 2, "a name is given twice"),
+        (["--world", "8", "a:tp=0,dp=8"], 2, "the size of dimension 'tp'"),
+        (["--world", "0", "a:tp=1"], 2, "world_size is 0; it must be an integer of at least 1"),
+        (["--world", "4", "a:tp=4", "--together", "a,b"], 2, "unknown module 'b'"),
+    ],
+)
+def test_the_command_lines_arguments(arguments, status, text, capsys):
+    assert main(["describe", *arguments]) == status
+    printed = capsys.readouterr()
+    assert text in (printed.err if status else printed.out)

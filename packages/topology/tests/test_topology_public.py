@@ -1,0 +1,101 @@
+"""What the package offers, and that its planning half needs no torch."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipegrid.topology
+
+PUBLIC = {
+    "MIMO_LANGUAGE_MODULE_KEY",
+    "CoordinateError",
+    "GridShapeError",
+    "GridSpanError",
+    "GroupCreationTimeoutError",
+    "GroupExistsError",
+    "GroupMissingError",
+    "GroupRequest",
+    "GroupSpec",
+    "GroupSpecError",
+    "HyperCommGrid",
+    "ModuleLayout",
+    "ModuleStageInfo",
+    "MultiModuleProcessGroupCollection",
+    "PlacementError",
+    "ProcessGroupCollection",
+    "RankNotInGridError",
+    "RankRole",
+    "Relation",
+    "RoleError",
+    "UnknownDimensionError",
+    "UnknownViewError",
+    "ViewError",
+    "WorldSizeUnknownError",
+    "create_grid_groups",
+    "create_groups",
+    "creation_order",
+    "data_lane",
+    "describe",
+    "destroy_groups",
+    "from_device_mesh",
+    "lane_samples",
+    "lane_sizes",
+    "place",
+    "relation",
+    "to_device_mesh",
+}
+
+
+def test_public_names_are_these_and_exist():
+    assert set(pipegrid.topology.__all__) == PUBLIC
+    assert dir(pipegrid.topology) == sorted(pipegrid.topology.__all__)
+    for name in PUBLIC:
+        assert getattr(pipegrid.topology, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'HyperGrid'"):
+        _ = pipegrid.topology.HyperGrid
+
+
+PLANNING = """
+import sys
+sys.modules["torch"] = None  # any import of torch fails now
+import pipegrid.topology as t
+grids = t.place({"images": {"tp": 1, "dp": 2}, "language": {"tp": 2, "pp": 2, "dp": 1}}, world_size=6)
+grid = grids["language"]
+grid.register_view("expert", [1, 2, 2], ["expt_tp", "ep", "pp"], ["pp"])
+print(grid.get_rank_enum("tp"), grid.get_rank_enum(["pp"], view="expert"), grid.coords(5))
+print(t.relation(*grids.values()).value, t.data_lane(grids["images"], 1), t.lane_sizes(3, 2))
+print(t.RankRole.from_grid_map(grids, ["images"], rank=5).is_last_stage("language"))
+print(t.describe(grids) != "", [spec.label for spec in t.creation_order([t.GroupSpec((1, 0), "a")])])
+try:
+    t.create_groups
+except ImportError as error:
+    print("needs", error.name)
+print(any(name.split(".")[0] == "numpy" for name in sys.modules))
+"""
+
+
+def test_planning_works_with_torch_blocked():
+    done = subprocess.run([sys.executable, "-c", PLANNING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "[[2, 3], [4, 5]] [[2, 4], [3, 5]] {'tp': 1, 'pp': 1, 'dp': 0}",
+        "disjoint (1, 2) (2, 1)",
+        "True",
+        "True ['a']",
+        "needs torch.distributed",
+        "False",
+    ]
+
+
+def test_the_readmes_example_does_what_it_says():
+    readme = Path(__file__).parents[1] / "README.md"
+    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["False False (1, 2)", "[[4, 5, 8, 9], [6, 7, 10, 11]]"]

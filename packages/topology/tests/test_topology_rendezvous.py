@@ -1,0 +1,139 @@
+"""Members of a group meet at a store, or all of them learn that they did not. Threads stand in for ranks."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore
+
+from pipegrid.topology import GroupCreationTimeoutError
+from pipegrid.topology._rendezvous import meet
+
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
+
+
+def member(store, rank, ranks, *, timeout=LONG, label="lane"):
+    return meet(PrefixStore("world", store), "pair", ranks=ranks, rank=rank, label=label, timeout=timeout)
+
+
+def all_meet(store, ranks):
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(lambda rank: member(store, rank, ranks), ranks))
+
+
+@pytest.fixture(params=["hash", "file"])
+def store(request, tmp_path):
+    return HashStore() if request.param == "hash" else FileStore(str(tmp_path / "store"), -1)
+
+
+def test_meetings_are_counted_alike_on_all_members(store):
+    assert [all_meet(store, [4, 7, 9]) for _ in range(3)] == [[0] * 3, [1] * 3, [2] * 3]
+
+
+def test_whoever_does_not_come_is_named_and_the_others_may_try_again(store):
+    ranks = [4, 7, 9]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(member, store, rank, ranks, timeout=SHORT) for rank in (4, 9)]
+        texts = sorted(str(future.exception()) for future in waiting)
+    assert [text.split(" waited")[0] for text in texts] == ["rank 4", "rank 9"]
+    for text in texts:
+        assert "waited 0.3 s to create group 'lane' of ranks [4, 7, 9], but ranks [7] did not come" in text
+        assert "in creation_order" in text
+        assert "a longer timeout" in text
+    assert all_meet(store, ranks) == [0, 0, 0]
+    assert all_meet(store, ranks) == [1, 1, 1]
+
+
+def test_whoever_came_and_gave_up_is_told_apart(store):
+    ranks = [0, 1, 2]
+    with pytest.raises(GroupCreationTimeoutError, match=r"but ranks \[1, 2\] did not come\. "):
+        member(store, 0, ranks, timeout=SHORT)
+    with pytest.raises(GroupCreationTimeoutError, match=r"ranks \[2\] did not come \(ranks \[0\] came and gave up bef"):
+        member(store, 1, ranks, timeout=SHORT)
+    assert issubclass(GroupCreationTimeoutError, RuntimeError)
+
+
+def test_a_large_group_is_abbreviated(store):
+    with pytest.raises(
+        GroupCreationTimeoutError, match=r"of ranks \[0, 1, .* 15, \.\.\. 99 in all\], but ranks \[1, 2, "
+    ):
+        member(store, 0, range(99), timeout=SHORT)
+
+
+class LateStore:
+    """A store whose wait fails at the deadline just as the last member arrives."""
+
+    def __init__(self, store, last_member):
+        self._store, self._last_member = store, last_member
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def wait(self, keys, timeout):
+        if self._last_member is not None:
+            last, self._last_member = self._last_member, None
+            with pytest.raises(RuntimeError):
+                self._store.wait(keys, timeout)
+            last()
+            raise RuntimeError("Wait timeout")
+        self._store.wait(keys, timeout)
+
+
+def test_a_deadline_that_meets_the_last_arrival_lets_all_members_go_on():
+    inner = HashStore()
+    results = []
+    late = LateStore(inner, lambda: results.append(meet(inner, "k", ranks=[0, 1], rank=1, label="a", timeout=LONG)))
+    results.append(meet(late, "k", ranks=[0, 1], rank=0, label="a", timeout=SHORT))
+    assert results == [0, 0]
+    assert inner.add("k/0/count", 0) == 2
+
+
+class LostStore:
+    """A store whose connection breaks while a member waits."""
+
+    def __init__(self):
+        self._store = HashStore()
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def wait(self, keys, timeout):
+        raise RuntimeError("connection reset by peer")
+
+
+def test_a_lost_store_is_not_a_missing_member():
+    with pytest.raises(RuntimeError, match="connection reset by peer"):
+        meet(LostStore(), "k", ranks=[0, 1], rank=0, label="a", timeout=LONG)
+
+
+def test_the_cost_does_not_grow_with_the_group():
+    calls = []
+
+    class CountingStore:
+        def __init__(self, store):
+            self._store = store
+
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(self._store, name)
+
+    def operations(size):
+        store, calls[:] = HashStore(), []
+        others = [
+            threading.Thread(
+                target=meet,
+                args=(store, "k"),
+                kwargs={"ranks": range(size), "rank": rank, "label": "a", "timeout": LONG},
+            )
+            for rank in range(1, size)
+        ]
+        for other in others:
+            other.start()
+        meet(CountingStore(store), "k", ranks=range(size), rank=0, label="a", timeout=LONG)
+        for other in others:
+            other.join()
+        return len(calls)
+
+    assert operations(3) <= 5
+    assert operations(40) <= 5

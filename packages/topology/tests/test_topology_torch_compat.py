@@ -1,0 +1,163 @@
+"""The private parts of torch that `_torch_compat` stands on, pinned: a new torch that moves them fails here."""
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipegrid.topology import GroupSpec, GroupSpecError, WorldSizeUnknownError, create_groups, destroy_groups
+from pipegrid.topology import _torch_compat as compat
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_the_helper_has_the_arguments_that_we_pass():
+    parameters = list(inspect.signature(c10d._new_process_group_helper).parameters)
+    assert parameters == [
+        "group_size",
+        "group_rank",
+        "global_ranks_in_group",
+        "backend",
+        "store",
+        "group_name",
+        "backend_options",
+        "timeout",
+        "pg_tag",
+        "device_id",
+        "group_desc",
+    ]
+
+
+def test_the_worlds_records_are_what_we_read_and_write(world):
+    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    assert backend == "fake"
+    assert store is c10d._get_default_store()
+    assert c10d._world.pg_names[world] in c10d._world.pg_names.values()
+    assert c10d._world.pg_group_ranks[world] == {rank: rank for rank in range(8)}
+    assert c10d._get_default_timeout(dist.Backend("gloo")) == timedelta(minutes=30)
+
+
+def test_a_made_group_is_an_ordinary_group(world):
+    group = compat.make_group(
+        ranks=[5, 2, 7], name="ours", backend="fake", timeout=timedelta(seconds=9), pg_options=None, group_desc="lane"
+    )
+    assert dist.get_process_group_ranks(group) == [5, 2, 7]
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (1, 3)
+    assert (dist.get_group_rank(group, 7), dist.get_global_rank(group, 0)) == (2, 5)
+    assert (group.group_name, group.group_desc) == ("ours", "lane")
+    assert (dist.get_backend(group), compat.is_alive(group), compat.is_name_taken("ours")) == ("fake", True, True)
+    dist.destroy_process_group(group)
+    assert not compat.is_alive(group)
+    assert not compat.is_name_taken("ours")
+
+
+def test_torchs_own_names_depend_on_history_and_ours_do_not(world):
+    """Why there is a module of our own: the day that this fails, `new_group` may serve."""
+
+    def names():
+        theirs, ours = dist.new_group([1, 2], use_local_synchronization=True), create_groups([GroupSpec((1, 2), "a")])
+        found = theirs.group_name, *(group.group_name for group in ours.values())
+        dist.destroy_process_group(theirs)
+        destroy_groups(ours)
+        return found
+
+    first, _ = names(), create_groups([GroupSpec((2,), "elsewhere"), GroupSpec((2, 3), "elsewhere")])
+    second = names()
+    assert first[0] != second[0]
+    assert first[1] == second[1]
+
+
+class BoundWorld:
+    """A default group with a device bound to it, as far as group creation looks at it; needs no GPU."""
+
+    bound_device_id = "cuda:0"
+
+    def rank(self):
+        return 1
+
+
+def test_a_bound_device_is_hidden_from_torch_while_it_makes_a_group(world, monkeypatch):
+    """Bound, torch would split the default communicator, which only all ranks of the world together can do."""
+    bound, seen = BoundWorld(), {}
+
+    def helper(*positional, device_id, **others):
+        seen.update(device_id=device_id, bound=bound.bound_device_id, group_rank=positional[1])
+        raise ConnectionError("after the look")
+
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: bound)
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
+    with pytest.raises(ConnectionError, match="after the look"):
+        compat.make_group(ranks=[0, 1], name="n", backend="gloo", timeout=timedelta(1), pg_options=None, group_desc="d")
+    assert seen == {"device_id": "cuda:0", "bound": None, "group_rank": 1}
+    assert bound.bound_device_id == "cuda:0"
+
+
+class Config:
+    def __init__(self, ctas):
+        self.max_ctas = ctas
+        self.net_name = None
+
+
+class Options:
+    """Shaped as `ProcessGroupNCCL.Options`, which needs a build with CUDA."""
+
+    def __init__(self, *, high=False, ctas=4):
+        self.is_high_priority_stream = high
+        self.config = Config(ctas)
+        self.group_name = "written by torch"
+        self.global_ranks_in_group = [0, 1]
+        self._timeout = timedelta(minutes=10)
+
+    def method(self):
+        raise AssertionError
+
+
+def test_options_are_described_by_what_was_set_and_not_by_what_torch_writes():
+    assert compat.describe_options(None) == "-"
+    text = compat.describe_options(Options())
+    assert text == "Options(config=(Config(max_ctas=4, net_name=None)), is_high_priority_stream=False)"
+    changed = Options()
+    changed.group_name, changed.global_ranks_in_group = "another", [4]
+    assert compat.describe_options(changed) == text
+    assert compat.describe_options(Options(ctas=8)) != text
+    assert compat.describe_options(Options(high=True)) != text
+
+
+def test_options_of_gloo_are_described_by_their_values():
+    options = dist.ProcessGroupGloo._Options()
+    assert compat.describe_options(options) == compat.describe_options(dist.ProcessGroupGloo._Options())
+    assert "0x" not in compat.describe_options(options)
+
+
+def test_backends(world):
+    assert compat.resolve_backend(None) == "fake"
+    assert compat.resolve_backend("gloo") == "gloo"
+    assert compat.is_fake("fake")
+    assert not compat.is_fake("gloo")
+    assert not compat.is_fake("cpu:gloo,cuda:nccl")
+    assert compat.resolve_timeout("gloo", None) == timedelta(minutes=30)
+    assert compat.resolve_timeout("gloo", timedelta(seconds=1)) == timedelta(seconds=1)
+
+
+def test_backends_that_cannot_do_it_are_refused(world):
+    with pytest.raises(GroupSpecError, match="the MPI backend creates groups only with all ranks of the world"):
+        compat.resolve_backend("mpi")
+    with pytest.raises(
+        GroupSpecError, match="the backend 'cpu:gloo,cuda:oops' is not available in this build of torch"
+    ):
+        compat.resolve_backend("cpu:gloo,cuda:oops")
+
+
+def test_groups_need_a_world():
+    with pytest.raises(WorldSizeUnknownError, match=r"call torch\.distributed\.init_process_group first"):
+        create_groups([GroupSpec((0,), "a")])

@@ -1,0 +1,74 @@
+"""Point-to-point lanes between pipeline stages.
+
+The names that need torch are loaded on first use, so planning works where torch is absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import (
+    LaneSpecError,
+    P2PConfigError,
+    P2PError,
+    P2PLaneDeadError,
+    P2PMismatchError,
+    P2PPayloadError,
+    P2PPeerError,
+    P2PTimeoutError,
+    P2PUsageError,
+)
+from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.pipeline_lanes import pipeline_lanes
+from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle
+from pipegrid.transport.stats import LaneStats
+
+if TYPE_CHECKING:
+    from pipegrid.transport.communicator import P2PCommunicator
+    from pipegrid.transport.lane import Lane
+    from pipegrid.transport.opening import Lanes, open_lanes
+    from pipegrid.transport.payload import is_single_shape
+
+__all__ = [
+    "Direction",
+    "Edge",
+    "Handle",
+    "Lane",
+    "LaneSpec",
+    "LaneSpecError",
+    "LaneStats",
+    "Lanes",
+    "P2PCommunicator",
+    "P2PConfig",
+    "P2PConfigError",
+    "P2PError",
+    "P2PLaneDeadError",
+    "P2PMismatchError",
+    "P2PPayloadError",
+    "P2PPeerError",
+    "P2PTimeoutError",
+    "P2PUsageError",
+    "Payload",
+    "PipelineCommunicator",
+    "ReceiveHandle",
+    "is_single_shape",
+    "open_lanes",
+    "pipeline_lanes",
+]
+
+_NEED_TORCH = {
+    "Lane": "lane",
+    "Lanes": "opening",
+    "P2PCommunicator": "communicator",
+    "is_single_shape": "payload",
+    "open_lanes": "opening",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

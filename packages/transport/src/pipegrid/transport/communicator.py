@@ -1,0 +1,401 @@
+"""The familiar face: the verbs of a pipeline stage, over lanes to the next and from the previous rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from pipegrid.transport.config import as_config
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.handle import ReceiveTransfer, Transfer
+from pipegrid.transport.lane import Lane
+from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.opening import open_lanes, resolve_device
+from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes
+
+
+class P2PCommunicator:
+    """Point-to-point traffic between the stages of one pipeline.
+
+    Stage ``s`` lies on rank ``s % P`` of the group's ``P`` ranks, so neighbours are cyclic: the last rank's next
+    one is the first, which interleaved and U-shaped pipelines use. Activations and gradients between the same
+    two ranks travel on lanes of their own and cannot be taken for each other.
+
+    All ranks of the group construct it together, with equal arguments; every lane has then carried a message.
+
+    Args:
+        pp_group: the ranks of the pipeline, in order.
+        config: a `P2PConfig`, or any object with some of its attributes; read once, here.
+        placement: rank in the group of each stage, where it is not cyclic (a V: ``(0, 1, 2, 3, 3, 2, 1, 0)``).
+        tensor_shape: the one shape of all messages, in ``pipeline_dtype``: compared between neighbours now, so
+            that no message ever needs a header.
+        device: where tensors live; None is what the group's backend implies.
+
+    Raises:
+        P2PConfigError: settings that contradict each other, the group or the device.
+        P2PMismatchError: the ranks were given different settings.
+        P2PTimeoutError: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        pp_group: ProcessGroup,
+        config: Any = None,
+        *,
+        placement: Sequence[int] | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.pp_group = pp_group
+        self.config = as_config(config)
+        self._ranks = dist.get_process_group_ranks(pp_group)
+        self._placement = None if placement is None else tuple(placement)
+        self.rank = dist.get_rank()
+        backend, place = resolve_device(None, device, pp_group)
+        specs = pipeline_lanes(self._ranks, placement=self._placement)
+        standing = None
+        if tensor_shape is not None:
+            if self.config.pipeline_dtype is None or self.config.shape_mode not in ("agreed", "given"):
+                raise P2PConfigError(
+                    f"tensor_shape {tuple(tensor_shape)} fixes the messages, which needs pipeline_dtype (it is "
+                    f"{self.config.pipeline_dtype}) and shapes that do not vary (they are {self.config.shape_mode!r})"
+                )
+            example = torch.empty(tuple(tensor_shape), dtype=self.config.pipeline_dtype, device="meta")
+            standing = dict.fromkeys(specs, example)
+        self.lanes = open_lanes(specs, config=self.config, backend=backend, device=place, standing=standing)
+        self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
+
+    # Where this rank stands
+
+    @property
+    def device(self) -> torch.device:
+        """Where sent tensors must live and received ones do."""
+        return next(iter(self.lanes.values())).device
+
+    @property
+    def next_rank(self) -> int:
+        """The global rank after this one; the first after the last."""
+        return self._ranks[(self.current_stage + 1) % self.total_stages]
+
+    @property
+    def prev_rank(self) -> int:
+        """The global rank before this one; the last before the first."""
+        return self._ranks[(self.current_stage - 1) % self.total_stages]
+
+    @property
+    def total_stages(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self._ranks)
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's place among them, from 0."""
+        return self._ranks.index(self.rank)
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds the first stage of the pipeline."""
+        return self.current_stage == (0 if self._placement is None else self._placement[0])
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank holds the last stage of the pipeline."""
+        return self.current_stage == (self.total_stages - 1 if self._placement is None else self._placement[-1])
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Chunks per rank, as configured."""
+        return self.config.virtual_pipeline_model_parallel_size
+
+    # The asynchronous form
+
+    def lane(self, edge: Edge, direction: Direction) -> Lane:
+        """The lane that carries the traffic of an edge in a direction.
+
+        Raises:
+            P2PUsageError: there is no such edge, or it does not touch this rank.
+        """
+        found = self._of_edge.get((edge, direction))
+        if found is None:
+            found = self._of_edge[edge, direction] = self._find(edge, direction)
+        return found
+
+    def _find(self, edge: Edge, direction: Direction) -> Lane:
+        stages = None if self._placement is None else len(self._placement)
+        if edge.destination != edge.source + 1 or edge.source < 0 or (stages and edge.destination >= stages):
+            many = "" if stages is None else f" of {stages}"
+            raise P2PUsageError(
+                f"edge {edge} does not lead from a stage{many} to the next one; this pipeline is a chain"
+            )
+        source, destination = self._rank_of(edge.source), self._rank_of(edge.destination)
+        spec = direction_lane(source, destination, direction)
+        if spec not in self.lanes:
+            raise P2PUsageError(f"edge {edge} runs between ranks {source} and {destination}; this is rank {self.rank}")
+        return self.lanes[spec]
+
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[stage % self.total_stages if self._placement is None else self._placement[stage]]
+
+    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Transfer:
+        """Start sending along ``edge`` (forward) or against it (backward). See `Lane.isend`."""
+        return self.lane(edge, direction).isend(payload)
+
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveTransfer:
+        """Start receiving the next message of ``edge`` in that direction. See `Lane.irecv`."""
+        return self.lane(edge, direction).irecv(shapes)
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
+        return self.lanes.batch()
+
+    def renew_shapes(self) -> None:
+        """Let the next message of every lane agree on shapes anew; all ranks call it between two steps."""
+        for lane in self.lanes.values():
+            lane.renew()
+
+    def abort(self, reason: str) -> None:
+        """End all lanes at once and tell the neighbours why."""
+        self.lanes.abort(reason)
+
+    def close(self) -> None:
+        """End the lanes and free their groups. Twice is harmless."""
+        self.lanes.close()
+
+    # The blocking verbs
+
+    def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> Any:
+        """Receive the next activation from the previous rank; None on the first stage.
+
+        Args:
+            tensor_shapes: one shape for one tensor, a list of shapes for a list; None takes what is announced.
+            is_first_stage: there is nothing to receive.
+        """
+        if is_first_stage:
+            return None
+        self._require_receivable(tensor_shapes, "recv_prev")
+        with self._timed("forward-recv"):
+            received, _ = self._exchange(receive_previous=(tensor_shapes,))
+        return received
+
+    def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
+        """Receive the next gradient from the next rank; None on the last stage."""
+        if is_last_stage:
+            return None
+        self._require_receivable(tensor_shapes, "recv_next")
+        with self._timed("backward-recv"):
+            _, received = self._exchange(receive_next=(tensor_shapes,))
+        return received
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
+        """Send an activation to the next rank; nothing on the last stage."""
+        if not is_last_stage:
+            with self._timed("forward-send"):
+                self._exchange(send_next=(output_tensors,))
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
+        """Send a gradient to the previous rank; nothing on the first stage."""
+        if not is_first_stage:
+            with self._timed("backward-send"):
+                self._exchange(send_previous=(input_tensor_grads,))
+
+    def send_forward_recv_backward(
+        self, output_tensors: Any, tensor_shapes: Any = None, is_last_stage: bool = False
+    ) -> Any:
+        """Send an activation to the next rank and receive a gradient from it; None on the last stage."""
+        if is_last_stage:
+            return None
+        self._require_receivable(tensor_shapes, "recv_next")
+        with self._timed("forward-send-backward-recv"):
+            _, received = self._exchange(send_next=(output_tensors,), receive_next=(tensor_shapes,))
+        return received
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
+    ) -> Any:
+        """Send a gradient to the previous rank and receive an activation from it; None on the first stage."""
+        if is_first_stage:
+            return None
+        self._require_receivable(tensor_shapes, "recv_prev")
+        with self._timed("backward-send-forward-recv"):
+            received, _ = self._exchange(send_previous=(input_tensor_grads,), receive_previous=(tensor_shapes,))
+        return received
+
+    def send_forward_recv_forward(
+        self,
+        output_tensor: Any,
+        recv_prev: bool,
+        tensor_shape: Any = None,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Send an activation on, and receive one from the previous rank.
+
+        Args:
+            output_tensor: None sends nothing.
+            recv_prev: whether to receive.
+            tensor_shape: of what is received.
+            overlap_p2p_comm: return at once, with handles.
+
+        Returns:
+            The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the
+            tensor holds data once ``handles["recv_prev"].wait()`` returned, and ``"send_next"`` is the other.
+        """
+        if recv_prev:
+            self._require_receivable(tensor_shape, "recv_prev")
+        parts = {
+            "send_next": None if output_tensor is None else (output_tensor,),
+            "receive_previous": (tensor_shape,) if recv_prev else None,
+        }
+        with self._timed("forward-send-forward-recv"):
+            if overlap_p2p_comm:
+                return self._overlapped("recv_prev", **parts)
+            received, _ = self._exchange(**parts)
+        return received
+
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: Any,
+        recv_next: bool,
+        tensor_shape: Any = None,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Send a gradient back, and receive one from the next rank.
+
+        Arguments and result as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
+        ``"send_prev"``.
+        """
+        if recv_next:
+            self._require_receivable(tensor_shape, "recv_next")
+        parts = {
+            "send_previous": None if input_tensor_grad is None else (input_tensor_grad,),
+            "receive_next": (tensor_shape,) if recv_next else None,
+        }
+        with self._timed("backward-send-backward-recv"):
+            if overlap_p2p_comm:
+                return self._overlapped("recv_next", **parts)
+            _, received = self._exchange(**parts)
+        return received
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Any,
+        input_tensor_grad: Any,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any = None,
+    ) -> tuple[Any, Any]:
+        """Send an activation on and a gradient back, and receive one of each.
+
+        Returns:
+            ``(activation, gradient)``, each None where it is not received.
+        """
+        for wanted, name in ((recv_prev, "recv_prev"), (recv_next, "recv_next")):
+            if wanted:
+                self._require_receivable(tensor_shape, name)
+        with self._timed("forward-backward-send-forward-backward-recv"):
+            return self._exchange(
+                send_next=None if output_tensor is None else (output_tensor,),
+                send_previous=None if input_tensor_grad is None else (input_tensor_grad,),
+                receive_previous=(tensor_shape,) if recv_prev else None,
+                receive_next=(tensor_shape,) if recv_next else None,
+            )
+
+    # Under them
+
+    def _exchange(self, **parts: tuple[Any] | None) -> tuple[Any, Any]:
+        started = self._start(**parts)
+        # Receives first: on the other side, too, everything was posted before anybody waits, and what a receive
+        # has to do for its first message should not wait behind a send.
+        for name in ("recv_prev", "recv_next", "send_next", "send_prev"):
+            if name in started:
+                started[name].wait()
+                if self.config.batch_p2p_sync:
+                    started[name].synchronize()
+        received = [started[name].payload if name in started else None for name in ("recv_prev", "recv_next")]
+        return received[0], received[1]
+
+    def _overlapped(self, receive: str, **parts: tuple[Any] | None) -> tuple[Any, dict[str, Transfer]]:
+        started = self._start(**parts)
+        tensor = started[receive].lane.provide(started[receive]) if receive in started else None
+        return tensor, started
+
+    def _start(
+        self,
+        *,
+        send_next: tuple[Any] | None = None,
+        send_previous: tuple[Any] | None = None,
+        receive_next: tuple[Any] | None = None,
+        receive_previous: tuple[Any] | None = None,
+    ) -> dict[str, Any]:
+        """Start what is given, each a one-tuple of the payload or the shapes; as one batch, if so configured."""
+        started: dict[str, Any] = {}
+        parts = (send_next, send_previous, receive_next, receive_previous)
+        if self.config.batch_p2p_comm and sum(part is not None for part in parts) > 1:
+            with self.lanes.batch():
+                self._start_each(started, send_next, send_previous, receive_next, receive_previous)
+        else:
+            self._start_each(started, send_next, send_previous, receive_next, receive_previous)
+        return started
+
+    def _start_each(
+        self,
+        started: dict[str, Any],
+        send_next: tuple[Any] | None,
+        send_previous: tuple[Any] | None,
+        receive_next: tuple[Any] | None,
+        receive_previous: tuple[Any] | None,
+    ) -> None:
+        me, following, previous = self.rank, self.next_rank, self.prev_rank
+        if receive_previous is not None:
+            lane = self._neighbour(previous, me, Direction.FORWARD)
+            started["recv_prev"] = lane.irecv(receive_previous[0], attended=True)
+        if receive_next is not None:
+            lane = self._neighbour(following, me, Direction.BACKWARD)
+            started["recv_next"] = lane.irecv(receive_next[0], attended=True)
+        if send_next is not None:
+            lane = self._neighbour(me, following, Direction.FORWARD)
+            started["send_next"] = lane.isend(send_next[0])
+        if send_previous is not None:
+            lane = self._neighbour(me, previous, Direction.BACKWARD)
+            started["send_prev"] = lane.isend(send_previous[0])
+
+    def _neighbour(self, source: int, destination: int, direction: Direction) -> Lane:
+        spec = LaneSpec(source, destination, direction.name.lower())
+        if spec not in self.lanes:
+            raise P2PUsageError(
+                f"the placement {self._placement} has no {direction.name.lower()} traffic from rank {source} to "
+                f"{destination}; use isend and irecv with an edge"
+            )
+        return self.lanes[spec]
+
+    def _require_receivable(self, shapes: Any, flag: str) -> None:
+        """The errors of a receive that lacks what it needs, before anything is sent."""
+        if self.config.shape_mode in ("header", "manifest"):
+            return
+        if self.config.pipeline_dtype is None:
+            subject = "pipeline_dtype" if flag == "recv_prev" else "dtype"
+            raise P2PConfigError(
+                f"{subject} must be provided if {flag} is True: set pipeline_dtype in the config, or "
+                f"variable_seq_lengths=True to agree on dtypes at run time"
+            )
+        if shapes is None and self.config.shape_mode == "given":
+            raise P2PUsageError(
+                f"tensor_shape must be specified if {flag} is True. "
+                f"Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
+            )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        timers = self.config.timers
+        if timers is not None:
+            timers(name, log_level=2).start()
+        try:
+            yield
+        finally:
+            if timers is not None:
+                timers(name).stop()

@@ -1,0 +1,163 @@
+"""Our own handles: the state of one transfer, whatever its backend's works can tell."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pipegrid.transport.errors import P2PUsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipegrid.transport.lane import Lane
+    from pipegrid.transport.recipe import Recipe, Wish
+    from pipegrid.transport.signature import Signature
+
+
+class State(enum.Enum):
+    """Where a transfer stands."""
+
+    HELD = "held"  # not issued: inside batch()
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Transfer:
+    """A message that goes out on a lane; the handle that its sender gets.
+
+    Attributes:
+        lane: which lane.
+        sequence: its number on the lane, from 0; -1 until it is issued.
+        error: why it failed.
+    """
+
+    # Defaults stand in the class: a handle is made for every message, and most keep most of them.
+    sending = True
+    attended = False  # the caller waits for it at once: no thread needs to look after it
+    sequence = -1
+    state = State.PENDING
+    error: BaseException | None = None
+    # Works of the headers that go before it: kept, or gloo would not deliver them. That they are done follows from
+    # the end of the transfer itself, which the other side posts when it has read them.
+    heralds: Sequence[Any] = ()
+    works: Sequence[Any] | None = None  # once the backend has it
+    tensors: Sequence[Tensor] = ()  # kept while the backend may use them
+    signature: Signature | None = None  # None: what stands on the lane
+    stream: torch.cuda.Stream | None = None
+    waited = False  # somebody has waited for it
+    due = math.inf
+    seconds = math.inf
+    posted_at = math.inf
+    callbacks: tuple[Callable[[Any], None], ...] = ()
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the backend can have it."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
+
+        May be called any number of times, from any thread.
+
+        Args:
+            timeout: seconds, above 0; None is the lane's deadline.
+
+        Raises:
+            P2PTimeoutError: not done by then. The lane is dead afterwards.
+            P2PMismatchError: the two sides disagree about what travels.
+            P2PPeerError: the other side died, or gave the lane up.
+            P2PUsageError: called inside the batch() that the transfer is part of, or a timeout that is no time.
+        """
+        if timeout is not None:
+            _require_time(timeout)
+        self.lane.wait_for(self, timeout)
+
+    def is_completed(self) -> bool:
+        """Whether the transfer is done, or has failed: whether `wait` would return, or raise, at once.
+
+        True is always true. Right after the end of a transfer that nobody waits for, False may still be told.
+        """
+        return self.state in (State.DONE, State.FAILED) or self.lane.poll(self)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Like `wait`, and hold the host as well until the transfer is done."""
+        if timeout is not None:
+            _require_time(timeout)
+        self.lane.synchronize(self, timeout)
+
+    def on_done(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(handle)`` once when the transfer has ended, well or not, without anybody waiting.
+
+        At once where it has ended before; otherwise from the thread that sees it end. A callback that raises ends
+        the lane.
+        """
+        self.lane.call_back(self, callback)
+
+    def __repr__(self) -> str:
+        verb = "send" if self.sending else "receive"
+        return f"<{verb} {self.sequence} of lane {self.lane.spec}: {self.state.value}>"
+
+
+class ReceiveTransfer(Transfer):
+    """A message that comes in; the handle that its receiver gets."""
+
+    sending = False
+    wish: Wish | None = None  # what the caller expects, where it said so
+    recipe: Recipe | None = None  # how it becomes a payload, once that is known
+    _payload: Any = None
+    _built = False
+    _released = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the backend can have it: it cannot be posted before its shapes are known."""
+        return self.recipe is not None
+
+    @property
+    def payload(self) -> Any:
+        """The payload as it will be, once its buffers are known: without data until the transfer is done."""
+        if not self._built and self.recipe is not None:
+            self._built = True
+            self._payload = self.recipe.payload(self.tensors)
+        return self._payload
+
+    def result(self) -> Any:
+        """Wait, then the payload: fresh tensors on the lane's device; those that can have gradients require them.
+
+        The same objects each time.
+        """
+        self.lane.wait_for(self, None)
+        if self._released:
+            raise P2PUsageError(f"{self!r} was released, its buffers may hold another message; use it before release()")
+        return self.payload
+
+    def release(self) -> None:
+        """Say that the payload is not needed any more, so that its buffers can take another message.
+
+        Nothing checks that: a tensor of it that is still in use will change. Twice is harmless.
+        """
+        if self._released:
+            return
+        if self.state is not State.DONE and not self.is_completed():
+            raise P2PUsageError(f"{self!r} cannot be released before it is done; wait for it")
+        self._released = True
+        self.lane.tally.released += 1
+        if self.recipe is not None and self.state is not State.FAILED:
+            self.recipe.free.append(self.tensors)
+        self._payload, self._built = None, True
+        self.tensors = ()
+
+
+def _require_time(timeout: Any) -> None:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise P2PUsageError(f"the timeout of a wait is {timeout!r}; give seconds above 0, or ask is_completed()")

@@ -1,0 +1,121 @@
+"""Issuing transfers: alone, or as one batch in a fixed order; in strict mode, waiting for each batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.errors import P2PError
+from pipegrid.transport.handle import State, Transfer
+from pipegrid.transport.remote_lane import RemoteLane
+from pipegrid.transport.wire import post
+
+_by_lane = attrgetter("lane.spec")
+
+
+class Issuer:
+    """Starts the transfers of lanes that were opened together.
+
+    Attributes:
+        held: per thread that is inside a batch, what it has started there.
+        lock: held while transfers get their numbers and are posted, so that both happen in the same order.
+    """
+
+    def __init__(self, config: P2PConfig) -> None:
+        self.lock = threading.RLock()
+        self.wake: threading.Event = threading.Event()  # set when the progress thread may have work again
+        self.asleep = True
+        self._config = config
+        self._in_batches = config.strict or config.communicators == "shared"
+        self.held: dict[int, list[Transfer]] = {}
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hold what this thread starts inside, and issue it together at the end; nothing of it, if that raises.
+
+        Batches inside a batch belong to it.
+        """
+        thread = threading.get_ident()
+        if thread in self.held:
+            yield
+            return
+        held = self.held[thread] = []
+        try:
+            yield
+        finally:
+            del self.held[thread]
+        self._issue(sorted(held, key=_by_lane))
+
+    def issue(self, transfer: Transfer) -> None:
+        """Start a transfer now, or at the end of the batch that this thread is in."""
+        if self.held:
+            held = self.held.get(threading.get_ident())
+            if held is not None:
+                transfer.state = State.HELD
+                held.append(transfer)
+                return
+        if self._in_batches:
+            self._issue([transfer])
+            return
+        with self.lock:
+            transfer.lane.admit(transfer)
+            transfer.lane.launch(transfer)
+        self._started(transfer)
+        if transfer.error is not None:
+            raise transfer.error
+
+    def _issue(self, transfers: Sequence[Transfer]) -> None:
+        errors: list[BaseException] = []
+        admitted: list[Transfer] = []
+        with self.lock:
+            for transfer in transfers:
+                try:
+                    transfer.lane.admit(transfer)
+                except P2PError as error:
+                    # The others keep their places: their lanes are sound, and the other sides count on them.
+                    transfer.state, transfer.error = State.FAILED, error
+                    errors.append(error)
+                else:
+                    admitted.append(transfer)
+            ready = [transfer for transfer in admitted if transfer.is_ready]
+            if self._config.communicators == "shared" and len(ready) < len(admitted):
+                # The order on a communicator is the order of batches, so a receive cannot be posted later.
+                ready = admitted
+                for transfer in admitted:
+                    if isinstance(transfer.lane, RemoteLane):
+                        transfer.lane.settle()
+            self.post(ready)
+        for transfer in admitted:
+            self._started(transfer)
+            if transfer.error is not None:
+                errors.append(transfer.error)
+        if errors:
+            raise errors[0]
+        if self._config.strict:
+            for transfer in sorted(admitted, key=attrgetter("sending")):
+                transfer.synchronize()
+
+    def _started(self, transfer: Transfer) -> None:
+        """See to it that what has to happen beside the caller does."""
+        if transfer.callbacks or not (transfer.is_ready or transfer.attended):
+            transfer.lane.look_after(transfer)
+        self.rouse()
+
+    def rouse(self) -> None:
+        """Let the progress thread know that there is something to sweep."""
+        if self.asleep:
+            self.wake.set()
+
+    def post(self, transfers: Sequence[Transfer]) -> None:
+        """Hand transfers that are ready to the backend, together. Under the lock."""
+        remote = [
+            (lane, transfer)
+            for transfer in transfers
+            if isinstance(lane := transfer.lane, RemoteLane) and transfer.state is State.PENDING
+        ]
+        outcomes = post([lane.parcel(transfer) for lane, transfer in remote])
+        for (lane, transfer), outcome in zip(remote, outcomes, strict=True):
+            lane.launched(transfer, outcome)

@@ -1,0 +1,157 @@
+"""Payloads to tensors and back: flatten, check, allocate, and what of it goes over the wire."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegrid.transport.errors import P2PPayloadError
+from pipegrid.transport.signature import Signature, TensorSpec, Tree
+
+# Backends send these under their own dtype; the others travel as bytes.
+_WIRE_DTYPES = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+})  # fmt: skip
+_DTYPE_NAMES: dict[torch.dtype, str] = {}
+_DTYPES: dict[str, torch.dtype] = {}
+for _name in dir(torch):
+    _value = getattr(torch, _name)
+    if isinstance(_value, torch.dtype):
+        _DTYPES[_name] = _value
+        _DTYPE_NAMES[_value] = str(_value).removeprefix("torch.")
+
+
+def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
+    """The tensors of ``payload`` in order, and the tree that says where they stood.
+
+    Raises:
+        P2PPayloadError: something that is not a tensor, None, list, tuple or dict with text or integer keys.
+    """
+    if isinstance(payload, Tensor):
+        return [payload], 0
+    tensors: list[Tensor] = []
+    return tensors, _flatten(payload, tensors)
+
+
+def _flatten(payload: Any, tensors: list[Tensor]) -> Tree:
+    if isinstance(payload, Tensor):
+        tensors.append(payload)
+        return len(tensors) - 1
+    if payload is None:
+        return None
+    if type(payload) in (list, tuple, torch.Size):
+        return "list" if type(payload) is list else "tuple", tuple(_flatten(part, tensors) for part in payload)
+    if type(payload) is dict:
+        for key in payload:
+            if type(key) not in (str, int):
+                raise P2PPayloadError(
+                    f"a dict in a payload has the key {key!r}; keys are texts or integers, so that the other side "
+                    f"can rebuild them"
+                )
+        return "dict", tuple((key, _flatten(part, tensors)) for key, part in payload.items())
+    raise P2PPayloadError(
+        f"a payload holds a {type(payload).__name__}; it is made of tensors, None, and lists, tuples and dicts of them"
+    )
+
+
+def unflatten(tree: Tree, tensors: Sequence[Tensor]) -> Any:
+    """The payload with that tree and those tensors."""
+    if isinstance(tree, int):
+        return tensors[tree]
+    if tree is None:
+        return None
+    kind, children = tree
+    if kind == "dict":
+        return {key: unflatten(child, tensors) for key, child in children}
+    parts = [unflatten(child, tensors) for child in children]
+    return parts if kind == "list" else tuple(parts)
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """What a tensor is, without its data."""
+    return TensorSpec(_DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.requires_grad)
+
+
+def signature_of(tensors: Sequence[Tensor], tree: Tree) -> Signature:
+    """What a flattened payload is, without its data."""
+    return Signature(tree, map(spec_of, tensors))
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """The dtype of a tensor to be."""
+    return _DTYPES[spec.dtype]
+
+
+def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None, lane: object) -> None:
+    """Refuse what a lane cannot send as it is.
+
+    Raises:
+        P2PPayloadError: another device, a sparse or non-contiguous layout, or a floating-point dtype that is
+            not ``dtype`` (where given).
+    """
+    if tensor.device != device:
+        raise P2PPayloadError(
+            f"lane {lane} moves tensors of device {device}, got one of {tensor.device}; move it with "
+            f".to({str(device)!r}) before sending"
+        )
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise P2PPayloadError(
+            f"lane {lane} got a tensor of shape {list(tensor.shape)} that is not contiguous (layout {tensor.layout}, "
+            f"strides {list(tensor.stride()) if tensor.layout is torch.strided else 'none'}); "
+            f"send tensor.contiguous(), so that the copy is yours to see"
+        )
+    if dtype is not None and tensor.dtype is not dtype and tensor.dtype.is_floating_point:
+        raise P2PPayloadError(
+            f"lane {lane} got a tensor of {tensor.dtype}, but pipeline_dtype is {dtype}; convert it before sending, "
+            f"or use variable_seq_lengths, which agrees on dtypes as well"
+        )
+
+
+def carried(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """What really travels: the tensors that have elements, exotic dtypes as bytes.
+
+    A message of no bytes travels as one byte, so that it keeps its place in the order and its meaning as a
+    sign of life.
+    """
+    if len(tensors) == 1 and tensors[0].numel() and tensors[0].dtype in _WIRE_DTYPES:
+        return tensors if not tensors[0].requires_grad else [tensors[0].detach()]
+    wire = [_as_wire(tensor) for tensor in tensors if tensor.numel()]
+    return wire or [torch.zeros(1, dtype=torch.uint8, device=device)]
+
+
+def travels_as_it_is(spec: TensorSpec) -> bool:
+    """Whether what goes over the wire for such a tensor is just the tensor."""
+    return math.prod(spec.shape) > 0 and dtype_of(spec) in _WIRE_DTYPES
+
+
+def _as_wire(tensor: Tensor) -> Tensor:
+    # Detached: transfers are no part of the graph.
+    tensor = tensor.detach()
+    return tensor if tensor.dtype in _WIRE_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def is_single_shape(x: Any) -> bool:
+    """Whether ``x`` is one shape: a `torch.Size`, a tuple of integers (``()`` is a scalar's), or a list of them.
+
+    An empty list is no shape but an empty list of shapes.
+    """
+    if isinstance(x, torch.Size):
+        return True
+    if not isinstance(x, (tuple, list)) or (isinstance(x, list) and not x):
+        return False
+    return all(_is_size(size) for size in x)
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, (bool, tuple, list)):
+        return False
+    try:
+        return operator.index(value) >= 0
+    except TypeError:
+        return False

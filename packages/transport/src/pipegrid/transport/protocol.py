@@ -1,0 +1,116 @@
+"""What a schedule needs of a communicator: the six blocking verbs, and asynchronous sends along edges.
+
+`P2PCommunicator` (one module) and `MultiModulePipelineCommunicator` (many) satisfy it; so may anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from pipegrid.transport.edge import Direction, Edge
+
+Payload: TypeAlias = Any
+"""A tensor, None, or a list, tuple or dict of payloads. What arrives has the structure of what was sent."""
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
+
+        May be called any number of times. Raises `P2PTimeoutError` past the deadline, and
+        `P2PMismatchError` where the two sides disagree about what travels.
+        """
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once. Never blocks; needs no earlier `wait`."""
+        ...
+
+
+@runtime_checkable
+class ReceiveHandle(Handle, Protocol):
+    """A receive under way."""
+
+    def result(self) -> Payload:
+        """Wait, then the received payload: fresh tensors; floating-point ones require grad."""
+        ...
+
+
+@runtime_checkable
+class PipelineCommunicator(Protocol):
+    """Traffic between neighbouring stages.
+
+    Shapes may be given, and must be where the communicator was built for fixed shapes without agreement.
+    """
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds a first stage of the whole pipeline."""
+        ...
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank holds a last stage of the whole pipeline."""
+        ...
+
+    @property
+    def total_stages(self) -> int:
+        """Stages on the longest path of the whole pipeline."""
+        ...
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's place on that path, from 0."""
+        ...
+
+    def isend(self, payload: Payload, *, edge: Edge, direction: Direction) -> Handle:
+        """Start sending along ``edge`` (forward) or against it (backward)."""
+        ...
+
+    def irecv(
+        self,
+        *,
+        edge: Edge,
+        direction: Direction,
+        shapes: Sequence[Sequence[int]] | Sequence[int] | None = None,
+    ) -> ReceiveHandle:
+        """Start receiving the next message of that lane."""
+        ...
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Issue the sends and receives started inside as one simultaneous batch."""
+        ...
+
+    def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> Payload:
+        """The next activation, or None on a first stage."""
+        ...
+
+    def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Payload:
+        """The next gradient, or None on a last stage."""
+        ...
+
+    def send_forward(self, output_tensors: Payload, is_last_stage: bool = False) -> None:
+        """Send an activation on; nothing on a last stage."""
+        ...
+
+    def send_backward(self, input_tensor_grads: Payload, is_first_stage: bool = False) -> None:
+        """Send a gradient back; nothing on a first stage."""
+        ...
+
+    def send_forward_recv_backward(
+        self, output_tensors: Payload, tensor_shapes: Any = None, is_last_stage: bool = False
+    ) -> Payload:
+        """Both at once, with the next stage."""
+        ...
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Payload, tensor_shapes: Any = None, is_first_stage: bool = False
+    ) -> Payload:
+        """Both at once, with the previous stage."""
+        ...

@@ -1,0 +1,252 @@
+"""The one place that talks to `torch.distributed`: post, wait, tell the other side, cut the connection.
+
+Seen with torch 2.11 to 2.13, and pinned by tests:
+
+- gloo: ``is_completed()`` of a transfer stays False until ``wait()``; a second ``wait()`` blocks; a ``wait()`` that
+  times out closes the connection of the pair, at both ends and for all transfers; ``abort()`` and ``shutdown()``
+  wake nobody; a send whose work is dropped is never delivered; a message longer than the posted buffer ends the
+  process, a shorter one arrives silently; a send is done when its receive is posted, whatever its size.
+- NCCL: ``wait()`` orders the current stream and returns; completion can only be polled; tags are ignored; several
+  transfers of one communicator make progress together only as one coalesced batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Work = Any
+
+_HEADER_BYTES = 512
+_LENGTH_BYTES = 4
+_NOTE_BYTES = 2048
+_TELL_SECONDS = 0.25
+_POLL_SECONDS = 0.001
+_FOREVER = timedelta(days=1)
+# Tags of one communicator: some per lane for control, one that nobody ever sends to, the rest for data.
+_HEADER, _NOTE, _HELLO, _CONTROL_TAGS = 0, 1, 2, 3
+_NEVER_SENT = 2**30
+_ORDER_NUMBERS = 2**12
+_EPOCHS = 16
+
+
+@define(eq=False)
+class Communicator:
+    """The groups of one pair of ranks: for data, and for control on a CPU (the same one with gloo).
+
+    Attributes:
+        data: the group that moves payloads.
+        control: the group that moves headers and notes.
+        peer: the other rank, as rank in both groups.
+        device: where payloads live.
+        streamed: whether waiting only orders streams, so that completion has to be polled.
+        lanes: how many lanes use it.
+    """
+
+    data: ProcessGroup
+    control: ProcessGroup
+    peer: int
+    device: torch.device
+    streamed: bool
+    lanes: int
+    _sent: itertools.count[int] = field(factory=itertools.count)
+    _received: itertools.count[int] = field(factory=itertools.count)
+
+    def data_tag(self, index: int, epoch: int, *, sending: bool) -> int:
+        """The tag of the next message of lane ``index``, whose shapes were renewed ``epoch`` times.
+
+        It keeps apart what gloo would let meet, into the deadline instead of into an overflow or a swap: messages
+        before and after a renewal that one side did not make, and, where lanes share the communicator, messages
+        that the two sides did not issue in the same order. NCCL has no tags.
+        """
+        epoch %= _EPOCHS
+        if self.lanes == 1:
+            return _CONTROL_TAGS + epoch
+        number = next(self._sent if sending else self._received) % _ORDER_NUMBERS
+        return self.lanes * (_CONTROL_TAGS + number * _EPOCHS + epoch) + index
+
+    def close(self) -> None:
+        """Cut the connection: every transfer under way, here and on the other side, ends with an error."""
+        if self.streamed:
+            self.data.abort()
+        # A wait that times out is the one thing that closes a gloo pair and wakes its waiters.
+        with contextlib.suppress(RuntimeError):
+            work = self.control.recv([torch.empty(1, dtype=torch.uint8)], self.peer, _NEVER_SENT)
+            work.wait(timedelta(milliseconds=1))
+
+
+@define(eq=False)
+class Wire:
+    """One lane's share of a communicator.
+
+    Attributes:
+        communicator: which one.
+        index: the lane's place among those that use it.
+        epoch: how often the lane's shapes were renewed.
+    """
+
+    communicator: Communicator
+    index: int
+    epoch: int = 0
+    _note: Any = None
+    _note_buffer: bytearray = field(factory=lambda: bytearray(_NOTE_BYTES))
+
+    @property
+    def streamed(self) -> bool:
+        """Whether waiting only orders streams."""
+        return self.communicator.streamed
+
+    @property
+    def device(self) -> torch.device:
+        """Where payloads live."""
+        return self.communicator.device
+
+    def data_tag(self, *, sending: bool) -> int:
+        """The tag of the lane's next message."""
+        return self.communicator.data_tag(self.index, self.epoch, sending=sending)
+
+    def _tag(self, kind: int) -> int:
+        return self.index * _CONTROL_TAGS + kind if self.communicator.lanes > 1 else kind
+
+    # Headers
+
+    def send_header(self, data: bytes) -> list[Work]:
+        """Start sending a header; the works are to be waited for."""
+        first = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[: _HEADER_BYTES - _LENGTH_BYTES])
+        first.extend(bytes(_HEADER_BYTES - len(first)))
+        works = [self._send_bytes(first, _HEADER)]
+        rest = data[_HEADER_BYTES - _LENGTH_BYTES :]
+        if rest:
+            works.append(self._send_bytes(bytearray(rest), _HEADER))
+        return works
+
+    def receive_header(self) -> Callable[[timedelta], bytes]:
+        """Post the receive of the next header; call what is returned to wait for it."""
+        first = bytearray(_HEADER_BYTES)
+        work = self._receive_bytes(first, _HEADER)
+
+        def take(timeout: timedelta) -> bytes:
+            work.wait(timeout)
+            length = int.from_bytes(first[:_LENGTH_BYTES], "big")
+            data = bytes(first[_LENGTH_BYTES : _LENGTH_BYTES + length])
+            if len(data) < length:
+                rest = bytearray(length - len(data))
+                self._receive_bytes(rest, _HEADER).wait(timeout)
+                data += rest
+            return data
+
+        return take
+
+    def exchange_hello(self, mine: bytes, timeout: timedelta) -> bytes:
+        """Send ``mine`` to the other side and return what it sent."""
+        sent = self._send_bytes(bytearray(mine.ljust(_HEADER_BYTES, b" ")), _HELLO)
+        theirs = bytearray(_HEADER_BYTES)
+        self._receive_bytes(theirs, _HELLO).wait(timeout)
+        sent.wait(timeout)
+        return bytes(theirs).rstrip(b" ")
+
+    def finish(self, works: Sequence[Work], seconds: float) -> None:
+        """Hold the host until works of this wire are done.
+
+        Raises:
+            RuntimeError: they were not in time.
+        """
+        end = time.monotonic() + seconds
+        for work in works:
+            work.wait(timedelta_of(seconds))
+        while self.streamed and not all(work.is_completed() for work in works):
+            if time.monotonic() > end:
+                self.communicator.close()
+                raise RuntimeError(f"not done after {seconds:.3g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def _send_bytes(self, data: bytearray, kind: int) -> Work:
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        return self.communicator.control.send([tensor], self.communicator.peer, self._tag(kind))
+
+    def _receive_bytes(self, data: bytearray, kind: int) -> Work:
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        return self.communicator.control.recv([tensor], self.communicator.peer, self._tag(kind))
+
+    # Notes: why the other side gave the lane up
+
+    def expect_note(self) -> None:
+        """Post the receive of the other side's last words."""
+        self._note = self._receive_bytes(self._note_buffer, _NOTE)
+
+    def tell(self, note: str) -> None:
+        """Tell the other side why this lane ends, as far as it can be told in a moment."""
+        data = bytearray(note.encode()[: _NOTE_BYTES - 1].ljust(_NOTE_BYTES - 1, b" ") + b"\n")
+        with contextlib.suppress(RuntimeError):  # a connection that is gone tells the other side as well
+            self._send_bytes(data, _NOTE).wait(timedelta(seconds=_TELL_SECONDS))
+
+    def has_note(self) -> bool:
+        """Whether a note has come. Looks at memory only."""
+        return self._note_buffer[-1] != 0
+
+    def note(self) -> str | None:
+        """The other side's last words, if any came. Only for a lane that ends: may close the connection."""
+        with contextlib.suppress(RuntimeError):
+            self._note.wait(timedelta(milliseconds=50))
+            return bytes(self._note_buffer).decode(errors="replace").rstrip()
+        return None
+
+
+Parcel: TypeAlias = tuple[Wire, Sequence[Tensor], bool]
+"""A wire, the tensors, and whether to send (or receive) them."""
+
+
+def post(transfers: Sequence[Parcel]) -> list[list[Work] | RuntimeError]:
+    """Start transfers together; for each its works, or why it could not start.
+
+    On NCCL the transfers of each communicator are one coalesced batch, whose one work all of them share.
+    """
+    if len(transfers) == 1 and not transfers[0][0].streamed:
+        return [_post_one(*transfers[0])]
+    outcomes: list[list[Work] | RuntimeError] = []
+    batches: dict[ProcessGroup, list[int]] = {}
+    for index, (wire, tensors, sending) in enumerate(transfers):
+        if wire.communicator.streamed:
+            batches.setdefault(wire.communicator.data, []).append(index)
+            outcomes.append([])
+        else:
+            outcomes.append(_post_one(wire, tensors, sending))
+    for group, members in batches.items():
+        operations = [
+            dist.P2POp(dist.isend if sending else dist.irecv, tensor, group=group, group_peer=wire.communicator.peer)
+            for wire, tensors, sending in (transfers[index] for index in members)
+            for tensor in tensors
+        ]
+        shared: list[Work] | RuntimeError
+        try:
+            shared = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            shared = error
+        for index in members:
+            outcomes[index] = shared if isinstance(shared, RuntimeError) else list(shared)
+    return outcomes
+
+
+def _post_one(wire: Wire, tensors: Sequence[Tensor], sending: bool) -> list[Work] | RuntimeError:
+    communicator = wire.communicator
+    verb = communicator.data.send if sending else communicator.data.recv
+    tag = wire.data_tag(sending=sending)
+    try:
+        return [verb([tensor], communicator.peer, tag) for tensor in tensors]
+    except RuntimeError as error:
+        return error
+
+
+def timedelta_of(seconds: float | None) -> timedelta:
+    """A timeout for torch, which has no notion of none."""
+    return _FOREVER if seconds is None else max(timedelta(seconds=seconds), timedelta(milliseconds=1))

@@ -1,0 +1,256 @@
+"""When a rank dies, stops, is late or in another order: the right error on every surviving rank, in time."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.testing import Fault
+from pipegrid.transport import (
+    Direction,
+    Edge,
+    LaneSpec,
+    P2PCommunicator,
+    P2PConfig,
+    P2PError,
+    P2PLaneDeadError,
+    P2PPeerError,
+    P2PTimeoutError,
+    open_lanes,
+)
+
+DEADLINE = 2.0
+LATEST = DEADLINE + 2.0
+SHAPE = (4,)
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
+
+
+def config(**settings):
+    return P2PConfig(**{
+        "pipeline_dtype": torch.float32, "deadline": DEADLINE, "open_deadline": 30.0, **settings,
+    })  # fmt: skip
+
+
+def caught(act):
+    """The error that ``act`` ends with, in time."""
+    began = time.monotonic()
+    with pytest.raises(P2PError) as found:
+        act()
+    assert time.monotonic() - began < LATEST
+    return found.value
+
+
+def run_around(communicator, ranks, rounds=20):
+    """Activations once round the ring per round; a fault of one rank happens in round 3."""
+    for round_ in range(rounds):
+        ranks.reach(f"round {round_}")
+        communicator.send_forward_recv_forward(torch.full(SHAPE, float(round_)), True, SHAPE)
+
+
+MODES = pytest.mark.parametrize(
+    "settings",
+    [{}, {"strict": True}, {"variable_seq_lengths": True}, {"communicators": "shared"}],
+    ids=["agreed", "strict", "variable", "shared"],
+)
+
+
+@MODES
+@pytest.mark.ranks(2, 4)
+def test_a_peer_that_dies_is_named(ranks, settings):
+    victim = 1
+    communicator = P2PCommunicator(dist.group.WORLD, config(**settings))
+    ranks.plan_fault(Fault("kill", rank=victim, at="round 3"))
+    error = caught(lambda: run_around(communicator, ranks))
+    assert isinstance(error, (P2PPeerError, P2PTimeoutError))
+    if victim in (communicator.next_rank, communicator.prev_rank):
+        assert isinstance(error, P2PPeerError)
+        assert f"lost rank {victim}" in str(error)
+        assert f"rank {victim} died, or closed its connection" in str(error)
+    communicator.close()
+
+
+@MODES
+@pytest.mark.ranks(2, 4)
+def test_a_peer_that_stops_is_waited_for_until_the_deadline(ranks, settings):
+    victim = 1
+    communicator = P2PCommunicator(dist.group.WORLD, config(**settings))
+    ranks.plan_fault(Fault("stop", rank=victim, at="round 3"))
+    error = caught(lambda: run_around(communicator, ranks))
+    assert isinstance(error, (P2PPeerError, P2PTimeoutError))
+    if ranks.world_size == 2:
+        assert isinstance(error, P2PTimeoutError)
+        assert (error.rank, error.peer, error.seconds) == (0, victim, DEADLINE)
+        assert error.sequence == 3
+        assert error.lane in ("0>1[forward]", "1>0[forward]")
+    communicator.close()
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_fails_for_its_own_reasons_tells_the_others(ranks):
+    communicator = P2PCommunicator(dist.group.WORLD, config())
+    if ranks.rank == 1:
+        communicator.abort("loss is nan")
+    else:
+        error = caught(lambda: run_around(communicator, ranks))
+        assert isinstance(error, (P2PPeerError, P2PTimeoutError))
+        if ranks.rank == 0 or "rank 1" in str(error):
+            assert "loss is nan" in str(error)
+    communicator.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_timeout_has_the_numbers_and_the_lane_is_dead_on_both_sides(ranks):
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        if ranks.rank == 0:
+            lane = lanes[BACK]
+            handle = lane.irecv()
+            error = caught(lambda: handle.wait(0.3))
+            assert isinstance(error, P2PTimeoutError)
+            assert (error.rank, error.peer, error.lane, error.sequence) == (0, 1, "1>0[back]", 0)
+            assert error.seconds == 0.3
+            assert "rank 0 waited 0.3 s for receiving message 0 of lane 1>0[back]" in str(error)
+            assert caught(handle.wait) is error
+            assert handle.is_completed()
+            assert "is dead on rank 0" in str(caught(lane.irecv))
+            ranks.barrier()
+        else:
+            ranks.barrier()
+            error = caught(lambda: lanes[BACK].isend(torch.ones(2)).wait())
+            assert isinstance(error, P2PPeerError)
+            assert "rank 0 ended lane 1>0[back]: rank 0 waited 0.3 s" in str(error)
+            assert isinstance(caught(lambda: lanes[BACK].isend(torch.ones(2))), P2PLaneDeadError)
+        # Its neighbour in the other direction is none the worse.
+        if ranks.rank == 0:
+            lanes[THERE].isend(torch.ones(2)).wait()
+        else:
+            assert lanes[THERE].irecv().result().tolist() == [1, 1]
+
+
+@pytest.mark.ranks(2)
+def test_everything_under_way_on_a_dead_lane_fails_with_the_first_cause(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        if ranks.rank == 1:
+            handles = [lanes[THERE].irecv() for _ in range(3)]
+            calls = []
+            handles[2].on_done(lambda handle: calls.append(handle.error))
+            error = caught(lambda: handles[0].wait(0.2))
+            assert [caught(handle.wait) for handle in handles] == [error] * 3
+            assert calls == [error]
+            assert all(handle.is_completed() for handle in handles)
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_send_that_nobody_receives_ends_at_the_deadline_though_nobody_waits(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        if ranks.rank == 0:
+            handle = lanes[THERE].isend(torch.ones(2))
+            end = time.monotonic() + LATEST
+            while lanes[THERE].error is None:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert isinstance(lanes[THERE].error, P2PTimeoutError)
+            assert handle.is_completed()
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_receive_posted_long_ahead_is_not_late_until_somebody_waits(ranks):
+    with open_lanes([THERE], config=config(deadline=0.4)) as lanes:
+        if ranks.rank == 1:
+            handle = lanes[THERE].irecv()
+            time.sleep(1.0)
+            ranks.barrier()
+            assert handle.result().tolist() == [1, 1]
+        else:
+            ranks.barrier()
+            lanes[THERE].isend(torch.ones(2)).wait()
+
+
+@pytest.mark.ranks(2)
+def test_ten_lanes_of_a_stopped_peer_end_in_time_together(ranks):
+    specs = [LaneSpec(0, 1, str(n)) for n in range(10)]
+    ranks.plan_fault(Fault("stop", rank=1, at="now"))
+    with open_lanes(specs, config=config()) as lanes:
+        ranks.reach("now")
+        began = time.monotonic()
+        handles = [lanes[spec].isend(torch.ones(2)) for spec in specs]
+        for handle in handles:
+            with pytest.raises(P2PTimeoutError):
+                handle.wait()
+        assert time.monotonic() - began < LATEST
+
+
+class TestWrongOrder:
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("settings", [{"strict": True}, {"communicators": "shared"}], ids=["strict", "shared"])
+    def test_of_two_lanes_ends_in_an_error_on_both_sides(self, ranks, settings):
+        # Rank 0 sends on one lane after the other; rank 1 receives in the other order. With buffered sends and
+        # lanes of their own this works; with a rendezvous, or one communicator, it does not.
+        specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b")]
+        with open_lanes(specs, config=config(**settings), standing=dict.fromkeys(specs, torch.ones(2))) as lanes:
+
+            def act():
+                order = specs if ranks.rank == 0 else reversed(specs)
+                handles = [
+                    lanes[spec].isend(torch.ones(2)) if ranks.rank == 0 else lanes[spec].irecv() for spec in order
+                ]
+                for handle in handles:
+                    handle.wait()
+
+            error = caught(act)
+            assert isinstance(error, (P2PTimeoutError, P2PPeerError))
+            if isinstance(error, P2PPeerError):
+                assert f"rank {1 - ranks.rank} waited" in str(error)
+
+    @pytest.mark.ranks(2)
+    def test_is_survived_by_buffered_sends_on_lanes_of_their_own(self, ranks):
+        specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b")]
+        with open_lanes(specs, config=config()) as lanes:
+            if ranks.rank == 0:
+                for handle in [lanes[spec].isend(torch.tensor(float(n))) for n, spec in enumerate(specs)]:
+                    handle.wait()
+            else:
+                assert [lanes[spec].irecv().result().item() for spec in reversed(specs)] == [1, 0]
+
+    @pytest.mark.ranks(2)
+    def test_both_send_before_they_receive(self, ranks):
+        edge, way = Edge(0, 1), (FORWARD, BACKWARD)
+        mine, theirs = way if ranks.rank == 0 else reversed(way)
+
+        def act(communicator):
+            sent = communicator.isend(torch.ones(2), edge=edge, direction=mine)
+            communicator.irecv(edge=edge, direction=theirs).wait()
+            sent.wait()
+
+        buffered = P2PCommunicator(dist.group.WORLD, config())
+        act(buffered)
+        buffered.close()
+        strict = P2PCommunicator(dist.group.WORLD, config(strict=True))
+        error = caught(lambda: act(strict))
+        assert isinstance(error, (P2PTimeoutError, P2PPeerError))
+        strict.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come_to_open_its_lanes(ranks):
+    if ranks.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank"):
+            open_lanes([THERE], config=config(open_deadline=1.0))
+        assert time.monotonic() - began < 1.0 + 2.0
+    ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_peer_that_dies_while_lanes_are_opened(ranks):
+    ranks.plan_fault(Fault("kill", rank=1, after=0.0))
+    began = time.monotonic()
+    if ranks.rank == 1:
+        while True:
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError):
+        open_lanes([THERE], config=config(open_deadline=2.0))
+    assert time.monotonic() - began < 2.0 + 2.0

@@ -1,0 +1,588 @@
+"""Lanes on real ranks: what goes in comes out, in order; handles tell the truth; buffers come back."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport import (
+    Handle,
+    LaneSpec,
+    LaneSpecError,
+    P2PConfig,
+    P2PConfigError,
+    P2PLaneDeadError,
+    P2PMismatchError,
+    P2PPayloadError,
+    P2PTimeoutError,
+    P2PUsageError,
+    ReceiveHandle,
+    open_lanes,
+)
+
+THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
+DEADLINE = 20.0
+
+
+def config(**settings):
+    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
+
+
+def until(condition):
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.001)
+
+
+def equal(a, b):
+    """Whether two payloads are the same, structure, dtypes and bytes."""
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype is b.dtype
+            and a.shape == b.shape
+            and torch.equal(
+                a.contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
+            )
+        )
+    if isinstance(a, dict):
+        return type(b) is dict and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return a is b
+
+
+def values(shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+PAYLOADS = {
+    "none": None,
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+    "five dimensions": values((2, 1, 3, 1, 2)),
+    "list": [values((2,)), values((3,), torch.int64)],
+    "tuple with none": (None, values((2, 2), torch.bool), None),
+    "dict": {"hidden": values((2, 3), torch.bfloat16), "mask": values((2,), torch.bool), 4: None},
+    "nested": [{"a": (values((2,)), [None, torch.zeros(0)])}, []],
+    "only empties": [torch.zeros(0), torch.zeros(0, 3, dtype=torch.int8)],
+    "nothing at all": {},
+    "complex": values((3,), torch.complex64),
+    "float8": values((3,)).to(torch.float8_e4m3fn),
+    "float8 scalar": torch.tensor(2.0).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("communicators", ["separate", "shared"])
+@pytest.mark.parametrize("shapes", ["agreed", "header"])
+def test_every_payload_arrives_as_it_was_sent(ranks, shapes, communicators):
+    specs = {name: LaneSpec(0, 1, name) for name in PAYLOADS}
+    with open_lanes(specs.values(), config=config(shapes=shapes, communicators=communicators)) as lanes:
+        for name, payload in PAYLOADS.items():
+            for _ in range(3):
+                if ranks.rank == 0:
+                    lanes[specs[name]].isend(payload).wait()
+                else:
+                    assert equal(payload, lanes[specs[name]].irecv().result()), name
+
+
+@pytest.mark.ranks(2)
+def test_received_tensors_are_fresh_leaves_and_floats_require_grad(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        lane = lanes[THERE]
+        if ranks.rank == 0:
+            for _ in range(2):
+                lane.isend([torch.ones(2), torch.ones(2, dtype=torch.int64)]).wait()
+        else:
+            first, second = (lane.irecv().result() for _ in range(2))
+            assert [t.requires_grad for t in first] == [True, False]
+            assert first[0].is_leaf
+            assert first[0].data_ptr() != second[0].data_ptr()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_flow_back_only_for_what_the_sender_marked(ranks):
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        if ranks.rank == 0:
+            x, mask = torch.ones(2, requires_grad=True), torch.ones(2)
+            y = x * 3
+            lanes[THERE].isend({"y": y, "mask": mask}).wait()
+            grads = lanes[BACK].irecv().result()
+            assert grads["mask"] is None
+            y.backward(grads["y"])
+            assert x.grad.tolist() == [6.0, 6.0]
+        else:
+            received = lanes[THERE].irecv().result()
+            assert received["y"].requires_grad
+            assert not received["mask"].requires_grad
+            (received["y"] * received["mask"] * 2).sum().backward()
+            lanes[BACK].isend({name: tensor.grad for name, tensor in received.items()}).wait()
+
+
+@pytest.mark.ranks(2)
+def test_messages_keep_their_order_whoever_is_waited_for_first(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        lane, count = lanes[THERE], 20
+        if ranks.rank == 0:
+            handles = [lane.isend(torch.full((3,), float(n))) for n in range(count)]
+            for handle in reversed(handles):
+                handle.wait()
+        else:
+            handles = [lane.irecv() for _ in range(count)]
+            for n in (7, 3, 19, *range(count)):
+                assert handles[n].result().tolist() == [n] * 3
+            assert [handle.sequence for handle in handles] == list(range(count))
+
+
+@pytest.mark.ranks(2)
+def test_handles_satisfy_the_protocol_and_may_be_waited_for_again(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        handle = lanes[THERE].isend(torch.ones(2)) if ranks.rank == 0 else lanes[THERE].irecv()
+        assert isinstance(handle, Handle)
+        assert isinstance(handle, ReceiveHandle) == (ranks.rank == 1)
+        for _ in range(3):
+            handle.wait()
+            handle.wait(0.5)
+            handle.synchronize()
+            assert handle.is_completed()
+        assert repr(handle) == f"<{'send' if ranks.rank == 0 else 'receive'} 0 of lane 0>1[there]: done>"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("messages", [1, 3])
+def test_is_completed_tells_the_truth_without_a_wait(ranks, messages):
+    with open_lanes([THERE], config=config()) as lanes:
+        lane = lanes[THERE]
+        for _ in range(messages):
+            if ranks.rank == 0:
+                handle = lane.isend(torch.ones(2))
+                ranks.barrier()
+                assert not handle.is_completed()  # nobody has posted the receive
+                ranks.barrier()
+            else:
+                ranks.barrier()
+                time.sleep(0.02)
+                ranks.barrier()
+                handle = lane.irecv()
+            until(handle.is_completed)
+            handle.wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_receive_before_its_send_is_not_completed(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        if ranks.rank == 0:
+            ranks.barrier()
+            lanes[THERE].isend(torch.ones(2)).wait()
+        else:
+            handle = lanes[THERE].irecv()
+            assert not handle.is_completed()
+            assert not handle.is_completed()
+            ranks.barrier()
+            until(handle.is_completed)
+            assert handle.result().tolist() == [1, 1]
+
+
+@pytest.mark.ranks(2)
+def test_sends_that_nobody_waits_for_are_delivered_and_let_go(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        if ranks.rank == 0:
+            tensor = torch.full((5,), 3.0)
+            alive = weakref.ref(tensor)
+            lanes[THERE].isend(tensor)
+            del tensor
+            until(lambda: gc.collect() is not None and alive() is None)
+        else:
+            time.sleep(0.2)
+            assert lanes[THERE].irecv().result().tolist() == [3.0] * 5
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_many_threads_may_wait_for_one_handle(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        lane = lanes[THERE]
+        if ranks.rank == 0:
+            time.sleep(0.1)
+            lane.isend(torch.ones(2)).wait()
+            lane.isend(torch.zeros(2)).wait()
+        else:
+            first, second = lane.irecv(), lane.irecv()
+            seen = []
+            threads = [
+                threading.Thread(target=lambda handle=handle: seen.append(handle.result().sum().item()))
+                for handle in (second, first, first, second)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(DEADLINE)
+            assert sorted(seen) == [0, 0, 2, 2]
+
+
+@pytest.mark.ranks(2)
+def test_on_done_is_called_once_without_a_wait_and_may_start_the_next_hop(ranks):
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        if ranks.rank == 0:
+            for n in range(3):
+                lanes[THERE].isend(torch.full((2,), float(n))).wait()
+            for n in range(3):
+                assert lanes[BACK].irecv().result().tolist() == [n + 1.0] * 2
+        else:
+            calls = []
+
+            def forward(handle):
+                calls.append(handle.sequence)
+                lanes[BACK].isend(handle.result().detach() + 1)
+
+            for _ in range(3):
+                lanes[THERE].irecv().on_done(forward)
+            until(lambda: len(calls) == 3)
+            assert calls == [0, 1, 2]
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_on_done_of_what_is_done_is_called_at_once(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        handle = lanes[THERE].isend(torch.ones(2)) if ranks.rank == 0 else lanes[THERE].irecv()
+        handle.wait()
+        calls = []
+        handle.on_done(calls.append)
+        assert calls == [handle]
+
+
+@pytest.mark.ranks(2)
+def test_a_callback_that_raises_ends_the_lane(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        lane = lanes[THERE]
+        if ranks.rank == 0:
+            lane.isend(torch.ones(2)).wait()
+        else:
+            handle = lane.irecv()
+            handle.on_done(lambda _: 1 / 0)
+            until(lambda: lane.error is not None)
+            with pytest.raises(P2PLaneDeadError, match=r"on_done callback.*raised ZeroDivisionError"):
+                lane.irecv()
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_released_buffers_are_used_again(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        lane, in_flight, messages = lanes[THERE], 2, 8
+        if ranks.rank == 0:
+            for n in range(messages):
+                lane.isend(torch.full((4,), float(n))).wait()
+            assert lane.stats.messages == lane.stats.transfers == messages
+            assert lane.stats.bytes == messages * 16
+        else:
+            handles = [lane.irecv() for _ in range(in_flight)]
+            for n in range(messages):
+                handle = handles.pop(0)
+                tensor = handle.result()
+                assert tensor.tolist() == [n] * 4
+                (tensor * 2).sum().backward()
+                assert tensor.grad.tolist() == [2.0] * 4
+                handle.release()
+                handle.release()
+                with pytest.raises(P2PUsageError, match="was released"):
+                    handle.result()
+                if n + in_flight < messages:
+                    handles.append(lane.irecv())
+                assert lane.stats.live == min(in_flight, messages - n - 1)
+            # As many as were ever in use at once.
+            assert lane.stats.allocations == in_flight
+
+
+@pytest.mark.ranks(2)
+def test_what_is_under_way_cannot_be_released(ranks):
+    with open_lanes([THERE], config=config()) as lanes:
+        if ranks.rank == 1:
+            handle = lanes[THERE].irecv()
+            with pytest.raises(P2PUsageError, match="cannot be released before it is done"):
+                handle.release()
+        ranks.barrier()
+        if ranks.rank == 0:
+            lanes[THERE].isend(torch.ones(2)).wait()
+        else:
+            handle.wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_steady_exchange_is_one_message_each_way_and_no_host_wait(ranks):
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
+
+        def exchange():
+            sent, received = mine.isend(torch.ones(3)), theirs.irecv((3,))
+            received.wait()
+            sent.wait()
+
+        exchange()
+        before = mine.stats, theirs.stats
+        for _ in range(10):
+            exchange()
+        for old, new in zip(before, (mine.stats, theirs.stats), strict=True):
+            assert new.messages - old.messages == new.transfers - old.transfers == 10
+            assert new.bytes - old.bytes == 120
+            assert new.headers == old.headers == 1
+            assert new.host_syncs == old.host_syncs
+
+
+class TestBatch:
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("communicators", ["separate", "shared"])
+    def test_is_issued_at_its_end_and_nests(self, ranks, communicators):
+        with open_lanes([THERE, BACK], config=config(communicators=communicators)) as lanes:
+            for n in range(3):
+                with lanes.batch():
+                    with lanes.batch():
+                        sent = (lanes[THERE] if ranks.rank == 0 else lanes[BACK]).isend(torch.full((2,), float(n)))
+                    received = (lanes[BACK] if ranks.rank == 0 else lanes[THERE]).irecv()
+                    assert sent.sequence == received.sequence == -1
+                    assert not sent.is_completed()
+                    with pytest.raises(P2PUsageError, match=r"waited for inside the batch\(\)"):
+                        received.wait()
+                assert sent.sequence == received.sequence == n
+                assert received.result().tolist() == [n, n]
+                sent.wait()
+
+    @pytest.mark.ranks(2)
+    def test_that_raises_issues_nothing(self, ranks):
+        with open_lanes([THERE], config=config()) as lanes:
+            lane = lanes[THERE]
+            if ranks.rank == 0:
+                with pytest.raises(ZeroDivisionError), lanes.batch():
+                    lane.isend(torch.zeros(2))
+                    _ = 1 / 0
+                handle = lane.isend(torch.ones(2))
+                handle.wait()
+                assert handle.sequence == 0
+            else:
+                assert lane.irecv().result().tolist() == [1, 1]
+
+    @pytest.mark.ranks(2)
+    def test_belongs_to_its_thread(self, ranks):
+        with open_lanes([THERE, BACK], config=config()) as lanes:
+            mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
+            with lanes.batch():
+                held = mine.isend(torch.ones(2)) if ranks.rank == 0 else None
+                issued = []
+                thread = threading.Thread(target=lambda: issued.append(theirs.irecv()))
+                thread.start()
+                thread.join()
+                assert issued[0].sequence == 0
+                assert held is None or held.sequence == -1
+            if ranks.rank == 1:
+                mine.isend(torch.zeros(2)).wait()
+            issued[0].wait()
+
+
+class TestLocalLane:
+    HERE = LaneSpec(0, 0, "here")
+
+    @pytest.mark.ranks(1)
+    def test_is_a_copy_with_the_same_rules(self, ranks):
+        with open_lanes([self.HERE], config=config()) as lanes:
+            lane = lanes[self.HERE]
+            assert lane.group is None
+            early = lane.irecv((2,))
+            assert not early.is_completed()
+            tensor = torch.ones(2)
+            lane.isend(tensor).wait()
+            tensor.zero_()
+            assert early.is_completed()
+            assert early.result().tolist() == [1, 1]
+            assert early.result().requires_grad
+            lane.isend(torch.full((2,), 2.0))
+            lane.isend(torch.full((2,), 3.0))
+            assert [lane.irecv().result()[0].item() for _ in range(2)] == [2, 3]
+            assert lane.stats.messages == 6
+
+    @pytest.mark.ranks(1)
+    def test_refuses_another_shape(self, ranks):
+        with open_lanes([self.HERE], config=config()) as lanes:
+            lanes[self.HERE].isend(torch.ones(2))
+            with pytest.raises(P2PMismatchError, match=r"message 1 of lane 0>0\[here\] is float32\[3\]"):
+                lanes[self.HERE].isend(torch.ones(3))
+        with open_lanes([self.HERE], config=config()) as lanes:
+            handle = lanes[self.HERE].irecv((3,))
+            with pytest.raises(P2PMismatchError, match=r"shape \[3\].*announced float32\[2\]"):
+                lanes[self.HERE].isend(torch.ones(2))
+            with pytest.raises(P2PMismatchError):
+                handle.wait()
+
+    @pytest.mark.ranks(1)
+    def test_a_receive_that_nobody_answers_ends_at_the_deadline(self, ranks):
+        with open_lanes([self.HERE], config=config()) as lanes:
+            with pytest.raises(P2PTimeoutError, match=r"rank 0 waited 0\.1 s for receiving message 0"):
+                lanes[self.HERE].irecv().wait(0.1)
+            with pytest.raises(P2PLaneDeadError, match="dead on rank 0"):
+                lanes[self.HERE].isend(torch.ones(1))
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("shapes", ["header", "manifest"])
+    def test_shapes_may_vary(self, ranks, shapes):
+        with open_lanes([self.HERE], config=config(shapes=shapes)) as lanes:
+            lane = lanes[self.HERE]
+            payloads = [torch.ones(n) for n in range(3)]
+            if shapes == "manifest":
+                lane.announce(payloads)
+            for payload in payloads:
+                lane.isend(payload)
+                assert equal(payload, lane.irecv().result())
+
+    @pytest.mark.ranks(1)
+    def test_a_next_hop_starts_when_the_message_comes(self, ranks):
+        with open_lanes([self.HERE], config=config()) as lanes:
+            came = []
+            lanes[self.HERE].irecv().on_done(lambda handle: came.append(handle.result().item()))
+            assert not came
+            lanes[self.HERE].isend(torch.tensor(4.0))
+            assert came == [4.0]
+
+
+class TestUse:
+    @pytest.mark.ranks(2)
+    def test_each_end_has_its_verb(self, ranks):
+        with open_lanes([THERE], config=config()) as lanes:
+            if ranks.rank == 0:
+                with pytest.raises(P2PUsageError, match=r"rank 0 cannot receive on lane 0>1.*it is the source"):
+                    lanes[THERE].irecv()
+            else:
+                with pytest.raises(P2PUsageError, match=r"rank 1 cannot send on lane 0>1.*it is the destination"):
+                    lanes[THERE].isend(torch.ones(1))
+                with pytest.raises(P2PUsageError, match="rank 1 cannot announce"):
+                    lanes[THERE].announce([])
+            ranks.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_what_cannot_be_sent_is_refused_and_the_lane_lives(self, ranks):
+        with open_lanes([THERE], config=config(pipeline_dtype=torch.float32)) as lanes:
+            lane = lanes[THERE]
+            if ranks.rank == 0:
+                for _ in range(2):  # before and after the shape stands
+                    for wrong in (
+                        torch.ones(2, 2).t(),
+                        torch.ones(2, dtype=torch.float64),
+                        torch.ones(2, device="meta"),
+                    ):
+                        with pytest.raises(P2PPayloadError):
+                            lane.isend(wrong)
+                    lane.isend(torch.ones(2)).wait()
+            else:
+                for _ in range(2):
+                    assert lane.irecv((2,)).result().tolist() == [1, 1]
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("timeout", [0, -1.0, "soon"])
+    def test_a_timeout_is_a_time(self, ranks, timeout):
+        with open_lanes([THERE], config=config()) as lanes:
+            handle = lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
+            ranks.barrier()
+            with pytest.raises(P2PUsageError, match="give seconds above 0"):
+                handle.wait(timeout)
+            handle.wait()
+
+
+class TestOpening:
+    @pytest.mark.ranks(3)
+    def test_only_members_get_a_lane_and_each_has_carried_a_message(self, ranks):
+        specs = [LaneSpec(0, 1), LaneSpec(1, 2), LaneSpec(2, 0), LaneSpec(1, 1)]
+        with open_lanes(specs, config=config()) as lanes:
+            assert list(lanes) == sorted(spec for spec in specs if ranks.rank in spec.pair)
+            groups = {id(lane.group) for lane in lanes.values() if lane.group is not None}
+            assert len(groups) == sum(not spec.is_local for spec in lanes)
+
+    @pytest.mark.ranks(3)
+    def test_in_one_order_whatever_each_rank_knows_and_says_first(self, ranks):
+        everything = [LaneSpec(a, b, label) for a in range(3) for b in range(3) if a != b for label in "xy"]
+        mine = [spec for spec in everything if ranks.rank in spec.pair]
+        given = mine if ranks.rank == 0 else everything[:: -1 if ranks.rank == 1 else 1]
+        with open_lanes(given, config=config()) as lanes:
+            assert set(lanes) == set(mine)
+
+    @pytest.mark.ranks(2)
+    def test_twice_gives_lanes_of_their_own(self, ranks):
+        with open_lanes([THERE], config=config()) as first, open_lanes([THERE], config=config()) as second:
+            if ranks.rank == 0:
+                sent = [lanes[THERE].isend(torch.tensor(float(n))) for n, lanes in enumerate((first, second))]
+                for handle in sent:
+                    handle.wait()
+            else:
+                assert second[THERE].irecv().result().item() == 1
+                assert first[THERE].irecv().result().item() == 0
+
+    @pytest.mark.ranks(2)
+    def test_on_a_shared_communicator_all_lanes_of_two_ranks_use_one_group(self, ranks):
+        specs = [THERE, BACK, LaneSpec(0, 1, "more")]
+        with open_lanes(specs, config=config(communicators="shared")) as lanes:
+            assert len({id(lane.group) for lane in lanes.values()}) == 1
+
+    @pytest.mark.ranks(2)
+    def test_different_settings_are_told_on_both_sides(self, ranks):
+        dtype = torch.float32 if ranks.rank == 0 else torch.bfloat16
+        with pytest.raises(P2PMismatchError, match=r"lane 0>1\[there\] with different settings.*pipeline_dtype"):
+            open_lanes([THERE], config=config(pipeline_dtype=dtype))
+
+    @pytest.mark.ranks(2)
+    def test_shapes_that_stand_from_the_start_need_no_header(self, ranks):
+        example = {"x": torch.empty(2, 3, device="meta"), "n": torch.empty(4, dtype=torch.int64, device="meta")}
+        with open_lanes([THERE], config=config(), standing={THERE: example}) as lanes:
+            payload = {"x": values((2, 3)), "n": values((4,), torch.int64)}
+            if ranks.rank == 0:
+                lanes[THERE].isend(payload).wait()
+            else:
+                assert equal(payload, lanes[THERE].irecv().result())
+            assert lanes[THERE].stats.headers == lanes[THERE].stats.host_syncs == 0
+
+    @pytest.mark.ranks(2)
+    def test_shapes_that_stand_are_compared_first(self, ranks):
+        example = torch.empty(2 + ranks.rank, 900, device="meta")
+        with pytest.raises(P2PMismatchError, match=r"'standing': \('float32\[[23], 900\]', 'float32\[[23], 900\]'\)"):
+            open_lanes([THERE], config=config(), standing={THERE: example})
+
+    @pytest.mark.ranks(2)
+    def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
+        with pytest.raises(LaneSpecError, match="lane 0>1 is given twice"):
+            open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
+        with pytest.raises(LaneSpecError, match="lane 0>2 has rank 2, but the world has 2 ranks"):
+            open_lanes([LaneSpec(0, 2)])
+        with pytest.raises(LaneSpecError, match="standing gives shapes for"):
+            open_lanes([THERE], standing={BACK: torch.ones(1)})
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "meta"), ("mpi", None)])
+    def test_backend_and_device_must_go_together(self, ranks, backend, device):
+        with pytest.raises(P2PConfigError, match="gloo moves CPU tensors and nccl CUDA tensors"):
+            open_lanes([LaneSpec(0, 0)], backend=backend, device=device)
+
+    @pytest.mark.ranks(2)
+    def test_closed_lanes_free_their_groups_and_say_so(self, ranks):
+        lanes = open_lanes([THERE], config=config())
+        group = lanes[THERE].group
+        assert dist.get_process_group_ranks(group) == [0, 1]
+        assert not lanes.closed
+        lanes.close()
+        lanes.close()
+        assert lanes.closed
+        with pytest.raises(KeyError):
+            dist.get_process_group_ranks(group)
+        with pytest.raises(P2PLaneDeadError, match="was closed on rank"):
+            lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
+
+    @pytest.mark.ranks(2)
+    def test_no_thread_outlives_its_lanes(self, ranks):
+        before = set(threading.enumerate())
+        with open_lanes([THERE], config=config()) as lanes:
+            handle = lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
+            until(handle.is_completed)
+            assert any(thread.name.startswith("pipegrid") for thread in threading.enumerate())
+        assert set(threading.enumerate()) <= before

@@ -1,0 +1,204 @@
+"""Payloads to tensors and back, without ranks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegrid.transport import P2PPayloadError, P2PUsageError, is_single_shape
+from pipegrid.transport.payload import carried, check_sendable, flatten, signature_of, unflatten
+from pipegrid.transport.recipe import Wish, cook
+from pipegrid.transport.stats import Tally
+
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8,
+    torch.bool, torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def tensors_of(shape, dtype):
+    return torch.ones(shape, dtype=torch.float32).to(dtype)
+
+
+class TestFlatten:
+    def test_keeps_structure_and_none(self):
+        a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+        payload = {"x": a, 7: [None, (b, [])], "y": {"z": c}}
+        found, tree = flatten(payload)
+        assert found == [a, b, c]
+        assert unflatten(tree, found) == payload
+
+    def test_of_one_tensor_is_just_that(self):
+        a = torch.zeros(1)
+        assert flatten(a) == ([a], 0)
+        assert flatten(None) == ([], None)
+
+    @pytest.mark.parametrize(
+        ("payload", "text"),
+        [
+            (3.0, "holds a float"),
+            (["text"], "holds a str"),
+            ({(1, 2): None}, r"the key \(1, 2\)"),
+            ({True: None}, "the key True"),
+            ([{"a": {1, 2}}], "holds a set"),
+        ],
+    )
+    def test_says_what_is_no_payload(self, payload, text):
+        with pytest.raises(P2PPayloadError, match=text):
+            flatten(payload)
+
+
+class TestSendable:
+    def check(self, tensor, dtype=None):
+        check_sendable(tensor, device=CPU, dtype=dtype, lane="0>1")
+
+    def test_contiguous_tensors_of_any_dtype_are(self):
+        for dtype in DTYPES:
+            self.check(tensors_of((2, 3), dtype))
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [torch.zeros(2, 3).t(), torch.zeros(4)[::2], torch.zeros(1).expand(3), torch.zeros(2, 2).to_sparse()],
+        ids=["transposed", "strided", "expanded", "sparse"],
+    )
+    def test_others_are_refused_with_the_remedy(self, tensor):
+        with pytest.raises(P2PPayloadError, match=r"not contiguous.*send tensor\.contiguous\(\)"):
+            self.check(tensor)
+
+    def test_of_another_device_are_refused(self):
+        with pytest.raises(P2PPayloadError, match="tensors of device cpu, got one of meta"):
+            self.check(torch.zeros(2, device="meta"))
+
+    def test_of_another_floating_dtype_are_refused_and_integers_are_not(self):
+        self.check(torch.zeros(2, dtype=torch.int64), torch.bfloat16)
+        with pytest.raises(P2PPayloadError, match=r"torch\.float32, but pipeline_dtype is torch\.bfloat16"):
+            self.check(torch.zeros(2), torch.bfloat16)
+
+
+class TestCarried:
+    def test_a_plain_tensor_goes_as_it_is(self):
+        tensor = torch.ones(3)
+        assert carried([tensor], CPU)[0] is tensor
+
+    def test_no_graph_goes_along(self):
+        assert not carried([torch.ones(3, requires_grad=True)], CPU)[0].requires_grad
+        assert not carried([torch.ones(3, requires_grad=True)] * 2, CPU)[0].requires_grad
+
+    def test_exotic_dtypes_go_as_bytes_of_the_same_memory(self):
+        tensor = torch.ones(3, dtype=torch.complex64)
+        (wire,) = carried([tensor], CPU)
+        assert wire.dtype is torch.uint8
+        assert wire.data_ptr() == tensor.data_ptr()
+        assert carried([torch.ones((), dtype=torch.complex64)], CPU)[0].numel() == 8
+
+    @pytest.mark.parametrize("tensors", [[], [torch.zeros(0)], [torch.zeros(0, 3), torch.zeros(2, 0)]])
+    def test_a_message_of_no_bytes_goes_as_one(self, tensors):
+        (wire,) = carried(tensors, CPU)
+        assert wire.nbytes == 1
+
+    def test_empty_tensors_among_others_do_not_go(self):
+        full = torch.ones(3)
+        assert len(carried([torch.zeros(0), full, torch.zeros(2, 0)], CPU)) == 1
+
+
+class TestShapes:
+    @pytest.mark.parametrize("x", [(2, 3), [2, 3], torch.Size([2, 3]), torch.Size([]), (), (0,), [torch.tensor(2)]])
+    def test_single(self, x):
+        assert is_single_shape(x)
+
+    @pytest.mark.parametrize("x", [[], [(2, 3)], [()], [[2], [3]], None, 3, "23", (2, -1), (2, None), (True,), (2.0,)])
+    def test_not_single(self, x):
+        assert not is_single_shape(x)
+
+    def test_a_wish_is_one_shape_or_a_list_with_none(self):
+        assert Wish.of([2, 3]) == Wish(True, ((2, 3),))
+        assert Wish.of([(2, 3), None, ()]) == Wish(False, ((2, 3), None, ()))
+        assert str(Wish.of([(2, 3), None])) == "[[2, 3], None]"
+
+    @pytest.mark.parametrize("shapes", [3, "ab", [2, None], {"a": (2,)}, [(2,), "x"]])
+    def test_anything_else_is_refused(self, shapes):
+        with pytest.raises(P2PUsageError, match="shapes of a receive are"):
+            Wish.of(shapes)
+
+
+def recipe_for(payload, wish=None, dtype=None):
+    return cook(signature_of(*flatten(payload)), None if wish is None else Wish.of(wish), device=CPU, dtype=dtype)
+
+
+class TestRecipe:
+    @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=5)), max_size=4))
+    def test_buffers_are_like_what_was_announced(self, parts):
+        payload = [tensors_of(shape, dtype) for dtype, shape in parts]
+        recipe = recipe_for(payload)
+        tally = Tally()
+        for _ in range(2):
+            buffers = recipe.buffers(tally)
+            assert [(b.shape, b.dtype, b.is_contiguous()) for b in buffers] == [
+                (p.shape, p.dtype, True) for p in payload
+            ]
+            recipe.keep()  # from now on from templates
+        assert tally.allocations == 2
+
+    def test_floating_tensors_require_grad_and_others_do_not(self):
+        recipe = recipe_for([torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.complex64)])
+        assert [t.requires_grad for t in recipe.payload(recipe.buffers(Tally()))] == [True, False, True]
+
+    def test_where_the_sender_marks_some_only_those_do(self):
+        recipe = recipe_for({"x": torch.zeros(1, requires_grad=True), "mask": torch.zeros(1)})
+        received = recipe.payload(recipe.buffers(Tally()))
+        assert received["x"].requires_grad
+        assert not received["mask"].requires_grad
+
+    def test_buffers_given_back_are_used_again_without_their_past(self):
+        recipe = recipe_for(torch.zeros(3))
+        tally = Tally()
+        buffers = recipe.buffers(tally)
+        (recipe.payload(buffers) * 2).sum().backward()
+        recipe.free.append(buffers)
+        again = recipe.payload(recipe.buffers(tally))
+        assert again.data_ptr() == buffers[0].data_ptr()
+        assert again.is_leaf
+        assert again.grad is None
+        assert tally.allocations == 1
+
+    @pytest.mark.parametrize(
+        ("sent", "wish"),
+        [
+            (torch.zeros(2, 3), (2, 3)),
+            ([torch.zeros(2, 3)], (2, 3)),
+            (torch.zeros(2, 3), [(2, 3)]),
+            ((torch.zeros(2), None, torch.zeros(())), [(2,), None, ()]),
+            (None, [None]),
+        ],
+    )
+    def test_a_wish_that_fits_decides_the_form(self, sent, wish):
+        recipe = recipe_for(sent, wish)
+        received = recipe.payload(recipe.buffers(Tally()))
+        if is_single_shape(wish):
+            assert received.shape == wish
+        else:
+            assert [None if part is None else tuple(part.shape) for part in received] == list(wish)
+
+    @pytest.mark.parametrize(
+        ("sent", "wish"),
+        [
+            (torch.zeros(2, 3), (3, 2)),
+            (torch.zeros(2, 3), (6,)),
+            (torch.zeros(2, 3), [(2, 3), (2, 3)]),
+            ([torch.zeros(2), None], [(2,), (2,)]),
+            (None, (2,)),
+            ({"a": torch.zeros(2)}, (2,)),
+        ],
+    )
+    def test_a_wish_that_does_not_fit_has_no_recipe(self, sent, wish):
+        assert recipe_for(sent, wish) is None
+
+    def test_where_shapes_vary_only_the_form_counts(self):
+        signature = signature_of(*flatten([torch.zeros(2), torch.zeros(3)]))
+        for wish, fits in (([(), ()], True), ([(9,), None], True), ([()], False), ((), False)):
+            assert (cook(signature, Wish.of(wish), device=CPU, exact=False) is not None) == fits
+
+    def test_nor_has_another_floating_dtype(self):
+        assert recipe_for(torch.zeros(2), dtype=torch.float16) is None
+        assert recipe_for(torch.zeros(2, dtype=torch.int8), dtype=torch.float16) is not None

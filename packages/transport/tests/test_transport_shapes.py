@@ -1,0 +1,256 @@
+"""How a receiver learns what comes, and what happens on both sides where the two disagree."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport import (
+    LaneSpec,
+    P2PCommunicator,
+    P2PConfig,
+    P2PLaneDeadError,
+    P2PMismatchError,
+    P2PUsageError,
+    open_lanes,
+)
+
+LANE = LaneSpec(0, 1, "there")
+DEADLINE = 20.0
+SHAPES = [(2, 3), (0,), (), (1, 2, 3, 4), (7,), (2, 0, 2)]
+
+
+def config(**settings):
+    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("communicators", ["separate", "shared"])
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_with_headers_shapes_and_dtypes_may_change_with_every_message(ranks, communicators, ahead):
+    messages = [
+        torch.full(shape, float(n)).to(dtype)
+        for n, (shape, dtype) in enumerate((s, d) for s in SHAPES for d in (torch.float32, torch.int16, torch.bool))
+    ]
+    with open_lanes([LANE], config=config(variable_seq_lengths=True, communicators=communicators)) as lanes:
+        lane = lanes[LANE]
+        if communicators == "shared":
+            ahead = 1
+        if ranks.rank == 0:
+            for handle in [lane.isend(message) for message in messages]:
+                handle.wait()
+        else:
+            handles = [lane.irecv() for _ in range(ahead)]
+            for n, expected in enumerate(messages):
+                received = handles.pop(0).result()
+                assert (received.shape, received.dtype) == (expected.shape, expected.dtype)
+                assert torch.equal(received.detach(), expected)
+                if n + ahead < len(messages):
+                    handles.append(lane.irecv())
+        assert lane.stats.headers == len(messages)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shapes", ["manifest", "header"])
+def test_a_manifest_announces_a_whole_step_at_once(ranks, shapes):
+    with open_lanes([LANE], config=config(shapes=shapes)) as lanes:
+        lane = lanes[LANE]
+        for step in range(3):
+            step_shapes = SHAPES[step:]
+            if ranks.rank == 0:
+                lane.announce([torch.empty(shape, device="meta") for shape in step_shapes])
+                for handle in [lane.isend(torch.full(shape, float(step))) for shape in step_shapes]:
+                    handle.wait()
+            else:
+                for handle, shape in [(lane.irecv(), shape) for shape in step_shapes]:
+                    assert torch.equal(handle.result().detach(), torch.full(shape, float(step)))
+        assert lane.stats.headers == 3
+
+
+@pytest.mark.ranks(2)
+def test_with_headers_a_message_in_no_manifest_has_its_own(ranks):
+    with open_lanes([LANE], config=config(shapes="header")) as lanes:
+        lane = lanes[LANE]
+        if ranks.rank == 0:
+            lane.announce([])
+            lane.announce([torch.empty(2, device="meta")])
+            for size in (2, 5):
+                lane.isend(torch.ones(size)).wait()
+        else:
+            assert [lane.irecv().result().numel() for _ in range(2)] == [2, 5]
+        assert lane.stats.headers == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_long_header_needs_no_more_than_a_short_one(ranks):
+    payload = {f"a rather long name for tensor number {n}": torch.full((n,), float(n)) for n in range(100)}
+    with open_lanes([LANE], config=config()) as lanes:
+        for _ in range(2):
+            if ranks.rank == 0:
+                lanes[LANE].isend(payload).wait()
+            else:
+                received = lanes[LANE].irecv().result()
+                assert list(received) == list(payload)
+                assert all(torch.equal(received[name].detach(), payload[name]) for name in payload)
+
+
+@pytest.mark.ranks(2)
+def test_announcing_is_for_shapes_that_vary(ranks):
+    with open_lanes([LANE], config=config()) as lanes:
+        if ranks.rank == 0:
+            with pytest.raises(P2PUsageError, match="shapes='agreed', fixed by its first message"):
+                lanes[LANE].announce([torch.ones(1)])
+
+
+@pytest.mark.ranks(2)
+def test_a_message_in_no_manifest_is_refused_before_it_is_sent(ranks):
+    with open_lanes([LANE], config=config(shapes="manifest")) as lanes:
+        lane = lanes[LANE]
+        if ranks.rank == 0:
+            with pytest.raises(P2PUsageError, match="is in no manifest"):
+                lane.isend(torch.ones(2))
+
+
+def both_are_told(ranks, lane, act, text):
+    """Both sides of a lane raise the mismatch, the lane is dead on both, and says why."""
+    with pytest.raises(P2PMismatchError, match=text):
+        act()
+    with pytest.raises(P2PLaneDeadError, match="is dead on rank"):
+        (lane.isend if ranks.rank == 0 else lane.irecv)(*([torch.ones(2)] if ranks.rank == 0 else []))
+    assert isinstance(lane.error, P2PMismatchError)
+
+
+def send_all(lane, *payloads):
+    for handle in [lane.isend(payload) for payload in payloads]:
+        handle.wait()
+
+
+def receive_all(lane, *wishes):
+    for wish in wishes:
+        lane.irecv(wish).result()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sound", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (torch.ones(3), r"float32\[3\]"),
+        (torch.ones(2, dtype=torch.float64), r"float64\[2\]"),
+        ([torch.ones(2)], r"\[float32\[2\]\]"),
+        (None, "is None"),
+    ],
+    ids=["shape", "dtype", "structure", "none"],
+)
+def test_a_sender_that_sends_something_else_than_agreed(ranks, sound, sent, text):
+    with open_lanes([LANE], config=config()) as lanes:
+        lane = lanes[LANE]
+        good = [torch.ones(2)] * (1 + sound)
+        if ranks.rank == 0:
+            send_all(lane, *good)
+            both_are_told(ranks, lane, lambda: lane.isend(sent), text)
+        else:
+            receive_all(lane, *[None] * len(good))
+            both_are_told(ranks, lane, lambda: lane.irecv().result(), "rank 0 ended lane 0>1.there.: message.*" + text)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shapes", ["agreed", "given"])
+@pytest.mark.parametrize("sound", [0, 3])
+def test_a_receiver_that_expects_another_shape(ranks, shapes, sound):
+    with open_lanes([LANE], config=config(shapes=shapes)) as lanes:
+        lane = lanes[LANE]
+        text = r"rank 1 expects message \d of lane 0>1.there. to be of shape \[3\].*rank 0 announced float32\[2\]"
+        if ranks.rank == 0:
+            send_all(lane, *[torch.ones(2)] * sound)
+            both_are_told(ranks, lane, lambda: send_all(lane, torch.ones(2)), text)
+        else:
+            receive_all(lane, *[(2,)] * sound)
+            both_are_told(ranks, lane, lambda: lane.irecv((3,)).wait(), text)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_receiver_of_another_dtype(ranks, given):
+    # The settings of both ends agree; the message does not keep to them.
+    with open_lanes([LANE], config=config(pipeline_dtype=torch.float32)) as lanes:
+        lane = lanes[LANE]
+        lane._dtype = [torch.float64, torch.float32][ranks.rank]  # as if they had been told differently
+        text = r"in torch\.float32, but rank 0 announced float64\[2\]"
+        if ranks.rank == 0:
+            both_are_told(ranks, lane, lambda: send_all(lane, torch.ones(2, dtype=torch.float64)), text)
+        else:
+            both_are_told(ranks, lane, lambda: lane.irecv((2,) if given else None).wait(), text)
+
+
+@pytest.mark.ranks(2)
+def test_a_sender_that_does_not_keep_to_its_manifest(ranks):
+    with open_lanes([LANE], config=config(shapes="manifest")) as lanes:
+        lane = lanes[LANE]
+        text = r"message 1 of lane 0>1.there. is float32\[5\], but float32\[3\] was announced"
+        if ranks.rank == 0:
+            lane.announce([torch.ones(2), torch.ones(3)])
+            send_all(lane, torch.ones(2))
+            both_are_told(ranks, lane, lambda: lane.isend(torch.ones(5)), text)
+        else:
+            receive_all(lane, None)
+            both_are_told(ranks, lane, lambda: lane.irecv().wait(), text)
+
+
+@pytest.mark.ranks(2)
+def test_lists_of_other_lengths_where_shapes_vary(ranks):
+    with open_lanes([LANE], config=config(shapes="header")) as lanes:
+        lane = lanes[LANE]
+        text = r"to be of shape \[\[\], \[\]\], but rank 0 announced \[float32\[2\]\]"
+        if ranks.rank == 0:
+            both_are_told(ranks, lane, lambda: send_all(lane, [torch.ones(2)]), text)
+        else:
+            both_are_told(ranks, lane, lambda: lane.irecv([(), ()]).wait(), text)
+
+
+@pytest.mark.ranks(2)
+def test_renewed_by_the_sender_only(ranks):
+    # The receiver has posted the old size: the new header finds nobody, and nothing overflows.
+    settings = config(deadline=1.0)
+    with open_lanes([LANE], config=settings) as lanes:
+        lane = lanes[LANE]
+        if ranks.rank == 0:
+            send_all(lane, torch.ones(2))
+            lane.renew()
+            with pytest.raises(TimeoutError if lane.error is None else RuntimeError):
+                send_all(lane, torch.ones(200))
+        else:
+            receive_all(lane, None)
+            with pytest.raises(RuntimeError):
+                receive_all(lane, None)
+
+
+@pytest.mark.ranks(2)
+def test_renewed_by_the_receiver_only(ranks):
+    with open_lanes([LANE], config=config(deadline=1.0)) as lanes:
+        lane = lanes[LANE]
+        if ranks.rank == 0:
+            send_all(lane, torch.ones(2))
+            with pytest.raises(RuntimeError):
+                send_all(lane, torch.ones(2))
+        else:
+            receive_all(lane, None)
+            lane.renew()
+            with pytest.raises(RuntimeError):
+                receive_all(lane, None)
+
+
+@pytest.mark.ranks(3)
+def test_in_a_pipeline_the_other_lanes_live_on(ranks):
+    settings = config(pipeline_dtype=torch.float32)
+    communicator = P2PCommunicator(dist.group.WORLD, settings)
+    if ranks.rank == 1:
+        with pytest.raises(P2PMismatchError):
+            communicator.recv_forward((3,))
+    elif ranks.rank == 0:
+        with pytest.raises(P2PMismatchError):
+            communicator.send_forward(torch.ones(2))
+    if ranks.rank == 1:
+        communicator.send_forward(torch.ones(4))
+    elif ranks.rank == 2:
+        assert communicator.recv_forward((4,)).tolist() == [1] * 4
+    communicator.close()

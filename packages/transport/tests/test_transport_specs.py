@@ -1,0 +1,246 @@
+"""The pure half: lanes as data, settings, errors, what a header says."""
+
+import pickle
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegrid.transport import (
+    Direction,
+    LaneSpec,
+    LaneSpecError,
+    P2PConfig,
+    P2PConfigError,
+    P2PError,
+    P2PMismatchError,
+    P2PPeerError,
+    P2PTimeoutError,
+    P2PUsageError,
+    pipeline_lanes,
+)
+from pipegrid.transport.agreement import Agreement
+from pipegrid.transport.config import as_config
+from pipegrid.transport.pipeline_lanes import direction_lane
+from pipegrid.transport.signature import Signature, TensorSpec, decode, encode, leaves
+
+
+class TestLaneSpec:
+    def test_orders_by_ranks_then_label_and_names_itself(self):
+        specs = [LaneSpec(1, 0), LaneSpec(0, 1, "b"), LaneSpec(0, 1, "a"), LaneSpec(0, 0)]
+        assert [str(spec) for spec in sorted(specs)] == ["0>0", "0>1[a]", "0>1[b]", "1>0"]
+
+    def test_knows_its_pair_and_whether_it_stays_on_one_rank(self):
+        assert LaneSpec(3, 1).pair == LaneSpec(1, 3).pair == (1, 3)
+        assert LaneSpec(2, 2).is_local
+        assert not LaneSpec(2, 3).is_local
+
+    @pytest.mark.parametrize(("arguments", "text"), [((-1, 0), "-1"), ((0, "1"), "'1'"), ((0.5, 1), "0.5")])
+    def test_refuses_what_is_no_rank(self, arguments, text):
+        with pytest.raises(LaneSpecError, match=f"global ranks.*{text}"):
+            LaneSpec(*arguments)
+
+    def test_refuses_a_label_that_is_no_text(self):
+        with pytest.raises(LaneSpecError, match="label of lane 0>1 is a text, got 3"):
+            LaneSpec(0, 1, 3)
+
+
+class TestPipelineLanes:
+    @pytest.mark.parametrize("count", range(1, 9))
+    def test_every_neighbour_pair_has_a_lane_in_each_direction(self, count):
+        ranks = [10 + 3 * index for index in range(count)]
+        lanes = pipeline_lanes(ranks)
+        expected = {
+            direction_lane(ranks[index], ranks[(index + 1) % count], direction)
+            for index in range(count)
+            for direction in Direction
+        }
+        assert set(lanes) == expected
+        assert len(lanes) == 2 * count
+        assert list(lanes) == sorted(lanes)
+
+    def test_of_two_stages_activations_and_gradients_never_share_a_lane(self):
+        # Next and previous are the same rank here.
+        assert [str(lane) for lane in pipeline_lanes([0, 1])] == [
+            "0>1[backward]", "0>1[forward]", "1>0[backward]", "1>0[forward]",
+        ]  # fmt: skip
+
+    def test_a_v_turns_on_one_rank_and_comes_back(self):
+        lanes = {str(lane) for lane in pipeline_lanes([0, 1], placement=[0, 1, 1, 0])}
+        assert lanes == {
+            "0>1[forward]", "1>0[backward]", "1>1[forward]", "1>1[backward]", "1>0[forward]", "0>1[backward]",
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("placement", [[0], [], [0, 2], [0, -1]])
+    def test_refuses_a_placement_that_is_none(self, placement):
+        with pytest.raises(LaneSpecError, match="two or more stages an index from 0 to 1"):
+            pipeline_lanes([0, 1], placement=placement)
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("pipeline_dtype", "float32"),
+            ("variable_seq_lengths", 1),
+            ("batch_p2p_comm", None),
+            ("virtual_pipeline_model_parallel_size", 0),
+            ("timers", 3),
+            ("shapes", "fixed"),
+            ("communicators", "both"),
+            ("strict", "yes"),
+            ("deadline", 0),
+            ("deadline", float("inf")),
+            ("open_deadline", True),
+            ("max_ctas", -1),
+        ],
+    )
+    def test_says_which_setting_has_which_wrong_value(self, setting, value):
+        with pytest.raises(P2PConfigError, match=f"{setting} is {value!r}; it must be"):
+            P2PConfig(**{setting: value})
+
+    @pytest.mark.parametrize("shapes", ["given", "agreed"])
+    def test_refuses_fixed_shapes_that_vary(self, shapes):
+        with pytest.raises(P2PConfigError, match=f"shapes is '{shapes}'.*variable_seq_lengths is True"):
+            P2PConfig(variable_seq_lengths=True, shapes=shapes)
+
+    def test_lengths_that_vary_come_with_headers(self):
+        assert P2PConfig().shape_mode == "agreed"
+        assert P2PConfig(variable_seq_lengths=True).shape_mode == "header"
+        assert P2PConfig(variable_seq_lengths=True, shapes="manifest").shape_mode == "manifest"
+
+    def test_takes_any_object_and_what_it_lacks_is_the_default(self):
+        theirs = SimpleNamespace(pipeline_dtype=torch.bfloat16, variable_seq_lengths=True, hidden_size=12)
+        assert as_config(theirs) == P2PConfig(pipeline_dtype=torch.bfloat16, variable_seq_lengths=True)
+        assert as_config(None) == P2PConfig()
+        ours = P2PConfig(strict=True)
+        assert as_config(ours) is ours
+
+    def test_checks_any_object_like_its_own(self):
+        with pytest.raises(P2PConfigError, match="pipeline_dtype is 'bf16'"):
+            as_config(SimpleNamespace(pipeline_dtype="bf16"))
+        with pytest.raises(P2PConfigError, match="no ring exchange"):
+            as_config(SimpleNamespace(use_ring_exchange_p2p=True))
+
+    def test_is_frozen(self):
+        with pytest.raises(attrs.exceptions.FrozenInstanceError):
+            P2PConfig().deadline = 3
+
+
+class TestErrors:
+    def test_subclass_what_callers_may_catch(self):
+        assert issubclass(P2PError, RuntimeError)
+        assert issubclass(P2PConfigError, ValueError)
+        assert issubclass(P2PTimeoutError, TimeoutError)
+        assert issubclass(P2PPeerError, ConnectionError)
+
+    def test_a_timeout_tells_and_keeps_who_waited_for_whom(self):
+        error = P2PTimeoutError(rank=1, peer=2, lane="2>1[forward]", sequence=7, seconds=2.5, what="receiving")
+        assert "rank 1 waited 2.5 s for receiving message 7 of lane 2>1[forward]" in str(error)
+        assert "rank 2 did not do its part" in str(error)
+        again = pickle.loads(pickle.dumps(error))
+        assert str(again) == str(error)
+        assert (again.rank, again.peer, again.lane, again.sequence, again.seconds) == (1, 2, "2>1[forward]", 7, 2.5)
+
+
+specs = st.builds(
+    TensorSpec,
+    dtype=st.sampled_from(["float32", "bfloat16", "int64", "bool"]),
+    shape=st.lists(st.integers(0, 5), max_size=5),
+    requires_grad=st.booleans(),
+)
+
+
+@st.composite
+def signatures(draw):
+    tensors = []
+
+    def grow(depth):
+        kind = draw(st.sampled_from(["none", "tensor", "tensor"] + ["list", "tuple", "dict"] * (depth < 3)))
+        if kind == "none":
+            return None
+        if kind == "tensor":
+            tensors.append(draw(specs))
+            return len(tensors) - 1
+        size = draw(st.integers(0, 3))
+        if kind == "dict":
+            keys = draw(st.lists(st.text(max_size=4) | st.integers(), min_size=size, max_size=size, unique=True))
+            return kind, tuple((key, grow(depth + 1)) for key in keys)
+        return kind, tuple(grow(depth + 1) for _ in range(size))
+
+    return Signature(grow(0), tensors)
+
+
+class TestSignature:
+    @given(st.integers(0, 10**6), st.booleans(), st.lists(signatures(), min_size=1, max_size=4))
+    def test_a_header_says_what_it_was_told(self, sequence, standing, messages):
+        found = decode(encode(sequence=sequence, standing=standing, signatures=messages))
+        assert found == (sequence, standing, tuple(messages))
+        assert [one.gradients for one in found[2]] == [one.gradients for one in messages]
+
+    @given(signatures())
+    def test_leaves_count_the_tensors_in_order(self, message):
+        assert [leaf for leaf in leaves(message.tree) if leaf is not None] == list(range(len(message.tensors)))
+
+    def test_reads_like_a_payload(self):
+        two = (TensorSpec("float32", (2, 3)), TensorSpec("int64", ()))
+        assert str(Signature(0, two[:1])) == "float32[2, 3]"
+        assert str(Signature(("dict", (("a", 0), ("b", ("tuple", (None, 1))))), two)) == (
+            "{'a': float32[2, 3], 'b': (None, int64[])}"
+        )
+        assert str(Signature(("list", (None,)), ())) == "[None]"
+
+    def test_marks_of_the_sender_count_where_there_are_any(self):
+        plain, marked = TensorSpec("float32", (1,)), TensorSpec("float32", (1,), requires_grad=True)
+        tree = ("list", (0, 1))
+        assert Signature(tree, (plain, plain)).gradients == (True, True)
+        assert Signature(tree, (plain, marked)).gradients == (False, True)
+
+    def test_marks_are_no_part_of_what_is_agreed(self):
+        assert TensorSpec("float32", (1,)) == TensorSpec("float32", (1,), requires_grad=True)
+        assert TensorSpec("float32", (1,)) != TensorSpec("float16", (1,))
+
+
+def one(*shape):
+    return Signature(0, (TensorSpec("float32", shape),))
+
+
+class TestAgreement:
+    def test_agreed_once_needs_no_header_again_and_refuses_another_shape(self):
+        sender, receiver = (Agreement(LaneSpec(0, 1), "agreed") for _ in range(2))
+        assert receiver.receive() is None
+        assert sender.send(one(2), 0)
+        receiver.announce([one(2)], standing=True)
+        for sequence in range(1, 4):
+            assert not sender.send(one(2), sequence)
+            assert receiver.receive() == one(2)
+        with pytest.raises(P2PMismatchError, match=r"message 4 of lane 0>1 is float32\[3\], but float32\[2\]"):
+            sender.send(one(3), 4)
+
+    def test_renewed_starts_over(self):
+        sender = Agreement(LaneSpec(0, 1), "agreed")
+        assert sender.send(one(2), 0)
+        sender.renew()
+        assert sender.send(one(3), 1)
+
+    def test_with_headers_each_message_has_one(self):
+        sender = Agreement(LaneSpec(0, 1), "header")
+        assert sender.send(one(2), 0)
+        assert sender.send(one(3), 1)
+
+    def test_a_manifest_is_used_up_in_order(self):
+        sender, receiver = (Agreement(LaneSpec(0, 1), "manifest") for _ in range(2))
+        for side in (sender, receiver):
+            side.announce([one(2), one(3)], standing=False)
+        assert sender.outstanding == 2
+        assert not sender.send(one(2), 0)
+        assert receiver.receive() == one(2)
+        with pytest.raises(P2PMismatchError, match="send what the manifest says"):
+            sender.send(one(2), 1)
+
+    def test_a_message_in_no_manifest_is_refused(self):
+        with pytest.raises(P2PUsageError, match=r"message 5 of lane 0>1 is in no manifest; call announce\(\)"):
+            Agreement(LaneSpec(0, 1), "manifest").send(one(2), 5)

@@ -1,0 +1,308 @@
+"""A bridge's strategies side by side: bytes and messages per rank, and time over links of a given bandwidth.
+
+    python tools/bench/bridge.py [--rounds 5] [--bandwidth 1e6] [--message-seconds 0.002]
+
+Ranks on this machine, over gloo. Every lane goes through emulated links: a token bucket per rank and direction (or one
+for all ranks of a side: a shared uplink), which passes ``bandwidth`` bytes per second and takes ``message-seconds``
+for each message. Direct and leader take turns in one run; times are medians over the rounds, of the slowest rank,
+completion among copies included. After the first message no lane may send a header: payload only.
+
+The bound for direct is 1.1 times max(bytes per sender, bytes per receiver) / bandwidth. Links are slow by default, so
+that what the machine itself takes does not count much: on a busy one, make them slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from attrs import define, frozen
+
+from pipegrid.bridges import BridgeCommunicator
+from pipegrid.bridges.reshard import ReshardPlan, Strategy, plan_reshard
+from pipegrid.bridges.sizes import Sizes
+from pipegrid.topology import HyperCommGrid
+from pipegrid.transport import Lane, Lanes, LaneSpec, P2PConfig, open_lanes
+
+BOUND = 1.1
+STRATEGIES: tuple[Strategy, ...] = ("direct", "leader")
+
+
+@frozen
+class Case:
+    """One boundary: tp sizes of both sides, the tensor, and whether each side's ranks share one link."""
+
+    name: str
+    source_tp: int
+    destination_tp: int
+    shape: tuple[int, int, int]
+    shared: bool = False
+
+    @property
+    def world(self) -> int:
+        """Ranks of both sides."""
+        return self.source_tp + self.destination_tp
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, in float32."""
+        return 4 * self.shape[0] * self.shape[1] * self.shape[2]
+
+
+LARGE = (8, 128, 512)
+CASES = (
+    Case("tp 2 -> 4", 2, 4, LARGE),
+    Case("tp 4 -> 8", 4, 8, LARGE),
+    Case("tp 4 -> 2", 4, 2, LARGE),
+    Case("tp 2 -> 4, one uplink", 2, 4, LARGE, shared=True),
+    Case("tp 2 -> 4, tiny", 2, 4, (1, 8, 16)),
+    Case("tp 4 -> 8, tiny, one uplink", 4, 8, (1, 8, 16), shared=True),
+)
+
+
+class Links:
+    """When each link is free again: seconds of the machine's monotonic clock, shared by all processes."""
+
+    def __init__(self, count: int, bandwidth: float, message_seconds: float) -> None:
+        self._free = multiprocessing.get_context("spawn").Array("d", count)
+        self._bandwidth, self._message_seconds = bandwidth, message_seconds
+
+    def reserve(self, link: int, nbytes: int, earliest: float) -> tuple[float, float]:
+        """Take the link for a message that cannot start before ``earliest``; when it starts and ends."""
+        with self._free.get_lock():
+            start = max(earliest, self._free[link])
+            end = start + nbytes / self._bandwidth + self._message_seconds
+            self._free[link] = end
+        return start, end
+
+
+def _sleep_until(when: float) -> None:
+    time.sleep(max(0.0, when - time.monotonic()))
+
+
+class Paced:
+    """A handle that is not done before its link is."""
+
+    def __init__(self, handle: Any, *, end: float | None = None, links: Links | None = None, link: int = 0) -> None:
+        self._handle, self._end, self._links, self._link = handle, end, links, link
+        self._payload: Any = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the transfer, then for the emulated link."""
+        self._handle.wait(timeout)
+        if self._end is None and self._links is not None:
+            # Cut-through: the message enters the receiver's link when it enters the sender's.
+            self._payload, stamp = self._handle.result()
+            _, self._end = self._links.reserve(self._link, _nbytes(self._payload), float(stamp.detach()))
+        _sleep_until(self._end or 0.0)
+
+    def is_completed(self) -> bool:
+        """Never before somebody has waited."""
+        return self._end is not None and time.monotonic() >= self._end
+
+    def result(self) -> Any:
+        """Wait, then the payload."""
+        self.wait()
+        return self._payload
+
+
+def _nbytes(payload: Any) -> int:
+    tensor = next(iter(payload.values())) if isinstance(payload, dict) else payload
+    return int(tensor.numel() * tensor.element_size())
+
+
+@define
+class Counts:
+    """What a rank has put on the wire."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+
+class PacedLane:
+    """A lane through the links of its two ranks."""
+
+    def __init__(self, lane: Lane, links: Links, *, link: int, counts: Counts) -> None:
+        self._lane, self._links, self._link, self._counts = lane, links, link, counts
+
+    def isend(self, payload: Any) -> Paced:
+        """Send, with the time at which the message enters the link."""
+        nbytes = _nbytes(payload)
+        self._counts.messages += 1
+        self._counts.nbytes += nbytes
+        start, end = self._links.reserve(self._link, nbytes, time.monotonic())
+        return Paced(self._lane.isend([payload, torch.tensor(start, dtype=torch.float64)]), end=end)
+
+    def irecv(self) -> Paced:
+        """Receive."""
+        return Paced(self._lane.irecv(), links=self._links, link=self._link)
+
+
+class PacedLanes(dict[LaneSpec, PacedLane]):
+    """Lanes through links; a rank's sends and its receives use one link each."""
+
+    def __init__(self, lanes: Lanes, links: Links, *, case: Case, rank: int) -> None:
+        self.counts, self._lanes = Counts(), lanes
+        own = (0 if rank < case.source_tp else case.source_tp) if case.shared else rank
+        super().__init__({
+            spec: PacedLane(lane, links, link=2 * own + (spec.source != rank), counts=self.counts)
+            for spec, lane in lanes.items()
+        })  # fmt: skip
+
+    @property
+    def headers(self) -> int:
+        """Announcements that this rank has sent or received beside payloads."""
+        return sum(lane.stats.headers for lane in self._lanes.values())
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """See `Lanes.batch`."""
+        with self._lanes.batch():
+            yield
+
+
+def _bridge(case: Case, strategy: Strategy, links: Links, rank: int) -> tuple[BridgeCommunicator, PacedLanes]:
+    bridge = BridgeCommunicator(
+        HyperCommGrid([case.source_tp], ["tp"], rank_offset=0),
+        HyperCommGrid([case.destination_tp], ["tp"], rank_offset=case.source_tp),
+        strategy=strategy,
+        label=f"{case.name}/{strategy}",
+        config=P2PConfig(deadline=120.0),
+        open=False,
+    )
+    lanes = PacedLanes(open_lanes(bridge.lane_specs, config=bridge.lane_config), links, case=case, rank=rank)
+    bridge.attach(cast("Lanes", lanes))
+    return bridge, lanes
+
+
+def _forward(bridge: BridgeCommunicator, whole: torch.Tensor) -> float:
+    """Seconds of one activation's way, of the slowest rank."""
+    dist.barrier()
+    start = time.monotonic()
+    if bridge.is_source:
+        bridge.send_forward(whole)
+    else:
+        got = bridge.recv_forward()
+        if got is None or not torch.equal(got, whole):
+            raise RuntimeError(f"rank {bridge.rank} got something else than was sent")
+    seconds = torch.tensor(time.monotonic() - start)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _rank(rank: int, case: Case, links: Links, directory: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(directory) / "store"), case.world)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world)
+    bridges = {strategy: _bridge(case, strategy, links, rank) for strategy in STRATEGIES}
+    whole = torch.arange(case.nbytes // 4, dtype=torch.float32).view(case.shape)
+    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    for number in range(rounds + 1):
+        headers = {name: lanes.headers for name, (_, lanes) in bridges.items()}
+        for strategy in STRATEGIES if number % 2 else STRATEGIES[::-1]:
+            bridge, lanes = bridges[strategy]
+            lanes.counts.messages = lanes.counts.nbytes = 0
+            seconds = _forward(bridge, whole)
+            if number:  # the first one agrees on sizes
+                times[strategy].append(seconds)
+                if lanes.headers != headers[strategy]:
+                    raise RuntimeError(f"{case.name}, {strategy}: a header was sent in the steady state")
+    for strategy, (bridge, lanes) in bridges.items():
+        counted: list[Any] = [None] * case.world
+        dist.all_gather_object(counted, (lanes.counts.messages, lanes.counts.nbytes))
+        plan = plan_reshard(bridge.src, bridge.dst, Sizes(case.shape, axes=bridge.axes), strategy=strategy)
+        planned = [(sum(peer != r for peer in plan.sends(r)), plan.bytes_sent(r)) for r in range(case.source_tp)]
+        planned += [(0, 0)] * case.destination_tp
+        if counted != planned:
+            raise RuntimeError(f"{case.name}, {strategy}: {counted} on the wire, the plan says {planned}")
+        bridge.destroy()
+        lanes._lanes.close()  # noqa: SLF001 -- the bench's own class
+    if rank == 0:
+        (Path(directory) / "times").write_text(repr({name: statistics.median(v) for name, v in times.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(case: Case, options: argparse.Namespace) -> Mapping[str, float]:
+    context = multiprocessing.get_context("spawn")
+    links = Links(2 * case.world, options.bandwidth, options.message_seconds)
+    with tempfile.TemporaryDirectory() as directory:
+        workers = [
+            context.Process(target=_rank, args=(rank, case, links, directory, options.rounds))
+            for rank in range(case.world)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise SystemExit(f"{case.name}: a rank failed")
+        text = (Path(directory) / "times").read_text()
+    return {
+        name: float(value)
+        for name, value in (part.split(": ") for part in text.strip("{}").replace("'", "").split(", "))
+    }
+
+
+def _plan(case: Case, strategy: Strategy) -> ReshardPlan:
+    from pipegrid.bridges import axis_names, boundary_side
+
+    return plan_reshard(
+        boundary_side(HyperCommGrid([case.source_tp], ["tp"], world_size=case.world), "source"),
+        boundary_side(
+            HyperCommGrid([case.destination_tp], ["tp"], rank_offset=case.source_tp, world_size=case.world),
+            "destination",
+        ),
+        Sizes(case.shape, axes=axis_names(3)),
+        strategy=strategy,
+    )
+
+
+def main() -> None:
+    """Measure every case and print one row for each strategy."""
+    parser = argparse.ArgumentParser(description="A bridge's strategies over emulated links.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bandwidth", type=float, default=1e6, help="bytes per second of a link")
+    parser.add_argument("--message-seconds", type=float, default=0.002, help="what a message costs beside its bytes")
+    options = parser.parse_args()
+    print(f"links of {options.bandwidth / 1e6:g} MB/s, {options.message_seconds * 1e3:g} ms per message\n")
+    print(f"{'case':<30}{'strategy':<10}{'messages':>9}{'most/rank':>10}{'KB/sender':>11}{'KB/receiver':>12}"
+          f"{'bound s':>9}{'time s':>9}{'ratio':>7}")  # fmt: skip
+    failed = False
+    for case in CASES:
+        times = _run(case, options)
+        for strategy in STRATEGIES:
+            plan = _plan(case, strategy)
+            sent = [plan.bytes_sent(rank) for rank in plan.src.ranks]
+            received = [plan.bytes_received(rank) for rank in plan.dst.ranks]
+            most = max(len(plan.sends(rank)) for rank in plan.src.ranks)
+            # A shared uplink passes the bytes of all senders, whoever they are.
+            link = (
+                max(sum(sent), sum(received))
+                if case.shared
+                else max(case.nbytes / case.source_tp, case.nbytes / case.destination_tp)
+            )
+            bound = link / options.bandwidth
+            ratio = times[strategy] / bound
+            print(f"{case.name:<30}{strategy:<10}{len(plan.transfers):>9}{most:>10}{max(sent) / 1e3:>11.1f}"
+                  f"{max(received) / 1e3:>12.1f}{bound:>9.4f}{times[strategy]:>9.4f}{ratio:>7.2f}")  # fmt: skip
+            if strategy == "direct" and case.shape == LARGE and not case.shared:
+                failed |= ratio > BOUND
+        chosen = "leader" if _plan(case, "auto").transfers == _plan(case, "leader").transfers else "direct"
+        note = " (auto counts bytes and cannot see shared links: raise leader_below there)" if case.shared else ""
+        print(f"{'':<30}auto takes {chosen}{note}; faster here: {min(times, key=lambda name: times[name])}\n")
+    print(f"direct within {BOUND} of the bound in the first three cases: {'no' if failed else 'yes'}")
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Lanes against a bare isend/irecv pair: latency and bandwidth, messages and host waits.
+
+    python tools/bench/p2p.py [--pairs 25] [--backend nccl]
+
+Two ranks on this machine. Each pair of measurements is taken back to back in one run, bare and lane in turn first,
+on the very groups that the lanes use; the ratio is the median over the pairs, since identical runs on a shared
+machine vary by half. The bound is 1.15. Latency is a ping-pong of one message; bandwidth streams messages of
+which several are under way, one way, and is over when the last one is acknowledged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from pipegrid.transport import Lane, LaneSpec, P2PConfig, open_lanes
+
+BOUND = 1.15
+SIZES = (4 * 1024, 256 * 1024, 16 * 1024 * 1024)
+WINDOW = 4
+# Messages per measurement: some 20 ms each.
+MESSAGES = {SIZES[0]: 160, SIZES[1]: 120, SIZES[2]: 4}
+FLOAT_BYTES = 4
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _time(action: Callable[[], None], rounds: int, device: torch.device) -> float:
+    dist.barrier()
+    _settle(device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        action()
+    _settle(device)
+    return (time.perf_counter() - start) / rounds
+
+
+class Bare:
+    """The same traffic by `torch.distributed` alone, into buffers that are there already."""
+
+    def __init__(self, rank: int, out: Any, back: Any, data: torch.Tensor) -> None:
+        self.rank, self.out, self.back, self.data = rank, out, back, data
+        self.buffers = [torch.empty_like(data) for _ in range(WINDOW)]
+        self.token = torch.zeros(1, device=data.device)
+
+    def _send(self, tensor: torch.Tensor, group: Any) -> Any:
+        return dist.isend(tensor, group=group, group_dst=1 - self.rank)
+
+    def _receive(self, tensor: torch.Tensor, group: Any) -> Any:
+        return dist.irecv(tensor, group=group, group_src=1 - self.rank)
+
+    def ping_pong(self) -> None:
+        """One message there and one back."""
+        if self.rank == 0:
+            self._send(self.data, self.out).wait()
+            self._receive(self.buffers[0], self.back).wait()
+        else:
+            self._receive(self.buffers[0], self.out).wait()
+            self._send(self.data, self.back).wait()
+
+    def stream(self) -> None:
+        """A window of messages there, and a token back."""
+        if self.rank == 0:
+            works = [self._send(self.data, self.out) for _ in range(WINDOW)]
+            works.append(self._receive(self.token, self.back))
+        else:
+            works = [self._receive(buffer, self.out) for buffer in self.buffers]
+        for work in works:
+            work.wait()
+        if self.rank != 0:
+            self._send(self.token, self.back).wait()
+
+
+class Ours:
+    """The same traffic over lanes. Receives give fresh buffers, or reuse released ones."""
+
+    def __init__(self, rank: int, lanes: Sequence[Lane], data: torch.Tensor, *, release: bool) -> None:
+        self.rank, self.data, self.release = rank, data, release
+        self.out, self.back, self.acknowledge = lanes
+        self.token = torch.zeros(1, device=data.device)
+
+    def _take(self, lane: Lane) -> None:
+        handle = lane.irecv()
+        handle.wait()
+        if self.release:
+            handle.release()
+
+    def ping_pong(self) -> None:
+        """One message there and one back."""
+        if self.rank == 0:
+            self.out.isend(self.data).wait()
+            self._take(self.back)
+        else:
+            self._take(self.out)
+            self.back.isend(self.data).wait()
+
+    def stream(self) -> None:
+        """A window of messages there, and a token back."""
+        if self.rank == 0:
+            sends = [self.out.isend(self.data) for _ in range(WINDOW)]
+            token = self.acknowledge.irecv()
+            for handle in (*sends, token):
+                handle.wait()
+        else:
+            receives = [self.out.irecv() for _ in range(WINDOW)]
+            for receive in receives:
+                receive.wait()
+                if self.release:
+                    receive.release()
+            self.acknowledge.isend(self.token).wait()
+
+
+def _compare(bare: Bare, ours: Ours, verb: str, size: int, pairs: int) -> bool:
+    messages = 2 if verb == "ping_pong" else WINDOW
+    rounds = max(1, MESSAGES[size] // messages)
+    actions: list[Callable[[], None]] = [getattr(bare, verb), getattr(ours, verb)]
+    times: tuple[list[float], list[float]] = ([], [])
+    for action in actions:
+        action()
+    for pair in range(pairs):
+        for index in (0, 1) if pair % 2 else (1, 0):
+            times[index].append(_time(actions[index], rounds, bare.data.device) / messages)
+    ratio = statistics.median(lane / floor for floor, lane in zip(*times, strict=True))
+    if bare.rank == 0:
+        name = f"{verb}, {'slots reused' if ours.release else 'fresh buffers'}"
+        floor, lane = (statistics.median(column) for column in times)
+        print(
+            f"{name:<25}{size:>9} B  bare {floor * 1e6:>8.1f} us {size / floor / 1e9:>5.2f} GB/s   "
+            f"lane {lane * 1e6:>8.1f} us {size / lane / 1e9:>5.2f} GB/s   ratio {ratio:.3f} "
+            f"{'ok' if ratio <= BOUND else f'over {BOUND}'}",
+            flush=True,
+        )
+    return ratio <= BOUND
+
+
+def _count(ours: Ours, exchanges: int) -> None:
+    before = [attrs.evolve(lane.stats) for lane in (ours.out, ours.back)]
+    for _ in range(exchanges):
+        ours.ping_pong()
+    if ours.rank == 0:
+        for name, old, lane in zip(("there", "back"), before, (ours.out, ours.back), strict=True):
+            difference = {key: value - getattr(old, key) for key, value in attrs.asdict(lane.stats).items()}
+            print(
+                f"  {exchanges} exchanges, {name}: "
+                + ", ".join(f"{difference[key]} {key}" for key in ("messages", "transfers", "headers", "host_syncs")),
+                flush=True,
+            )
+
+
+def _measure(rank: int, device: torch.device, size: int, pairs: int) -> bool:
+    specs = [LaneSpec(0, 1, "out"), LaneSpec(1, 0, "back"), LaneSpec(1, 0, "acknowledge")]
+    data = torch.ones(size // FLOAT_BYTES, device=device)
+    good = True
+    with open_lanes(specs, config=P2PConfig(deadline=120.0), device=device) as lanes:
+        ends = [lanes[spec] for spec in specs]
+        bare = Bare(rank, ends[0].group, ends[1].group, data)
+        for release in (False, True):
+            ours = Ours(rank, ends, data, release=release)
+            good &= _compare(bare, ours, "ping_pong", size, pairs)
+            good &= _compare(bare, ours, "stream", size, pairs)
+        _count(ours, exchanges=10)
+    return good
+
+
+def _run(rank: int, path: str, options: argparse.Namespace, outcome: Any) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if options.backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(options.backend, store=FileStore(path, 2), rank=rank, world_size=2)
+    good = [_measure(rank, device, size, options.pairs) for size in options.sizes]
+    if rank == 0:
+        outcome.put(all(good))
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Measure and print; 1 where a ratio is over the bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=25, help="interleaved pairs per figure, at least 15")
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="bytes")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl needs two GPUs")
+    options = parser.parse_args()
+    if options.pairs < 15:
+        parser.error(f"--pairs is {options.pairs}; a median over fewer than 15 says nothing")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    outcome = context.SimpleQueue()
+    print(
+        f"torch {torch.__version__}, {options.backend}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
+        f"median of {options.pairs} interleaved pairs",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "store")
+        ranks = [context.Process(target=_run, args=(rank, path, options, outcome), daemon=True) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if any(process.exitcode for process in ranks):
+        return 2
+    return 0 if outcome.get() else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,68 @@
+"""Draw the pictures of docs/concepts/timelines.md: `python tools/draw_docs.py`.
+
+The pictures are committed, so that the pages show them wherever they are read; tools/tests/test_draw_docs.py
+holds them to what this script draws.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attrs import evolve
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.catalogue import find_schedule
+from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.drawing import timeline
+from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.simulation import simulate
+from pipegrid.schedules.svg import svg
+from pipegrid.schedules.timelines import Timeline
+
+FOLDER = Path(__file__).parents[1] / "docs" / "concepts" / "timelines"
+
+
+def named(name: str, positions: int = 4, microbatches: int = 8) -> Timeline:
+    """A named schedule at unit costs."""
+    drawn = timeline(find_schedule(name).plan(positions, microbatches))
+    return evolve(drawn, title=f"{name}: {drawn.title}")
+
+
+def modules() -> Timeline:
+    """Two encoders of different depth that feed a language model, with messages that take time."""
+    graph = ModuleGraph({"images": 2, "audio": 1, "language": 2}, {"images": ["language"], "audio": ["language"]})
+    plan = lower(multi_module_1f1b(graph, 5), receives="early")
+    simulation = simulate(plan, Costs(F=[1, 1, 1.5, 1.5, 1.5], latency=0.3))
+    return timeline(simulation, title="multi_module_1f1b: two encoders feed a language model")
+
+
+def planned_and_uneven() -> list[Timeline]:
+    """One plan twice: as planned, and with a slow third stage, in seconds."""
+    plan = lower(find_schedule("1f1b").plan(4, 6), receives="early")
+    even = Costs(F=0.01, I=0.01, W=0.01)
+    uneven = Costs(F=[0.01, 0.01, 0.015, 0.01], I=[0.01, 0.01, 0.015, 0.01], W=[0.01, 0.01, 0.015, 0.01], latency=0.002)
+    return [
+        timeline(simulate(plan, even), title="1f1b, as planned", unit="s"),
+        timeline(simulate(plan, uneven), title="1f1b, stage 2 half as fast again, 2 ms per hop", unit="s"),
+    ]
+
+
+def pictures() -> dict[str, str]:
+    """File name -> SVG."""
+    drawn = {name: svg(named(name)) for name in ("1f1b", "interleaved_1f1b", "zero_bubble_v", "v_half")}
+    drawn["modules"] = svg(modules(), arrows=True)
+    drawn["planned-and-uneven"] = svg(planned_and_uneven())
+    return {f"{name}.svg": text for name, text in drawn.items()}
+
+
+def main() -> None:
+    """Write them all."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, text in pictures().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print(FOLDER.relative_to(Path(__file__).parents[1]) / name, f"{len(text) / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

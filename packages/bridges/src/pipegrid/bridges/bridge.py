@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
 from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, ReshardPlan, Strategy, check_strategy, plan_reshard, routes
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
-from pipegrid.bridges.steps import Completing, group_spec, pack, reduce_partial, start_completions
+from pipegrid.bridges.steps import Completing, broadcast_text, group_spec, pack, reduce_partial, start_completions
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.lane import Lane
@@ -504,10 +505,10 @@ class BridgeCommunicator:
             return self._agreed_dst
         leader = self._leader
         if leader is not None:
-            told = [dict(texts)]
             copies = self.dst.classes[self.dst.class_of(self.rank)]
-            dist.broadcast_object_list(told, src=leader, group=self.group("complete/F", copies), device=self.device)
-            texts = told[0]
+            group = self.group("complete/F", copies)
+            text = broadcast_text(json.dumps(sorted(texts.items())), leader, group, self.device)
+            texts = dict(json.loads(text))
         known = self._passage({rank: Announcement.decode(text) for rank, text in texts.items()})
         if not self.variable:
             self._agreed_dst = known

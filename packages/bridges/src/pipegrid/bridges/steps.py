@@ -52,6 +52,20 @@ def reduce_partial(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return total
 
 
+def broadcast_text(text: str, src: int, group: dist.ProcessGroup, device: torch.device) -> str:
+    """The ``text`` of rank ``src``, on every rank of the group; other ranks' own is not looked at.
+
+    `torch.distributed.broadcast_object_list` would do, but needs numpy, which torch itself does not require.
+    """
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    dist.broadcast(size, src=src, group=group)
+    if dist.get_rank() != src:
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=src, group=group)
+    return bytes(data.tolist()).decode()
+
+
 def gather_flat(
     out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:

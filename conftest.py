@@ -6,6 +6,6 @@ from importlib.util import find_spec
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # Time never decides a test: machines are shared, and the first text drawn on a fresh one builds a table for a second.
+    # Time never decides a test: on a fresh machine the first text drawn builds a table for a second.
     settings.register_profile("pipegrid", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("pipegrid")

@@ -16,6 +16,7 @@ from pipegrid.schedules.ascii import ascii_timeline
 from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
 from pipegrid.schedules.comparison import compare, comparison_table
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.control import DisagreementError
 from pipegrid.schedules.costs import Costs, CostsError, costs_from_json, costs_to_json
 from pipegrid.schedules.counts import (
     check_first_val_step,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         step_plan,
     )
     from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
+    from pipegrid.schedules.monitor import JobFailedError, Monitor, MonitorError
     from pipegrid.schedules.recorder import Recorder
     from pipegrid.schedules.runtime import (
         Forwarded,
@@ -92,15 +94,19 @@ __all__ = [
     "Costs",
     "CostsError",
     "Counter",
+    "DisagreementError",
     "Fault",
     "Flow",
     "Forwarded",
     "GradientError",
     "Group",
     "Hook",
+    "JobFailedError",
     "Lane",
     "LossError",
     "MessageHook",
+    "Monitor",
+    "MonitorError",
     "PipelineConfig",
     "PipelineError",
     "PipelineRuntime",
@@ -186,6 +192,9 @@ _TORCH_HALF = {
     "GradientError": "gradients",
     "clip_grad_norm_": "gradients",
     "reduce_gradients": "gradients",
+    "JobFailedError": "monitor",
+    "Monitor": "monitor",
+    "MonitorError": "monitor",
     "Recorder": "recorder",
     "Forwarded": "runtime",
     "Hook": "runtime",

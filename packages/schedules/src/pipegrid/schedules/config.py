@@ -42,6 +42,8 @@ class PipelineConfig(P2PConfig):
             the model is a wrapper that reduces by itself (has ``no_sync``).
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
+        monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
+            notices before a step that ranks would run different numbers of microbatches.
     """
 
     hidden_size: int | None = None
@@ -58,6 +60,7 @@ class PipelineConfig(P2PConfig):
     finalize_model_grads_func: Callable[..., None] | None = None
     job_group: Any = None
     hooks: tuple[Any, ...] = ()
+    monitor: Any = None
 
 
 _DEFAULTS = {attribute.name: attribute.default for attribute in fields(PipelineConfig)}

@@ -30,6 +30,7 @@ PUBLIC = [
     "NotReplicatedError",
     "Partial",
     "PendingGradientError",
+    "Positions",
     "RankModuleInfo",
     "Replicated",
     "ReshardPlan",
@@ -46,6 +47,7 @@ PUBLIC = [
     "boundary_side",
     "check_plan",
     "plan_reshard",
+    "positions_of",
     "routes",
 ]
 

@@ -25,6 +25,7 @@ from pipegrid.bridges.errors import (
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.modules import EdgeOptions
+from pipegrid.bridges.positions import Positions, positions_of
 from pipegrid.bridges.reshard import Completion, Message, ReshardPlan, check_plan, plan_reshard, routes
 from pipegrid.bridges.side import Partial, Replicated, Sharded, Side, boundary_side
 from pipegrid.bridges.sizes import Sizes, axis_names
@@ -53,6 +54,7 @@ __all__ = [
     "NotReplicatedError",
     "Partial",
     "PendingGradientError",
+    "Positions",
     "RankModuleInfo",
     "Replicated",
     "ReshardPlan",
@@ -69,6 +71,7 @@ __all__ = [
     "boundary_side",
     "check_plan",
     "plan_reshard",
+    "positions_of",
     "routes",
 ]
 

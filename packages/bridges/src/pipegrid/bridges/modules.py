@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,12 +49,14 @@ def dim_stride(grid: GridLike, name: str) -> int:
     return 0
 
 
+def ranks_of(grid: GridLike) -> range:
+    """The ranks of the grid."""
+    return range(grid.rank_offset, grid.rank_offset + math.prod(grid.shape))
+
+
 def is_in(grid: GridLike, rank: int) -> bool:
     """Whether the grid has the rank."""
-    count = 1
-    for size in grid.shape:
-        count *= size
-    return grid.rank_offset <= rank < grid.rank_offset + count
+    return rank in ranks_of(grid)
 
 
 def place_of(grid: GridLike, rank: int, stage_dim: str = "pp") -> int:

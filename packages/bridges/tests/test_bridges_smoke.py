@@ -21,6 +21,7 @@ PUBLIC = [
     "DestroyedError",
     "EdgeOptions",
     "LaneTotalsError",
+    "Links",
     "Message",
     "MissingTensorError",
     "ModuleGraph",

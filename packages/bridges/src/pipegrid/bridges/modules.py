@@ -10,8 +10,9 @@ from attrs import frozen
 
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, Strategy
+from pipegrid.bridges.links import Links
 from pipegrid.bridges.side import GridLike, Placement
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Strategy
 
 
 @frozen(kw_only=True)
@@ -24,6 +25,7 @@ class EdgeOptions:
 
     strategy: Strategy = "direct"
     leader_below: int = AUTO_LEADER_BYTES
+    links: Links | None = None
     backward: bool = True
     comm_dtype: Any = None
     tensor_ndim: int | None = None

@@ -254,6 +254,7 @@ class MultiModulePipelineCommunicator:
                     dest_lanes=option.dest_lanes,
                     strategy=option.strategy,
                     leader_below=option.leader_below,
+                    links=option.links,
                     backward=option.backward,
                     config=self.config,
                     backend=self._backend,

@@ -26,7 +26,7 @@ from pipegrid.schedules.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.errors import Fault, PlanError, PlanSyntaxError
+from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError
 from pipegrid.schedules.generators import (
     dualpipe_v,
     forward_only,
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
         MessageHook,
         PipelineError,
         PipelineRuntime,
-        PlanMismatchError,
         Stage,
         position_of,
     )
@@ -201,7 +200,6 @@ _TORCH_HALF = {
     "MessageHook": "runtime",
     "PipelineError": "runtime",
     "PipelineRuntime": "runtime",
-    "PlanMismatchError": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
     "StageOutputError": "seed_stage",

@@ -14,7 +14,11 @@ from pipegrid.transport.opening import resolve_device
 
 
 def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
-    """``loss`` times the scale, in float32 where it is narrower: a scaled half-precision loss would overflow first."""
+    """``loss`` times the scale, in float32 where it is narrower.
+
+    Compute the loss in float32 (``output.float()``): the first gradient, the scale itself, is in the loss's type,
+    and float16 ends at 65504.
+    """
     wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
     return wide * state.scale
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from pipegrid.bridges.box import Box, shares
 from pipegrid.bridges.cuts import local_shape
 from pipegrid.bridges.errors import BridgeError, LaneTotalsError, ShapeError, TilingError, UndeclaredDimError
-from pipegrid.bridges.reshard import Message, check_plan, plan_reshard, routes
+from pipegrid.bridges.reshard import Message, plan_reshard, routes
 from pipegrid.bridges.side import Partial, Replicated, Sharded, boundary_side
 from pipegrid.bridges.sizes import Sizes, axis_names
+from pipegrid.bridges.tiling import check_plan
 
 BSH = axis_names(3)
 

@@ -25,10 +25,12 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
-from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, ReshardPlan, Strategy, check_strategy, plan_reshard, routes
+from pipegrid.bridges.links import Links
+from pipegrid.bridges.reshard import ReshardPlan, plan_reshard, routes
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
 from pipegrid.bridges.steps import Completing, broadcast_text, group_spec, pack, reduce_partial, start_completions
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Strategy, check_strategy
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.lane import Lane
@@ -71,7 +73,8 @@ class BridgeCommunicator:
         src_lanes: samples per source lane where lanes are uneven, in proportion.
         dest_lanes: samples per destination lane where lanes are uneven, in proportion.
         strategy: see `plan_reshard`.
-        leader_below: bytes below which ``"auto"`` uses a leader.
+        leader_below: bytes below which ``"auto"`` uses a leader, where no links are given.
+        links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
         backward: False declares an edge without gradients (a frozen source).
         shapes: ``"fixed"`` or ``"variable"``, see above; None is ``"variable"`` where
             ``config.variable_seq_lengths``.
@@ -106,6 +109,7 @@ class BridgeCommunicator:
         dest_lanes: Sequence[int] | None = None,
         strategy: Strategy = "direct",
         leader_below: int = AUTO_LEADER_BYTES,
+        links: Links | None = None,
         backward: bool = True,
         shapes: Shapes | None = None,
         config: Any = None,
@@ -126,7 +130,7 @@ class BridgeCommunicator:
         self.tensor_ndim, self.comm_dtype = tensor_ndim, comm_dtype
         self.axes = axis_names(tensor_ndim, dim_mapping)
         self.strategy: Strategy = strategy
-        self.leader_below, self.backward = leader_below, backward
+        self.leader_below, self.links, self.backward = leader_below, links, backward
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
         self.src: Side = boundary_side(
             src_grid,
@@ -547,6 +551,7 @@ class BridgeCommunicator:
                 strategy=self.strategy,
                 itemsize=wire.itemsize,
                 leader_below=self.leader_below,
+                links=self.links,
                 rank=self.rank,
             )
             for back in (False, True)

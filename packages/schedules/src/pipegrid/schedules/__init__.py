@@ -16,6 +16,7 @@ from pipegrid.schedules.ascii import ascii_timeline
 from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
 from pipegrid.schedules.comparison import compare, comparison_table
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.control import DisagreementError
 from pipegrid.schedules.costs import Costs, CostsError, costs_from_json, costs_to_json
 from pipegrid.schedules.counts import (
     check_first_val_step,
@@ -25,7 +26,7 @@ from pipegrid.schedules.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.errors import Fault, PlanError, PlanSyntaxError
+from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError
 from pipegrid.schedules.generators import (
     dualpipe_v,
     forward_only,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
     from pipegrid.schedules.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
+    from pipegrid.schedules.monitor import JobFailedError, Monitor, MonitorError
     from pipegrid.schedules.output_layer import (
         DeferralError,
         clear_embedding_activation_buffer,
@@ -80,7 +82,6 @@ if TYPE_CHECKING:
         MessageHook,
         PipelineError,
         PipelineRuntime,
-        PlanMismatchError,
         Stage,
         position_of,
     )
@@ -105,12 +106,14 @@ __all__ = [
     "CostsError",
     "Counter",
     "DeferralError",
+    "DisagreementError",
     "Fault",
     "Flow",
     "Forwarded",
     "GradientError",
     "Group",
     "Hook",
+    "JobFailedError",
     "Lane",
     "LossError",
     "LossScale",
@@ -118,6 +121,8 @@ __all__ = [
     "LossScaler",
     "MainGradError",
     "MessageHook",
+    "Monitor",
+    "MonitorError",
     "PipelineConfig",
     "PipelineError",
     "PipelineRuntime",
@@ -216,13 +221,15 @@ _TORCH_HALF = {
     "GradientError": "gradients",
     "clip_grad_norm_": "gradients",
     "reduce_gradients": "gradients",
+    "JobFailedError": "monitor",
+    "Monitor": "monitor",
+    "MonitorError": "monitor",
     "Recorder": "recorder",
     "Forwarded": "runtime",
     "Hook": "runtime",
     "MessageHook": "runtime",
     "PipelineError": "runtime",
     "PipelineRuntime": "runtime",
-    "PlanMismatchError": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
     "StageOutputError": "seed_stage",

@@ -52,6 +52,8 @@ class PipelineConfig(P2PConfig):
         wgrad_deferral_limit: at most so many microbatches wait; 0 sets no limit.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
+        monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
+            notices before a step that ranks would run different numbers of microbatches.
     """
 
     hidden_size: int | None = None
@@ -71,6 +73,7 @@ class PipelineConfig(P2PConfig):
     wgrad_deferral_limit: int = field(default=0)
     job_group: Any = None
     hooks: tuple[Any, ...] = ()
+    monitor: Any = None
 
     @wgrad_deferral_limit.validator
     def _count(self, attribute: Any, value: int) -> None:

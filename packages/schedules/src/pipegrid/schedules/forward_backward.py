@@ -286,6 +286,7 @@ def _run(
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
             loss_scale=option(config, "grad_scale_func"),
+            monitor=option(config, "monitor"),
         )
         if forward_only:
             runtime.eval()

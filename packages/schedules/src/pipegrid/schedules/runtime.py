@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from attrs import define, field, frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.collectives import check_collectives, exchange
+from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.steps import (
     backward_roots,
     deallocate_output_tensor,
@@ -26,16 +28,13 @@ from pipegrid.schedules.steps import (
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
+    from pipegrid.schedules.monitor import Monitor
     from pipegrid.schedules.plan import Plan
     from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle
 
 
 class PipelineError(RuntimeError):
     """A step failed. Says where in the plan this rank stood; the cause is chained."""
-
-
-class PlanMismatchError(ValueError):
-    """What was given to run does not match the plan."""
 
 
 @frozen
@@ -117,6 +116,7 @@ class PipelineRuntime:
         deallocate_outputs: free the storage of an activation once it is sent.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
+        monitor: publishes where this rank stands, and says of a failure whose was the first.
 
     Raises:
         PlanMismatchError: no position holds exactly these stages, or the plan asks for a reducer that is missing.
@@ -133,12 +133,14 @@ class PipelineRuntime:
         deallocate_outputs: bool = False,
         deadline: float | None = None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.plan = plan
         self.position = position_of(plan, stages)
         self._stages = dict(stages)
         self._communicator = communicator
-        self._hooks = tuple(hooks)
+        self._monitor = monitor
+        self._hooks = (*hooks, *(() if monitor is None or monitor.marks is None else (monitor.marks,)))
         self._message_hooks = tuple(hook for hook in hooks if isinstance(hook, MessageHook))
         self._reducers = dict(reducers or {})
         self._deallocate = deallocate_outputs
@@ -147,7 +149,11 @@ class PipelineRuntime:
         edges = plan.graph.stage_edges
         self._incoming = {stage: tuple(e for e in edges if e.destination == stage) for stage in stages}
         self._outgoing = {stage: tuple(e for e in edges if e.source == stage) for stage in stages}
-        self._inside = {edge for edge in edges if edge.source in stages and edge.destination in stages}
+        self._inside = {
+            edge
+            for edge in edges
+            if edge.source in stages and edge.destination in stages and edge not in plan.collective_edges
+        }
         self._gradient_edges = plan.gradient_edges
         self._program: tuple[Work, ...] = tuple(
             step if isinstance(step, tuple) else (step,) for step in plan.positions[self.position]
@@ -160,33 +166,20 @@ class PipelineRuntime:
             ActionKind.RECV_F: self._receive_forward,
             ActionKind.SEND_B: self._send_backward,
             ActionKind.RECV_B: self._receive_backward,
+            ActionKind.COLLECTIVE: self._collective,
             ActionKind.REDUCE: self._reduce,
         }
         self._check_program()
         self._cursor = 0
 
     def _check_program(self) -> None:
-        for stage in self._stages:
-            if len(self.plan.placement[stage]) > 1:
-                raise PlanMismatchError(
-                    f"stage {stage} lies on positions {self.plan.placement[stage]}: the runtime does not run stages "
-                    "that are spread over several positions yet; place its module on ranks of its own"
-                )
-        grids = getattr(self._communicator, "module_to_grid_map", {})
-        for edge in sorted(self._inside):
-            source, destination = (self.plan.graph.module_of(stage)[0] for stage in (edge.source, edge.destination))
-            if source != destination and grids and _shape(grids[source]) != _shape(grids[destination]):
-                raise PlanMismatchError(
-                    f"edge {edge} joins {source!r} and {destination!r} on the same ranks but on different grids, "
-                    f"{_shape(grids[source])} and {_shape(grids[destination])}: the runtime hands a tensor over as it "
-                    "is. Give them equal grids, or ranks of their own"
-                )
+        check_collectives(self.plan, self.position, self._communicator)
         for work in self._program:
             for action in work:
                 if action.kind not in self._verbs:
                     raise PlanMismatchError(
                         f"position {self.position} has {action}: the runtime runs forwards, whole backwards (B), "
-                        "messages and REDUCE; plans with split backwards (I and W) or a COLLECTIVE cannot be run yet"
+                        "messages, COLLECTIVE and REDUCE; plans with split backwards (I and W) cannot be run yet"
                     )
                 if action.kind is ActionKind.REDUCE:
                     name = _reducer_name(action)
@@ -208,6 +201,7 @@ class PipelineRuntime:
         """Run the plan once: every forward and every backward of this position.
 
         Raises:
+            DisagreementError: with a monitor, ranks were about to run different plans; nothing was sent.
             PipelineError: something failed; the message says at which action, and what must be rebuilt.
         """
         self._run(self._program, grad=True)
@@ -217,13 +211,16 @@ class PipelineRuntime:
 
         A verified plan stays free of deadlock when its backwards are left out: what remains keeps its order.
         """
-        forwards = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
-        kept = (tuple(action for action in work if action.kind in forwards) for work in self._program)
+        kept = (tuple(action for action in work if _goes_forward(action)) for work in self._program)
         self._run(tuple(work for work in kept if work), grad=False)
 
     def _run(self, program: tuple[Work, ...], *, grad: bool) -> None:
         state = _Step()
-        self._running = program
+        self._running, self._cursor = program, 0
+        # The others wait for messages that will not come after a failure: they are told why, instead of timing out.
+        abort: Callable[[str], object] = getattr(self._communicator, "abort", _nothing_to_end)
+        if self._monitor is not None:
+            self._monitor.begin(self.plan, where=lambda: self.where, abort=abort)
         try:
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
@@ -238,14 +235,16 @@ class PipelineRuntime:
                     self._finish_send(state)
         except Exception as error:
             failure = f"the step failed at {self.where}: {type(error).__name__}: {error}"
-            # The others wait for messages that will not come: tell them why, instead of letting them time out.
-            abort = getattr(self._communicator, "abort", None)
-            if abort is not None:
+            if self._monitor is not None:
+                failure = self._monitor.failed(failure)
+            else:
                 abort(failure)
             raise PipelineError(
                 f"{failure}. Lanes may hold messages of the broken step: rebuild the communicator and the runtime "
                 "before the next one"
             ) from error
+        if self._monitor is not None:
+            self._monitor.end()
 
     def _execute(self, action: Action, state: _Step) -> None:
         self._await_inputs(action, state)
@@ -347,19 +346,40 @@ class PipelineRuntime:
                 state.gradients[edge, microbatch] = back
 
     def _send_forward(self, action: Action, state: _Step) -> None:
+        payload, live = self._made_forward(action, state)
+        self._send(action, payload, Direction.FORWARD, live, state)
+
+    def _made_forward(self, action: Action, state: _Step) -> tuple[Payload, _Live | None]:
+        """What travels along the action's edge, and the microbatch it stays part of, if a backward will need it."""
         edge, microbatch = _edge(action), _microbatch(action)
         live = state.live[edge.source, microbatch]
         if self._keeps(edge.source):
-            self._send(action, live.outputs[edge], Direction.FORWARD, live, state)
-            return
+            return live.outputs[edge], live
         # Without a backward to come, an output has no use after its send.
-        self._send(action, live.outputs.pop(edge), Direction.FORWARD, None, state)
+        payload = live.outputs.pop(edge)
         if not live.outputs:
             del state.live[edge.source, microbatch]
+        return payload, None
 
     def _send_backward(self, action: Action, state: _Step) -> None:
         edge = _edge(action)
         self._send(action, state.gradients.pop((edge, _microbatch(action))), Direction.BACKWARD, None, state)
+
+    def _collective(self, action: Action, state: _Step) -> None:
+        edge, microbatch = _edge(action), _microbatch(action)
+        direction = Direction.FORWARD if action.stage == edge.source else Direction.BACKWARD
+        payload: Payload = None
+        live: _Live | None = None
+        if action.stage in self._stages and direction is Direction.FORWARD:
+            payload, live = self._made_forward(action, state)
+        elif action.stage in self._stages:
+            payload = state.gradients.pop((edge, microbatch))
+        payload = map_tensors(payload, torch.Tensor.detach)
+        sending, receiving = exchange(self._communicator, payload, edge, direction, deadline=self._deadline)
+        if sending is not None:
+            state.sending.append((action, sending, live))
+        if receiving is not None:
+            state.receiving[edge, direction, microbatch] = action, receiving
 
     def _send(self, action: Action, payload: Payload, direction: Direction, live: _Live | None, state: _Step) -> None:
         detached = map_tensors(payload, torch.Tensor.detach)
@@ -413,14 +433,20 @@ def position_of(plan: Plan, stages: Iterable[int]) -> int:
     raise PlanMismatchError(f"this rank has stages {sorted(wanted)}, but no position of the plan holds these; {table}")
 
 
-def _shape(grid: Any) -> dict[str, int]:
-    """What matters of a grid for handing a tensor over on one rank."""
-    return dict(zip(grid.dim_names, grid.shape, strict=True))
+def _goes_forward(action: Action) -> bool:
+    """Whether an evaluation has the action: a forward, and what carries an activation."""
+    if action.kind is ActionKind.COLLECTIVE:
+        return action.direction is Direction.FORWARD
+    return action.kind in (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """What a stage on the same rank receives: the values, with a gradient of its own."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _nothing_to_end(reason: str) -> None:
+    """What stands for `abort` on a communicator without one."""
 
 
 def _microbatch(action: Action) -> int:

@@ -15,10 +15,12 @@ from pipegrid.schedules.config import config_of, option
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.output_layer import settle_deferral
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.reduction import settle_reduction
+from pipegrid.schedules.reduction import settle_reduction, settle_ties
 from pipegrid.schedules.runtime import PipelineRuntime, position_of
-from pipegrid.schedules.seed_stage import SeedStage
+from pipegrid.schedules.seed_stage import AnnouncedShapes, SeedStage, announced_shapes
+from pipegrid.schedules.tied_parameters import tied_stages
 from pipegrid.schedules.verification import verify
 
 ForwardStepFunc = Callable[..., Any]
@@ -127,7 +129,9 @@ def forward_backward_pipelining_without_interleaving(
         forward_only: no backward, no gradients.
         collect_non_loss_data: return what ``loss_func(output, non_loss_data=True)`` returns.
         first_val_step: the first step of a validation phase.
-        adjust_tensor_shapes_fn: not needed where shapes are agreed between neighbours; refused.
+        adjust_tensor_shapes_fn: ``f(receive_shapes, send_shapes)``, given the shapes that ``seq_length`` and the
+            others imply; neighbours agree on shapes by themselves, so the result is what tensors are checked against.
+            For a pipeline of one module.
         p2p_communicator: a `P2PCommunicator` or a `MultiModulePipelineCommunicator`.
         pg_collection: this rank's process groups; with a ``dp`` or ``dp_cp`` group, gradients are reduced after
             the last backward unless the model's wrapper does that or ``finalize_model_grads_func`` is set.
@@ -140,17 +144,27 @@ def forward_backward_pipelining_without_interleaving(
         ReductionError: the gradients could not be made right with what was given; nothing was sent.
         PipelineError: the step failed; the message says where in the plan this rank stood.
     """
-    del seq_length, micro_batch_size, decoder_seq_length
     if p2p_communicator is None:
         raise StepArgumentError(
             "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
             "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
         )
-    if adjust_tensor_shapes_fn is not None:
-        raise StepArgumentError(
-            "adjust_tensor_shapes_fn has no effect: neighbours agree on the shapes of what is sent. Remove it"
-        )
     graph, stage = place_of(p2p_communicator)
+    if adjust_tensor_shapes_fn is not None and len(graph.modules) > 1:
+        raise StepArgumentError(
+            "adjust_tensor_shapes_fn knows one list of shapes, and the modules of a graph have one each. Remove it: "
+            "neighbours agree on the shapes of what is sent"
+        )
+    groups = None if pg_collection is None else collection_of(pg_collection, graph.module_of(stage)[0])
+    shapes = announced_shapes(
+        adjust_tensor_shapes_fn,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config_of(_single(model, "model")),
+        tp_group=getattr(groups, "tp", None),
+        cp_group=getattr(groups, "cp", None),
+    )
     return _run(
         graph=graph,
         stage=stage,
@@ -163,6 +177,7 @@ def forward_backward_pipelining_without_interleaving(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
+        shapes=shapes,
     )
 
 
@@ -186,12 +201,13 @@ def place_of(communicator: Any) -> tuple[ModuleGraph, int]:
 
 
 @lru_cache(maxsize=64)
-def step_plan(graph: ModuleGraph, num_microbatches: int) -> Plan:
+def step_plan(graph: ModuleGraph, num_microbatches: int, tied: tuple[tuple[str, tuple[int, ...]], ...] = ()) -> Plan:
     """The verified 1F1B plan that the step function runs: for drawing, simulating, or a recording.
 
-    Pure, so remembering it changes nothing but the time of the second step.
+    ``tied`` has the name and the stages of each tied parameter (`tied_stages`). Pure, so remembering it changes
+    nothing but the time of the second step.
     """
-    plan = lower(multi_module_1f1b(graph, num_microbatches))
+    plan = lower(multi_module_1f1b(graph, num_microbatches), tied=dict(tied))
     verify(plan)
     return plan
 
@@ -209,6 +225,7 @@ def _run(
     collect_non_loss_data: bool,
     first_val_step: bool | None,
     pg_collection: Any,
+    shapes: AnnouncedShapes | None = None,
 ) -> list[Any]:
     model = _single(model, "model")
     config = config_of(model)
@@ -216,10 +233,16 @@ def _run(
         raise StepArgumentError(f"num_microbatches={num_microbatches}: a step needs at least 1")
     if collect_non_loss_data and not forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
-    plan = step_plan(graph, num_microbatches)
+    ties = () if forward_only else settle_ties(models=(model,), config=config, stages=(stage,))
+    plan = step_plan(graph, num_microbatches, tied_stages(ties))
     position_of(plan, (stage,))
-    finish = None
+    finish = finish_output_layer = None
     if not forward_only:
+        is_last_stage = all(edge.source != stage for edge in graph.stage_edges)
+        groups = None if pg_collection is None else collection_of(pg_collection, graph.module_of(stage)[0])
+        finish_output_layer = settle_deferral(
+            config, model, is_last_stage=is_last_stage, tp_group=getattr(groups, "tp", None)
+        )
         finish = settle_reduction(
             model=model,
             config=config,
@@ -242,6 +265,7 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
+        shapes=shapes,
         outstanding=min(graph.distance_to_sink[stage], num_microbatches) + 1,
     )
     with contextlib.ExitStack() as no_sync:
@@ -258,19 +282,33 @@ def _run(
             {stage: seed_stage},
             communicator,
             hooks=hooks,
+            reducers={tie.name: _after(finish_output_layer, tie.reduce) for tie in ties},
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
             loss_scale=option(config, "grad_scale_func"),
+            monitor=option(config, "monitor"),
         )
         if forward_only:
             runtime.eval()
         else:
             runtime.step()
-    if finish is not None:
+    if finish is not None and finish_output_layer is not None:
+        finish_output_layer()
         if option(config, "grad_sync_func") is not None and not sync_early:
             option(config, "grad_sync_func")(model.parameters())
         finish(seed_stage.num_tokens)
     return seed_stage.infos
+
+
+def _after(first: Callable[[], None] | None, then: Callable[[], None]) -> Callable[[], None]:
+    """A ``REDUCE`` of a tied weight needs the gradients that the output layer has put aside."""
+
+    def both() -> None:
+        if first is not None:
+            first()
+        then()
+
+    return both
 
 
 def _first_of(graph: ModuleGraph) -> Callable[[str], int]:

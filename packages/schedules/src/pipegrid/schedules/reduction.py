@@ -7,7 +7,7 @@ known beforehand is checked beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.config import option
 from pipegrid.schedules.gradients import collection_of, lanes_group, reduce_gradients
+from pipegrid.schedules.tied_parameters import TiedParameters, mark_of
 from pipegrid.transport.opening import resolve_device
 
 Finish = Callable[[torch.Tensor | None], None]
@@ -76,6 +77,45 @@ def settle_reduction(
         loss_lanes=of_loss,
         job_group=option(config, "job_group"),
     )
+
+
+def settle_ties(*, models: Sequence[torch.nn.Module], config: Any, stages: Sequence[int]) -> tuple[TiedParameters, ...]:
+    """The ties whose ``REDUCE`` the plan of a step needs, checked against what this rank runs.
+
+    Args:
+        models: this rank's chunks.
+        config: ``tied_parameters``.
+        stages: the stages that they are.
+
+    Raises:
+        ReductionError: a tie of one of ``stages`` without a copy in ``models``, a tied parameter whose tie the config
+            does not have, or one whose wrapper would sum over data lanes what its ``REDUCE`` sums as well.
+    """
+    ties: tuple[TiedParameters, ...] = tuple(option(config, "tied_parameters"))
+    parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
+    for tie in ties:
+        held = sorted(set(tie.stages) & set(stages))
+        if held and not any(id(copy) in parameters for copy in tie.copies):
+            raise ReductionError(
+                f"tied parameter {tie.name!r} lies on stage {held[0]}, which this rank runs, but its model has no copy "
+                "of it: call tie_parameters with the parameter that the model trains"
+            )
+    names = {tie.name for tie in ties}
+    for parameter in parameters.values():
+        mark = mark_of(parameter)
+        if mark is None:
+            continue
+        if mark.name not in names:
+            raise ReductionError(
+                f"a parameter of shape {tuple(parameter.shape)} is tied as {mark.name!r}, which config.tied_parameters "
+                f"does not have ({sorted(names)}): nobody would sum its copies. Give it there on every rank"
+            )
+        if mark.over_lanes and any(hasattr(model, "no_sync") for model in models):
+            raise ReductionError(
+                f"tied parameter {mark.name!r} is summed over data lanes by its REDUCE, and by the model's wrapper as "
+                "well: tie it with group=collection.embd in place of grids=..., or pass the bare module"
+            )
+    return ties
 
 
 def _nothing(counted: torch.Tensor | None) -> None:

@@ -28,6 +28,7 @@ from pipegrid.schedules.steps import (
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
+    from pipegrid.schedules.monitor import Monitor
     from pipegrid.schedules.plan import Plan
     from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle
 
@@ -115,6 +116,7 @@ class PipelineRuntime:
         deallocate_outputs: free the storage of an activation once it is sent.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
+        monitor: publishes where this rank stands, and says of a failure whose was the first.
 
     Raises:
         PlanMismatchError: no position holds exactly these stages, or the plan asks for a reducer that is missing.
@@ -131,12 +133,14 @@ class PipelineRuntime:
         deallocate_outputs: bool = False,
         deadline: float | None = None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.plan = plan
         self.position = position_of(plan, stages)
         self._stages = dict(stages)
         self._communicator = communicator
-        self._hooks = tuple(hooks)
+        self._monitor = monitor
+        self._hooks = (*hooks, *(() if monitor is None or monitor.marks is None else (monitor.marks,)))
         self._message_hooks = tuple(hook for hook in hooks if isinstance(hook, MessageHook))
         self._reducers = dict(reducers or {})
         self._deallocate = deallocate_outputs
@@ -197,6 +201,7 @@ class PipelineRuntime:
         """Run the plan once: every forward and every backward of this position.
 
         Raises:
+            DisagreementError: with a monitor, ranks were about to run different plans; nothing was sent.
             PipelineError: something failed; the message says at which action, and what must be rebuilt.
         """
         self._run(self._program, grad=True)
@@ -211,7 +216,11 @@ class PipelineRuntime:
 
     def _run(self, program: tuple[Work, ...], *, grad: bool) -> None:
         state = _Step()
-        self._running = program
+        self._running, self._cursor = program, 0
+        # The others wait for messages that will not come after a failure: they are told why, instead of timing out.
+        abort: Callable[[str], object] = getattr(self._communicator, "abort", _nothing_to_end)
+        if self._monitor is not None:
+            self._monitor.begin(self.plan, where=lambda: self.where, abort=abort)
         try:
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
@@ -226,14 +235,16 @@ class PipelineRuntime:
                     self._finish_send(state)
         except Exception as error:
             failure = f"the step failed at {self.where}: {type(error).__name__}: {error}"
-            # The others wait for messages that will not come: tell them why, instead of letting them time out.
-            abort = getattr(self._communicator, "abort", None)
-            if abort is not None:
+            if self._monitor is not None:
+                failure = self._monitor.failed(failure)
+            else:
                 abort(failure)
             raise PipelineError(
                 f"{failure}. Lanes may hold messages of the broken step: rebuild the communicator and the runtime "
                 "before the next one"
             ) from error
+        if self._monitor is not None:
+            self._monitor.end()
 
     def _execute(self, action: Action, state: _Step) -> None:
         self._await_inputs(action, state)
@@ -432,6 +443,10 @@ def _goes_forward(action: Action) -> bool:
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """What a stage on the same rank receives: the values, with a gradient of its own."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _nothing_to_end(reason: str) -> None:
+    """What stands for `abort` on a communicator without one."""
 
 
 def _microbatch(action: Action) -> int:

@@ -36,7 +36,7 @@ def part(whole, comm, stage, axis=0):
 
 
 def both_ways(pair, shapes, *, flags=(False, False), strict=False, label="vtp"):
-    """Tensors of ``shapes`` forward and back across one boundary of ``pair`` tp sizes, on the first ranks of the world."""
+    """Tensors of ``shapes`` there and back across a boundary of ``pair`` tp sizes, on the first ranks of the world."""
     a, b = pair
     if dist.get_rank() >= a + b:
         return

@@ -85,8 +85,7 @@ class VTPCommunicator:
             for boundary in boundaries
             if self.rank in (*boundary.source.ranks, *boundary.destination.ranks)
         }
-        mine = tuple(traffic.boundary for traffic in self._traffic.values())
-        self._peers = Peers(self.rank, topology.replica(self.replica), mine)
+        self._peers = Peers(self.rank, tuple(traffic.boundary for traffic in self._traffic.values()))
         self._ended = False
         variable = self.config.shape_mode == "header"
         self.lanes = open_lanes(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.vtp_boundary import VTPBoundary, VTPStage
+from pipegrid.bridges.vtp_boundary import VTPBoundary
 from pipegrid.transport.edge import Edge
 
 Ranks: TypeAlias = int | Sequence[int] | None
@@ -17,15 +17,14 @@ Ranks: TypeAlias = int | Sequence[int] | None
 
 @frozen
 class Peers:
-    """The neighbours of ``rank`` among the stages of its replica.
+    """The neighbours of ``rank`` in its replica of the pipeline, across ``boundaries``.
 
-    A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that stand beside this
-    stage's rank in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of
-    both stages exchange their slices all the same, whichever of them are named.
+    A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that stand beside this rank
+    in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
+    exchange their slices all the same, whichever of them are named.
     """
 
     rank: int
-    stages: tuple[VTPStage, ...]
     boundaries: tuple[VTPBoundary, ...]
 
     def next(self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None) -> Edge | None:
@@ -74,15 +73,9 @@ class Peers:
         return found[0] if found else None
 
     def _beside(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """The ranks before and after this stage's member of a pipeline group, cyclic."""
-        mine = next(stage.ranks for stage in self.stages if self.rank in stage.ranks)
-        for index, rank in enumerate(ranks):
-            if rank in mine:
-                return ranks[index - 1], ranks[(index + 1) % len(ranks)]
-        raise StageError(
-            f"the group of ranks {list(ranks)} has none of the ranks {list(mine)} of this stage; give a pipeline group "
-            f"with one rank of each stage"
-        )
+        """The ranks before and after this one in the order of a pipeline group, cyclic."""
+        index = ranks.index(self.rank)
+        return ranks[index - 1], ranks[(index + 1) % len(ranks)]
 
 
 def require_stage(edge: Edge | None, stage: int, what: str, *, ring: bool) -> Edge:

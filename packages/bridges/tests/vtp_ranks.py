@@ -40,7 +40,8 @@ def both_ways(pair, shapes, *, flags=(False, False), strict=False, label="vtp"):
     a, b = pair
     if dist.get_rank() >= a + b:
         return
-    settings = {"variable_seq_lengths": True, "strict": strict}
+    # Ranks that this pair does not need wait for the others in the construction of a later one.
+    settings = {"variable_seq_lengths": True, "strict": strict, "open_deadline": 600.0}
     ranks = [range(a), range(a, a + b)]
     comm = make(pair, settings=settings, label=f"{label}-{pair}-{flags}", ranks=ranks, sequence_parallel=flags)
     edge = Edge(0, 1)

@@ -64,7 +64,7 @@ def place_of(communicator: Any) -> Place:
     """What a communicator says of its job.
 
     Raises:
-        StepArgumentError: this rank holds several stages of one module, or none.
+        StepArgumentError: this rank holds several stages of one module, none, or one that the graph does not have.
     """
     graph = getattr(communicator, "graph", None)
     if graph is None:
@@ -79,6 +79,10 @@ def place_of(communicator: Any) -> Place:
     )
     if not place.stages:
         raise StepArgumentError("this rank holds no stage of any module; do not call a step function on it")
+    if any(not 0 <= stage < graph.num_stages for stage in place.stages):
+        raise StepArgumentError(
+            f"this rank has stages {list(place.stages)}, but the communicator's graph has stages 0..{graph.num_stages - 1}"
+        )
     if len(place.modules) != len(place.stages):
         names = [graph.module_of(stage) for stage in place.stages]
         raise StepArgumentError(

@@ -81,7 +81,7 @@ def place_of(communicator: Any) -> Place:
         raise StepArgumentError("this rank holds no stage of any module; do not call a step function on it")
     if any(not 0 <= stage < graph.num_stages for stage in place.stages):
         raise StepArgumentError(
-            f"this rank has stages {list(place.stages)}, but the communicator's graph has stages 0..{graph.num_stages - 1}"
+            f"this rank has stages {list(place.stages)}, but the communicator's graph has 0..{graph.num_stages - 1}"
         )
     if len(place.modules) != len(place.stages):
         names = [graph.module_of(stage) for stage in place.stages]

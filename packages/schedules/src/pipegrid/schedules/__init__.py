@@ -62,11 +62,10 @@ if TYPE_CHECKING:
         step_plan,
     )
     from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
+    from pipegrid.schedules.hooks import Hook, MessageHook, ProfilerRanges
     from pipegrid.schedules.recorder import Recorder
     from pipegrid.schedules.runtime import (
         Forwarded,
-        Hook,
-        MessageHook,
         PipelineError,
         PipelineRuntime,
         PlanMismatchError,
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
         position_of,
     )
     from pipegrid.schedules.seed_stage import StageOutputError
+    from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
         backward_step,
@@ -108,12 +108,14 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "PlanSyntaxError",
+    "ProfilerRanges",
     "Proof",
     "Recorded",
     "Recorder",
     "Recording",
     "Simulation",
     "Span",
+    "SplitBackwardError",
     "Stage",
     "StageOutputError",
     "Step",
@@ -186,16 +188,18 @@ _TORCH_HALF = {
     "GradientError": "gradients",
     "clip_grad_norm_": "gradients",
     "reduce_gradients": "gradients",
+    "Hook": "hooks",
+    "MessageHook": "hooks",
+    "ProfilerRanges": "hooks",
     "Recorder": "recorder",
     "Forwarded": "runtime",
-    "Hook": "runtime",
-    "MessageHook": "runtime",
     "PipelineError": "runtime",
     "PipelineRuntime": "runtime",
     "PlanMismatchError": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
     "StageOutputError": "seed_stage",
+    "SplitBackwardError": "splitting_refused",
     "LossError": "steps",
     "backward_step": "steps",
     "custom_backward": "steps",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pipegrid.schedules.forward_backward import (
         StepArgumentError,
         forward_backward_no_pipelining,
+        forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
         step_plan,
@@ -140,6 +141,7 @@ __all__ = [
     "dualpipe_v",
     "find_schedule",
     "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_only",
     "forward_step",
@@ -182,6 +184,7 @@ __all__ = [
 _TORCH_HALF = {
     "StepArgumentError": "forward_backward",
     "forward_backward_no_pipelining": "forward_backward",
+    "forward_backward_pipelining_with_interleaving": "forward_backward",
     "forward_backward_pipelining_without_interleaving": "forward_backward",
     "get_forward_backward_func": "forward_backward",
     "step_plan": "forward_backward",

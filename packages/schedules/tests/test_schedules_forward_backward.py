@@ -12,13 +12,14 @@ from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.forward_backward import (
     StepArgumentError,
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from pipegrid.schedules.runtime import PipelineError, PlanMismatchError
+from pipegrid.schedules.runtime import PipelineError
 from pipegrid.schedules.seed_stage import AnnouncedShapes, AnnouncedShapesError, StageOutputError
 
 WIDTH = 4

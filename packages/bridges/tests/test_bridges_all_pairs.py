@@ -51,8 +51,8 @@ def both_ways(src, dst, kind, strategy, *, rank=None):
         assert plan.reductions == plan.src.partial_groups
     if apart:
         # Backward is forward with the arrows turned round: with the proof above, the adjoint.
-        mirrored = sorted(Message(m.destination, m.source, m.destination_box, m.source_box) for m in forward.messages)
-        assert mirrored == list(backward.messages)
+        mirrored = {Message(m.destination, m.source, m.destination_box, m.source_box) for m in forward.messages}
+        assert mirrored == set(backward.messages)
     if rank is not None:
         own = plan_reshard(src, dst, pair.sizes, rank=rank, **options)
         assert own.sends(rank) == forward.sends(rank)
@@ -68,7 +68,9 @@ def some_rank(src, dst, number):
 
 def prove_all(pairs, kind, strategy):
     for number, (src, dst) in enumerate(pairs):
-        both_ways(src, dst, kind, strategy, rank=some_rank(src, dst, number))
+        # A plan for one rank depends on the strategy in nothing that the plan for all does not.
+        rank = some_rank(src, dst, number) if strategy == "auto" else None
+        both_ways(src, dst, kind, strategy, rank=rank)
 
 
 def test_there_are_as_many_grids_and_kinds_of_sides_as_said():

@@ -121,3 +121,22 @@ def test_one_lane_of_two_of_the_loss_is_divided_by_two():
     model.weight.grad = torch.ones_like(model.weight)
     settle(model=model, grids={"images": (1, 1), "language": (2, 1)}, collection=Groups())(None)
     assert model.weight.grad.item() == 0.5
+
+
+def test_chunks_that_share_a_parameter_finish_it_once():
+    """Of a V-shaped schedule, the first rank has both the embedding and the head."""
+    first, last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    last.weight = first.weight
+    first.weight.grad = torch.ones_like(first.weight)
+    grids = {"images": (1, 1), "language": (2, 1)}
+    settle(model=[first, last], grids=grids, collection=Groups())(None)
+    assert first.weight.grad.item() == 0.5
+    told = []
+    settle(model=[first, last], finalize_model_grads_func=lambda models, *_, **__: told.extend(models))(None)
+    assert told == [first, last]
+
+
+def test_all_chunks_reduce_by_themselves_or_none():
+    with pytest.raises(ReductionError, match="1 of this rank's 2 chunks of module 'images' reduce by themselves"):
+        settle(model=[Wrapped(1, 1), nn.Linear(1, 1)])
+    settle(model=[Wrapped(1, 1), Wrapped(1, 1)])(None)

@@ -27,9 +27,18 @@ class ReductionError(ValueError):
 
 
 def settle_reduction(
-    *, model: torch.nn.Module, config: Any, communicator: Any, graph: ModuleGraph, stage: int, pg_collection: Any
+    *,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    config: Any,
+    communicator: Any,
+    graph: ModuleGraph,
+    stage: int,
+    pg_collection: Any,
 ) -> Finish:
     """Decide how the gradients of ``model``, which is ``stage`` of ``graph``, are finished.
+
+    Several chunks of one module are settled together (``model`` a sequence, ``stage`` that of any): they may share a
+    parameter, which must be finished once.
 
     ``config.finalize_model_grads_func`` is asked first; then a wrapper that reduces by itself (it has ``no_sync``) is
     trusted where that is right; then `reduce_gradients` does it over the groups of ``pg_collection``.
@@ -38,17 +47,25 @@ def settle_reduction(
         ReductionError: a wrapper that would average by the wrong number, or at the wrong time; per-token loss that
             nobody would divide by the tokens; data lanes without their group.
     """
+    models = [model] if isinstance(model, torch.nn.Module) else list(model)
     per_token = bool(option(config, "calculate_per_token_loss"))
     module = graph.module_of(stage)[0]
     collection = None if pg_collection is None else collection_of(pg_collection, module)
     finalize = option(config, "finalize_model_grads_func")
     if finalize is not None:
         return lambda counted: finalize(
-            [model], _tokens(counted, model, collection) if per_token else None, pg_collection=pg_collection
+            models, _tokens(counted, models, collection) if per_token else None, pg_collection=pg_collection
         )
     own, of_loss = _lanes_by_grid(communicator, graph, module)
-    if hasattr(model, "no_sync"):
-        _require_trustworthy(model, graph, per_token=per_token, own=own, of_loss=of_loss)
+    wrapped = [chunk for chunk in models if hasattr(chunk, "no_sync")]
+    for chunk in wrapped:
+        _require_trustworthy(chunk, graph, per_token=per_token, own=own, of_loss=of_loss)
+    if wrapped:
+        if len(wrapped) < len(models):
+            raise ReductionError(
+                f"{len(wrapped)} of this rank's {len(models)} chunks of module {module!r} reduce by themselves (have "
+                "no_sync), the others do not: wrap all of them or none"
+            )
         return _nothing
     if collection is None:
         if per_token:
@@ -71,9 +88,9 @@ def settle_reduction(
             'make it before the collection: grid.create_pg("dp"), or grid.create_pg(["dp", "cp"]) with cp'
         )
     return lambda counted: reduce_gradients(
-        model,
+        models,
         collection,
-        num_tokens=_tokens(counted, model, collection) if per_token else None,
+        num_tokens=_tokens(counted, models, collection) if per_token else None,
         loss_lanes=of_loss,
         job_group=option(config, "job_group"),
     )
@@ -144,14 +161,14 @@ def _require_trustworthy(
         )
 
 
-def _tokens(counted: torch.Tensor | None, model: torch.nn.Module, collection: Any) -> torch.Tensor:
+def _tokens(counted: torch.Tensor | None, models: Sequence[torch.nn.Module], collection: Any) -> torch.Tensor:
     """What this rank adds to the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
     tp = getattr(collection, "tp", None)
     if counted is not None and (tp is None or tp.rank() == 0):
         return counted
     if counted is not None:
         return torch.zeros_like(counted)
-    parameter = next(model.parameters(), None)
+    parameter = next((parameter for model in models for parameter in model.parameters()), None)
     device = resolve_device(None, None, None)[1] if parameter is None else parameter.device
     return torch.zeros((), dtype=torch.int64, device=device)
 

@@ -26,7 +26,7 @@ from pipegrid.schedules.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError
+from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError, StepArgumentError
 from pipegrid.schedules.generators import (
     dualpipe_v,
     forward_only,
@@ -44,6 +44,7 @@ from pipegrid.schedules.generators import (
 from pipegrid.schedules.loss_scale import LossScale, LossScaleError
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.perfetto import write_perfetto
+from pipegrid.schedules.placing import step_plan
 from pipegrid.schedules.plan import Group, Lane, Plan, Step, actions_of, chain, compute_plan
 from pipegrid.schedules.plan_csv import from_csv, to_csv
 from pipegrid.schedules.plan_json import from_json, to_json
@@ -58,12 +59,10 @@ from pipegrid.schedules.verification import Proof, verify
 
 if TYPE_CHECKING:
     from pipegrid.schedules.forward_backward import (
-        StepArgumentError,
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
-        step_plan,
     )
     from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
     from pipegrid.schedules.hooks import Hook, MessageHook, ProfilerRanges
@@ -217,12 +216,10 @@ __all__ = [
 ]
 
 _TORCH_HALF = {
-    "StepArgumentError": "forward_backward",
     "forward_backward_no_pipelining": "forward_backward",
     "forward_backward_pipelining_with_interleaving": "forward_backward",
     "forward_backward_pipelining_without_interleaving": "forward_backward",
     "get_forward_backward_func": "forward_backward",
-    "step_plan": "forward_backward",
     "GradientError": "gradients",
     "clip_grad_norm_": "gradients",
     "reduce_gradients": "gradients",

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from pipegrid.schedules.config import config_of, option
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.seed_step import StepArgumentError, Ties, announce, run_step
+from pipegrid.schedules.seed_step import Ties, announce, run_step
 from pipegrid.schedules.verification import verify
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import Forwarded, PipelineRuntime, lower, multi_module_1f1b, verify
+from pipegrid.schedules import ActionKind, Costs, Forwarded, PipelineRuntime, greedy, lower, multi_module_1f1b, verify
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PConfig
 
@@ -181,6 +181,35 @@ def test_weights_after_three_steps_are_those_of_one_process(job, strict):
         by_lane = {key: gradient for held in every for key, gradient in held.items()}
         for number, stage in stages.items():
             stage.descend(sum(gradient for (s, _), gradient in by_lane.items() if s == number))
+    expected = in_one_process(comm.graph)
+    for number, stage in stages.items():
+        assert float(stage.weight.detach()) == pytest.approx(expected[number], rel=1e-12)
+    comm.destroy()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("places", [(0, 1, 0, 1), (0, 1, 1, 0)], ids=["round and round", "down and back up"])
+def test_chunks_inside_of_a_module_with_backwards_in_halves(places, strict):
+    grids = {"enc": HyperCommGrid([1], ["dp"]), "llm": HyperCommGrid([2], ["pp"], rank_offset=1)}
+    config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict)
+    comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": []}, config, stage_placement={"llm": places})
+    plan = lower(
+        greedy(
+            Costs(F=1, I=1.2, W=0.7, latency=0.1),
+            num_positions=3,
+            num_microbatches=MICROBATCHES,
+            graph=comm.graph,
+            placement=[0, *(1 + place for place in places)],
+        )
+    )
+    assert any(action.kind is ActionKind.W for action in plan.actions(comm.rank))
+    stages = {number: Scale(number, comm.graph, whole_batch) for number in comm.stages}
+    runtime = PipelineRuntime(plan, stages, comm)
+    for _ in range(STEPS):
+        runtime.step()
+        for stage in stages.values():
+            stage.descend(stage.weight.grad)
     expected = in_one_process(comm.graph)
     for number, stage in stages.items():
         assert float(stage.weight.detach()) == pytest.approx(expected[number], rel=1e-12)

@@ -13,7 +13,7 @@ from pipegrid.schedules.gradients import GradientError
 from pipegrid.schedules.reduction import ReductionError, settle_reduction
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
-CHUNKED = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})
+TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})
 
 
 @frozen
@@ -51,10 +51,10 @@ class Wrapped(nn.Linear):
         raise NotImplementedError
 
 
-def settle(*, model=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
+def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
     communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
     return settle_reduction(
-        models=model if isinstance(model, dict) else {stage: model or nn.Linear(1, 1)},
+        models=chunks or {stage: model or nn.Linear(1, 1)},
         config=PipelineConfig(**options),
         communicator=communicator,
         graph=graph,
@@ -134,21 +134,21 @@ def test_chunks_that_share_a_parameter_finish_it_once():
     last.weight = first.weight
     first.weight.grad = torch.ones_like(first.weight)
     grids = {"images": (1, 1), "language": (2, 1)}
-    settle(model={0: first, 1: last}, graph=CHUNKED, grids=grids, collection=Groups())({0: None, 1: None})
+    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, grids=grids, collection=Groups())({0: None, 1: None})
     assert first.weight.grad.item() == 0.5
     told = []
 
     def finalize(models, *_, **__):
         told.extend(models)
 
-    settle(model={0: first, 1: last}, graph=CHUNKED, finalize_model_grads_func=finalize)({0: None, 1: None})
+    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, finalize_model_grads_func=finalize)({0: None, 1: None})
     assert told == [first, last]
 
 
 def test_all_chunks_reduce_by_themselves_or_none():
-    with pytest.raises(ReductionError, match="Linear does not reduce by itself .* another chunk of module 'images'"):
-        settle(model={0: Wrapped(1, 1), 1: nn.Linear(1, 1)}, graph=CHUNKED)
-    settle(model={0: Wrapped(1, 1), 1: Wrapped(1, 1)}, graph=CHUNKED)({0: None, 1: None})
+    with pytest.raises(ReductionError, match="1 of this rank's 2 chunks of module 'images' reduce by themselves"):
+        settle(chunks={0: Wrapped(1, 1), 1: nn.Linear(1, 1)}, graph=TWO_CHUNKS)
+    settle(chunks={0: Wrapped(1, 1), 1: Wrapped(1, 1)}, graph=TWO_CHUNKS)({0: None, 1: None})
 
 
 def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
@@ -159,7 +159,8 @@ def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
         counted.append((len(models), int(num_tokens)))
 
     both = {0: nn.Linear(1, 1), 1: nn.Linear(1, 1)}
-    settle(model=both, finalize_model_grads_func=finalize, calculate_per_token_loss=True)({0: None, 1: torch.tensor(7)})
+    finish = settle(chunks=both, finalize_model_grads_func=finalize, calculate_per_token_loss=True)
+    finish({0: None, 1: torch.tensor(7)})
     assert counted == [(2, 7)]
 
 
@@ -167,4 +168,4 @@ def test_a_frozen_module_needs_no_groups():
     grids = {"images": (2, 1), "language": (1, 1)}
     with pytest.raises(ReductionError, match="'images' has 2 data lanes whose gradients nobody"):
         settle(grids=grids)
-    settle(grids=grids, frozen=(0,))({0: None})
+    settle(grids=grids, frozen=("images",))({0: None})

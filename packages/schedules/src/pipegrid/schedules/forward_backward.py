@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.config import config_of
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.placing import Place, place_of, step_plan
-from pipegrid.schedules.seed_step import announce, run_step, single
+from pipegrid.schedules.seed_step import announce, require_one_config, run_step, single
 
 __all__ = [
     "StepArgumentError",
@@ -21,6 +20,8 @@ __all__ = [
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "get_forward_backward_func",
+    "place_of",
+    "step_plan",
 ]
 
 ForwardStepFunc = Callable[..., Any]
@@ -175,6 +176,7 @@ def forward_backward_pipelining_without_interleaving(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
+        frozen=place.frozen,
         shapes=announce(
             adjust_tensor_shapes_fn,
             models,
@@ -187,7 +189,7 @@ def forward_backward_pipelining_without_interleaving(
 
 
 def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
-    """The model of each of this rank's stages; they have one config."""
+    """The model of each of this rank's stages."""
     model = single(model, "model")
     if len(place.stages) > 1 and not isinstance(model, Mapping):
         raise StepArgumentError(
@@ -195,9 +197,5 @@ def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
             "and data_iterator as a dict or as one iterator for all"
         )
     models = place.by_stage(model, "model")
-    first, *others = [config_of(part) for part in models.values()]
-    if any(other is not first and other != first for other in others):
-        raise StepArgumentError(
-            "the models on this rank have different configs; a step has one: give them the same PipelineConfig"
-        )
+    require_one_config(models)
     return models

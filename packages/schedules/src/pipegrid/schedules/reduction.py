@@ -33,15 +33,13 @@ def settle_reduction(
     communicator: Any,
     graph: ModuleGraph,
     pg_collection: Any,
-    frozen: Collection[int] = (),
+    frozen: Collection[str] = (),
 ) -> Finish:
-    """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished: all at once.
-
-    Chunks of one module may share a parameter, which must be finished once; and the tokens of the job are counted once.
+    """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
     ``config.finalize_model_grads_func`` is asked first; then a wrapper that reduces by itself (it has ``no_sync``) is
     trusted where that is right; then `reduce_gradients` does it over the groups of ``pg_collection``. The ``frozen``
-    stages get no gradient; their ranks only take part in counting tokens.
+    modules get no gradient; their ranks only take part in counting tokens.
 
     Raises:
         ReductionError: a wrapper that would average by the wrong number, or at the wrong time; per-token loss that
@@ -62,26 +60,43 @@ def settle_reduction(
     finalize = option(config, "finalize_model_grads_func")
     if finalize is not None:
         return lambda counted: finalize(list(models.values()), tokens(counted), pg_collection=pg_collection)
-    reduced: dict[str, torch.nn.ModuleList] = {}
+    _require_all_or_none(models, names)
+    reduced: dict[str, list[torch.nn.Module]] = {}
     of_loss = None
-    for name, collection in collections.items():
-        chunks = [model for stage, model in models.items() if names[stage] == name and stage not in frozen]
-        if not chunks and not per_token:
+    for stage, model in models.items():
+        name = names[stage]
+        if name in frozen and not per_token:
             continue
         own, of_loss = _lanes_by_grid(communicator, graph, name)
-        if any(hasattr(chunk, "no_sync") for chunk in chunks):
-            for chunk in chunks:
-                _require_trustworthy(chunk, name, graph, per_token=per_token, own=own, of_loss=of_loss)
-        elif collection is None:
+        if hasattr(model, "no_sync"):
+            _require_trustworthy(model, graph, per_token=per_token, own=own, of_loss=of_loss)
+        elif collections[name] is None:
             _require_nothing_to_do(name, per_token=per_token, own=own, of_loss=of_loss)
         else:
-            _require_group(name, collection, own)
-            reduced[name] = torch.nn.ModuleList(chunks)
+            _require_group(name, collections[name], own)
+            reduced.setdefault(name, []).append(model)
     if not reduced:
         return _nothing
     return lambda counted: reduce_gradients(
-        reduced, collections, num_tokens=tokens(counted), loss_lanes=of_loss, job_group=option(config, "job_group")
+        {name: held[0] if len(held) == 1 else torch.nn.ModuleList(held) for name, held in reduced.items()},
+        collections,
+        num_tokens=tokens(counted),
+        loss_lanes=of_loss,
+        job_group=option(config, "job_group"),
     )
+
+
+def _require_all_or_none(models: Mapping[int, torch.nn.Module], names: Mapping[int, str]) -> None:
+    """Chunks of one module may share a parameter, which must be finished once, and in one way."""
+    wrapped: dict[str, list[bool]] = {}
+    for stage, model in models.items():
+        wrapped.setdefault(names[stage], []).append(hasattr(model, "no_sync"))
+    for name, found in wrapped.items():
+        if len(set(found)) > 1:
+            raise ReductionError(
+                f"{sum(found)} of this rank's {len(found)} chunks of module {name!r} reduce by themselves (have "
+                "no_sync), the others do not: wrap all of them or none"
+            )
 
 
 def _require_nothing_to_do(name: str, *, per_token: bool, own: int | None, of_loss: int | None) -> None:
@@ -157,14 +172,9 @@ def _nothing(counted: Mapping[int, torch.Tensor | None]) -> None:
 
 
 def _require_trustworthy(
-    model: torch.nn.Module, module: str, graph: ModuleGraph, *, per_token: bool, own: int | None, of_loss: int | None
+    model: torch.nn.Module, graph: ModuleGraph, *, per_token: bool, own: int | None, of_loss: int | None
 ) -> None:
     name = type(model).__name__
-    if not hasattr(model, "no_sync"):
-        raise ReductionError(
-            f"{name} does not reduce by itself (has no no_sync), but another chunk of module {module!r} on this rank "
-            "does: wrap all of them or none"
-        )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and graph.num_stages > 1:
         raise ReductionError(
             f"{name} decides in a forward whether the next backward reduces, which a pipeline's order defeats: pass "

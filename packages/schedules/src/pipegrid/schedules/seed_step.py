@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -51,9 +51,10 @@ def run_step(
     collect_non_loss_data: bool,
     first_val_step: bool | None,
     pg_collection: Any,
+    frozen: Collection[str] = (),
     shapes: AnnouncedShapes | None = None,
 ) -> list[Any]:
-    """Run the stages that are the keys of ``models``, chunks of one module in their order, by ``plan``.
+    """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
 
     The config is the first model's. ``plan`` is called once the other arguments are known to be right, with the
     name and the stages of each tied parameter.
@@ -76,11 +77,12 @@ def run_step(
             communicator=communicator,
             graph=agreed.graph,
             pg_collection=pg_collection,
-            frozen=agreed.forward_only,
+            frozen=frozen,
         )
         for sync, model in zip(_per_chunk(config, "param_sync_func", models), models.values(), strict=True):
             if sync is not None:
                 sync(model.parameters())
+    chunks = _chunk_numbers(agreed, models)
     stages = {
         stage: SeedStage(
             forward_step_func,
@@ -96,7 +98,7 @@ def run_step(
             first_val_step=first_val_step,
             window=_window(agreed, position),
             forwards=_forwards(agreed, position, stage),
-            vp_stage=_chunk_of(agreed, models, stage),
+            vp_stage=chunks.get(stage),
             shapes=shapes,
         )
         for stage, model in models.items()
@@ -128,6 +130,27 @@ def run_step(
                 sync(models[stage].parameters())
         finish({number: stage.num_tokens for number, stage in stages.items()})
     return [info for stage in stages.values() for info in stage.infos]
+
+
+def require_one_config(models: Mapping[int, Any]) -> None:
+    """Refuse models on one rank with different configs.
+
+    Raises:
+        StepArgumentError: they have different ones.
+    """
+    first, *others = [config_of(model) for model in models.values()]
+    if any(other is not first and other != first for other in others):
+        raise StepArgumentError(
+            "the models on this rank have different configs; a step has one: give them the same PipelineConfig"
+        )
+
+
+def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
+    """Which chunk of its module each stage is, where a module has several here."""
+    by_module: dict[str, list[int]] = {}
+    for stage in stages:
+        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
+    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
 
 
 def announce(
@@ -164,13 +187,6 @@ def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection
         is_last = all(edge.source != stage for edge in plan.graph.stage_edges)
         finish.append(settle_deferral(config, model, is_last_stage=is_last, tp_group=getattr(groups, "tp", None)))
     return finish
-
-
-def _chunk_of(plan: Plan, models: Mapping[int, Any], stage: int) -> int | None:
-    """Which of this rank's chunks of its module a stage is; None where it is the only one."""
-    name, _ = plan.graph.module_of(stage)
-    chunks = [other for other in models if plan.graph.module_of(other)[0] == name]
-    return chunks.index(stage) if len(chunks) > 1 else None
 
 
 def _per_chunk(config: Any, name: str, models: Mapping[int, Any]) -> list[Any]:

@@ -10,7 +10,11 @@ from torch.utils import checkpoint
 
 def product(rows=3, width=4):
     """``(x @ weight).tanh()``, and the node of the matrix product."""
-    x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(width, width, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((rows, width), (width, width))
+    )
     output = (x @ weight).tanh()
     return x, weight, output, output.grad_fn.next_functions[0][0]
 

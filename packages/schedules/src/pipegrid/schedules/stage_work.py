@@ -9,6 +9,7 @@ import torch
 from attrs import define, field, frozen
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.mail import Inbox, Outbox, Parcel
 from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights, cut
 from pipegrid.schedules.splitting_refused import require_splittable
@@ -17,10 +18,6 @@ from pipegrid.schedules.steps import LossError, flatten, gradient_of, map_tensor
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload
-
-
-class PlanMismatchError(ValueError):
-    """What was given to run does not match the plan."""
 
 
 @frozen

@@ -1,7 +1,9 @@
 """The invariants of a reshard plan, for all pairs of grids with up to 8 ranks a side.
 
 Dims are tp, cp, dp, pp and one declared extra dim; every strategy; even, uneven and given lanes, packed tokens, no
-rows. A part of it always runs; the whole of it runs nightly.
+rows. 96 grids with 24 placements make 2 304 sides, of 137 kinds; so 18 769 pairs, 281 535 times with every strategy
+and kind of sizes, each both ways; and 9 216 pairs of grids that overlap, with every strategy. That runs nightly, in
+about five minutes of one core; a part of it always runs.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def both_ways(src, dst, kind, strategy, *, rank=None):
         assert plan.reductions == plan.src.partial_groups
     if apart:
         # Backward is forward with the arrows turned round: with the proof above, the adjoint.
-        mirrored = sorted(Message(m.destination, m.source, m.destination_box, m.source_box) for m in forward.messages)
-        assert mirrored == list(backward.messages)
+        mirrored = {Message(m.destination, m.source, m.destination_box, m.source_box) for m in forward.messages}
+        assert mirrored == set(backward.messages)
     if rank is not None:
         own = plan_reshard(src, dst, pair.sizes, rank=rank, **options)
         assert own.sends(rank) == forward.sends(rank)
@@ -68,14 +70,16 @@ def some_rank(src, dst, number):
 
 def prove_all(pairs, kind, strategy):
     for number, (src, dst) in enumerate(pairs):
-        both_ways(src, dst, kind, strategy, rank=some_rank(src, dst, number))
+        # A plan for one rank depends on the strategy in nothing that the plan for all does not.
+        rank = some_rank(src, dst, number) if strategy == "auto" else None
+        both_ways(src, dst, kind, strategy, rank=rank)
 
 
 def test_there_are_as_many_grids_and_kinds_of_sides_as_said():
     assert len(SHAPES) == 96
     assert len(SHAPES) * len(PLACEMENTS) == len(list(every_side())) == 2304
-    assert len(kinds("source")) == len(kinds("destination", MOST))
-    assert len(disjoint_pairs()) == len(kinds("source")) ** 2
+    assert len(kinds("source")) == len(kinds("destination", MOST)) == 137
+    assert len(disjoint_pairs()) == 18_769
 
 
 def prove_renamed(sides, partner, *, as_source):

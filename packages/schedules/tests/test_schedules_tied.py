@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,6 +114,17 @@ def test_with_unequal_tp_the_first_tp_rank_of_each_contributes():
         PAIR, [0, 3], images=grid([2, 1, 2], ["tp", "dp", "pp"]), language=grid([1, 2, 2], ["tp", "dp", "pp"], 4)
     )
     assert found == [((0, 1, 6, 7), [0, 6, 7])]
+
+
+def test_a_rank_with_two_of_the_stages_is_one_member():
+    """An encoder on dp 2 over a language model on pp 2: each rank sums its own copies before it sends them."""
+    over = ModuleGraph({"encoder": 1, "language": 2}, {"encoder": ["language"]})
+    grids = {"encoder": grid([2], ["dp"]), "language": grid([2], ["pp"])}
+    assert groups_of(over, [0, 2], **grids) == [((0, 1), [0, 1])]
+    assert [stages_here([0, 2], over, grids, rank) for rank in range(2)] == [(0,), (0, 2)]
+    crossed = {"encoder": grid([2, 2], ["tp", "dp"]), "language": grid([2, 2], ["pp", "tp"])}
+    with pytest.raises(TyingError, match=r"rank 1 holds two of the stages .* the shard \{'tp': 0\} and of another"):
+        groups_of(over, [0, 2], **crossed)
 
 
 def test_stages_and_grids_that_do_not_fit():
@@ -339,6 +353,31 @@ def test_tensor_parallel_shards_sum_with_their_like(ranks):
     assert torch.allclose(clip_grad_norm_(module, collection, 1e9), expected, rtol=1e-14)
 
 
+@pytest.mark.ranks(2)
+def test_two_copies_on_one_rank_are_summed_there_and_counted_once(ranks):
+    graph = ModuleGraph({"encoder": 1, "language": 2}, {"encoder": ["language"]})
+    grids = {"encoder": HyperCommGrid([2], ["dp"]), "language": HyperCommGrid([2], ["pp"])}
+    collections = {"encoder": ProcessGroupCollection(dp=grids["encoder"].create_pg("dp"))}
+    modules = {"encoder": nn.Linear(3, 3, bias=False).double()}
+    copies = {0: modules["encoder"].weight}
+    if ranks.rank == 1:
+        modules["language"], collections["language"] = nn.Linear(3, 3, bias=False).double(), ProcessGroupCollection()
+        copies[2] = modules["language"].weight
+    for number, copy in enumerate(copies.values()):
+        nn.init.ones_(copy)
+        copy.grad = torch.full_like(copy, [1.0, 10.0][ranks.rank] + 100 * number)
+    tie_parameters("word", copies, stages=[0, 2], grids=grids, graph=graph).reduce()
+    reduce_gradients(modules, collections, loss_lanes=1)
+    assert all(torch.equal(copy.grad, torch.full_like(copy, 121.0)) for copy in copies.values())
+    norm = clip_grad_norm_(modules, collections, 1e9)
+    assert norm.item() == pytest.approx(3 * 121.0, rel=1e-14)
+    if ranks.rank == 1:
+        with torch.no_grad():
+            copies[2] += 0.5
+    with pytest.raises(TyingError, match=r"differ from that of rank 0: rank 1 by 0\.5;"):
+        tie_parameters("word", copies, stages=[0, 2], grids=grids, graph=graph)
+
+
 @pytest.mark.ranks(3)
 def test_whole_on_two_tp_ranks_beside_one_is_counted_once(ranks):
     grids = {
@@ -359,6 +398,19 @@ def test_whole_on_two_tp_ranks_beside_one_is_counted_once(ranks):
     module.weight.tensor_model_parallel = True
     with pytest.raises(TyingError, match="is sharded over tp, and the modules that hold it have different tp sizes"):
         tie_parameters("word", {stage: module.weight}, stages=[0, 1], grids=grids, graph=graph)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_never_comes_to_the_reduce_is_waited_for_no_longer_than_the_timeout(ranks):
+    parameter = nn.Parameter(torch.ones(3))
+    box = HyperCommGrid([2], ["pp"])
+    tied = tie_parameters("word", {ranks.rank: parameter}, stages=[0, 1], grids=box, timeout=timedelta(seconds=2))
+    if ranks.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|connection closed"):
+            tied.reduce()
+        assert time.monotonic() - began < 10
+    ranks.barrier()
 
 
 @pytest.mark.ranks(2)

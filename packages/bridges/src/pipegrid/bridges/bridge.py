@@ -124,6 +124,11 @@ class BridgeCommunicator:
         check_strategy(strategy)
         if shapes not in {None, "fixed", "variable"}:
             raise BridgeError(f"shapes is {shapes!r}; use 'fixed' or 'variable'")
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
+            raise BridgeError(
+                f"comm_dtype is {comm_dtype!r}; what travels is rounded to it, so give a floating-point torch.dtype "
+                "such as torch.bfloat16, or None for the tensor's own"
+            )
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name = src_module_name or "src"
         self.dest_module_name = dest_module_name or "dest"
@@ -337,14 +342,20 @@ class BridgeCommunicator:
         Raises:
             WrongSideError: this rank is not in the source grid.
             NoBackwardError: the tensor requires grad and the edge has no backward.
-            ShapeError: wrong number of axes; or, with fixed shapes, not what was agreed.
+            ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
+                fixed shapes, not the shape and dtype that were agreed.
         """
         if not self._takes_part("source", "send_forward"):
             return None
         if not isinstance(tensor, torch.Tensor):
             raise ShapeError(
-                f"{self} carries one tensor, got {type(tensor).__name__}; where a microbatch has nothing to send, "
-                f"send a tensor without rows"
+                f"{self} carries one tensor, got {type(tensor).__name__}; concatenate several along their last axis, "
+                "and where a microbatch has nothing to send, send a tensor without rows"
+            )
+        if self.comm_dtype is not None and not tensor.is_floating_point():
+            raise ShapeError(
+                f"{self} travels as {self.comm_dtype}, which would round the {_name(tensor.dtype)} values of this "
+                "tensor; send a floating-point tensor, or declare the edge with comm_dtype=None"
             )
         if tensor.requires_grad and not self.backward:
             raise NoBackwardError(

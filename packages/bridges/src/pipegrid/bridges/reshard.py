@@ -220,7 +220,7 @@ def plan_reshard(
         links=links,
         cuts=cuts,
         reductions=sender.partial_groups,
-        messages=tuple(sorted(m for m in messages if rank is None or rank in {m.source, m.destination})),
+        messages=tuple(sorted((m for m in messages if rank is None or rank in {m.source, m.destination}), key=_order)),
         completions=tuple(c for c in completions if rank is None or rank in c.ranks),
     )
 
@@ -288,6 +288,11 @@ def _completion(ranks: tuple[int, ...], messages: Iterable[Message]) -> Completi
     for message in messages:
         boxes[message.destination].append(message.destination_box)
     return Completion(ranks, tuple(tuple(sorted(boxes[rank])) for rank in ranks))
+
+
+def _order(message: Message) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Of two ranks' messages, the one that stands first in the source's tensor comes first."""
+    return message.source, message.destination, message.source_box.start, message.destination_box.start
 
 
 def _by_ends(

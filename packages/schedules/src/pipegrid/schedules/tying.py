@@ -84,7 +84,7 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
 
     Raises:
         TyingError: a stage that does not exist; a module without a grid; a grid whose ``pp`` is not the module's
-            depth.
+            depth; a rank that holds different shards of two stages.
     """
     held = sorted(stages)
     for stage in held:
@@ -106,6 +106,14 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
                 ranks.append(rank)
             if alike or not any(coordinate for _, coordinate in shard):
                 contributing.add(rank)
+    shard_of: dict[int, tuple[tuple[str, int], ...]] = {}
+    for shard, ranks in members.items():
+        for rank in ranks:
+            if shard_of.setdefault(rank, shard) != shard:
+                raise TyingError(
+                    f"tied parameter {name!r}: rank {rank} holds two of the stages {held}, but of one the shard "
+                    f"{dict(shard_of[rank])} and of another {dict(shard)}; order the dimensions of their grids alike"
+                )
     lowest, index = places[0]
     first = frozenset(rank for rank in lowest.ranks if lowest.coords(rank).get(_STAGE_DIM, 0) == index)
     return tuple(

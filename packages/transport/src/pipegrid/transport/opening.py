@@ -25,6 +25,7 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
+from pipegrid.transport.gloo_loop import one_loop
 from pipegrid.transport.issue import Issuer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lane_spec import LaneSpec
@@ -204,6 +205,8 @@ def _connect(
     specs: Sequence[LaneSpec], rank: int, *, backend: str, device: torch.device, config: P2PConfig
 ) -> tuple[dict[LaneSpec, tuple[Communicator, int]], list[Any]]:
     """A communicator, and an index in it, for each lane of this rank; and all groups that were made."""
+    if not specs:
+        return {}, []
     bundles: dict[tuple[object, ...], list[LaneSpec]] = {}
     for spec in specs:
         key = spec.pair if config.communicators == "shared" else (spec.pair, spec)
@@ -211,13 +214,15 @@ def _connect(
     data = {_group_spec(bundle, "data"): bundle for bundle in bundles.values()}
     streamed = backend != "gloo"
     timeout = timedelta(seconds=config.open_deadline)
-    made = create_groups(data, rank=rank, backend=backend, timeout=timeout, pg_options=_options(backend, config))
+    gloo, loop = one_loop()
+    data_backend, options = (backend, _options(backend, config)) if streamed else (gloo, loop)
+    made = create_groups(data, rank=rank, backend=data_backend, timeout=timeout, pg_options=options)
     groups = list(made.values())
     try:
         control = made
         if streamed:
             twins = {_group_spec(bundle, "control"): spec for spec, bundle in data.items()}
-            pairs = create_groups(twins, rank=rank, backend="gloo", timeout=timeout)
+            pairs = create_groups(twins, rank=rank, backend=gloo, timeout=timeout, pg_options=loop)
             groups += pairs.values()
             control = {twins[twin]: group for twin, group in pairs.items()}
     except BaseException:

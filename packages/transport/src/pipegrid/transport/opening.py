@@ -7,8 +7,8 @@ import itertools
 import json
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Self
 
@@ -48,14 +48,12 @@ class Lanes(dict[LaneSpec, Lane]):
         # At exit, too: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, ends, Progress(ends, issuer), groups)
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch, at the end.
 
         In the order of lanes, whatever the order of calls. If the block raises, nothing is issued.
         """
-        with self._issuer.batch():
-            yield
+        return self._issuer.batch()
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""

@@ -57,16 +57,16 @@ if TYPE_CHECKING:
     from pipegrid.schedules.forward_backward import (
         StepArgumentError,
         forward_backward_no_pipelining,
+        forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
         step_plan,
     )
     from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
+    from pipegrid.schedules.hooks import Hook, MessageHook, ProfilerRanges
     from pipegrid.schedules.recorder import Recorder
     from pipegrid.schedules.runtime import (
         Forwarded,
-        Hook,
-        MessageHook,
         PipelineError,
         PipelineRuntime,
         PlanMismatchError,
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         position_of,
     )
     from pipegrid.schedules.seed_stage import StageOutputError
+    from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
         backward_step,
@@ -108,12 +109,14 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "PlanSyntaxError",
+    "ProfilerRanges",
     "Proof",
     "Recorded",
     "Recorder",
     "Recording",
     "Simulation",
     "Span",
+    "SplitBackwardError",
     "Stage",
     "StageOutputError",
     "Step",
@@ -138,6 +141,7 @@ __all__ = [
     "dualpipe_v",
     "find_schedule",
     "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_only",
     "forward_step",
@@ -180,22 +184,25 @@ __all__ = [
 _TORCH_HALF = {
     "StepArgumentError": "forward_backward",
     "forward_backward_no_pipelining": "forward_backward",
+    "forward_backward_pipelining_with_interleaving": "forward_backward",
     "forward_backward_pipelining_without_interleaving": "forward_backward",
     "get_forward_backward_func": "forward_backward",
     "step_plan": "forward_backward",
     "GradientError": "gradients",
     "clip_grad_norm_": "gradients",
     "reduce_gradients": "gradients",
+    "Hook": "hooks",
+    "MessageHook": "hooks",
+    "ProfilerRanges": "hooks",
     "Recorder": "recorder",
     "Forwarded": "runtime",
-    "Hook": "runtime",
-    "MessageHook": "runtime",
     "PipelineError": "runtime",
     "PipelineRuntime": "runtime",
     "PlanMismatchError": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
     "StageOutputError": "seed_stage",
+    "SplitBackwardError": "splitting_refused",
     "LossError": "steps",
     "backward_step": "steps",
     "custom_backward": "steps",

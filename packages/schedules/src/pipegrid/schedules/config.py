@@ -40,6 +40,8 @@ class PipelineConfig(P2PConfig):
             backward; ``num_tokens`` is the number of tokens this rank's losses counted (None unless
             ``calculate_per_token_loss``). None: `reduce_gradients` over the groups of ``pg_collection``, unless
             the model is a wrapper that reduces by itself (has ``no_sync``).
+        microbatch_group_size_per_vp_stage: with interleaving, how many microbatches a chunk runs before the next chunk
+            has its turn; None is the number of ranks.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
     """
@@ -56,6 +58,7 @@ class PipelineConfig(P2PConfig):
     grad_sync_func: Callable[[Any], None] | None = None
     param_sync_func: Callable[[Any], None] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
+    microbatch_group_size_per_vp_stage: int | None = None
     job_group: Any = None
     hooks: tuple[Any, ...] = ()
 

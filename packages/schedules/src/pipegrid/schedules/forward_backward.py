@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.actions import Action, ActionKind
-from pipegrid.schedules.config import config_of, option
 from pipegrid.schedules.generators import multi_module_1f1b
-from pipegrid.schedules.gradients import collection_of
+from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.reduction import settle_reduction
-from pipegrid.schedules.runtime import PipelineRuntime, position_of
-from pipegrid.schedules.seed_stage import SeedStage
+from pipegrid.schedules.seed_step import StepArgumentError, run_step, single
 from pipegrid.schedules.verification import verify
 
+__all__ = [
+    "StepArgumentError",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "get_forward_backward_func",
+    "place_of",
+    "step_plan",
+]
+
 ForwardStepFunc = Callable[..., Any]
-
-
-class StepArgumentError(ValueError):
-    """The arguments of a step function contradict each other."""
 
 
 def get_forward_backward_func(
@@ -36,7 +37,7 @@ def get_forward_backward_func(
     Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``.
 
     Raises:
-        StepArgumentError: neither is given (there is no global parallel state to read), or chunks are asked for.
+        StepArgumentError: neither is given (there is no global parallel state to read), or chunks without a pipeline.
     """
     if pp_size is None and pg_collection is not None:
         group = getattr(pg_collection, "pp", None)
@@ -46,12 +47,15 @@ def get_forward_backward_func(
             "the pipeline size is not known: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
             "with its `pp` group"
         )
+    if vp_size is not None and vp_size > 1:
+        if pp_size == 1:
+            raise StepArgumentError(
+                f"vp_size={vp_size} with pp_size=1: chunks of one rank follow each other anyway; use vp_size=1 and one "
+                "model"
+            )
+        return forward_backward_pipelining_with_interleaving
     if pp_size == 1:
         return forward_backward_no_pipelining
-    if vp_size is not None and vp_size > 1:
-        raise StepArgumentError(
-            f"vp_size={vp_size}: the interleaved step function does not exist yet; use vp_size=1 (1F1B)"
-        )
     return forward_backward_pipelining_without_interleaving
 
 
@@ -81,13 +85,12 @@ def forward_backward_no_pipelining(
     del seq_length, micro_batch_size, decoder_seq_length
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
-    return _run(
-        graph=ModuleGraph({"model": 1}),
-        stage=0,
+    return run_step(
+        plan=lambda: step_plan(ModuleGraph({"model": 1}), num_microbatches),
         communicator=None,
         forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
+        data_iterators={0: single(data_iterator, "data_iterator")},
+        models={0: single(model, "model")},
         num_microbatches=num_microbatches,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
@@ -151,13 +154,12 @@ def forward_backward_pipelining_without_interleaving(
             "adjust_tensor_shapes_fn has no effect: neighbours agree on the shapes of what is sent. Remove it"
         )
     graph, stage = place_of(p2p_communicator)
-    return _run(
-        graph=graph,
-        stage=stage,
+    return run_step(
+        plan=lambda: step_plan(graph, num_microbatches),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
+        data_iterators={stage: single(data_iterator, "data_iterator")},
+        models={stage: single(model, "model")},
         num_microbatches=num_microbatches,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
@@ -194,114 +196,3 @@ def step_plan(graph: ModuleGraph, num_microbatches: int) -> Plan:
     plan = lower(multi_module_1f1b(graph, num_microbatches))
     verify(plan)
     return plan
-
-
-def _run(
-    *,
-    graph: ModuleGraph,
-    stage: int,
-    communicator: Any,
-    forward_step_func: ForwardStepFunc,
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    forward_only: bool,
-    collect_non_loss_data: bool,
-    first_val_step: bool | None,
-    pg_collection: Any,
-) -> list[Any]:
-    model = _single(model, "model")
-    config = config_of(model)
-    if num_microbatches < 1:
-        raise StepArgumentError(f"num_microbatches={num_microbatches}: a step needs at least 1")
-    if collect_non_loss_data and not forward_only:
-        raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
-    plan = step_plan(graph, num_microbatches)
-    position_of(plan, (stage,))
-    finish = None
-    if not forward_only:
-        finish = settle_reduction(
-            model=model,
-            config=config,
-            communicator=communicator,
-            graph=graph,
-            stage=stage,
-            pg_collection=pg_collection,
-        )
-        if option(config, "param_sync_func") is not None:
-            option(config, "param_sync_func")(model.parameters())
-    seed_stage = SeedStage(
-        forward_step_func,
-        _single(data_iterator, "data_iterator"),
-        model,
-        config,
-        graph,
-        stage,
-        num_microbatches,
-        cp_group_size=_cp_size(pg_collection, graph.module_of(stage)[0]),
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        outstanding=min(graph.distance_to_sink[stage], num_microbatches) + 1,
-    )
-    with contextlib.ExitStack() as no_sync:
-        if option(config, "no_sync_func") is not None:
-            no_sync.enter_context(option(config, "no_sync_func")())
-        sync_early = option(config, "grad_sync_func") is None or stage in map(_first_of(graph), graph.sources)
-        hooks = [*option(config, "hooks")]
-        if sync_early and not forward_only:
-            # Without a pipeline the last backward follows the last forward, in which DDP decides whether to reduce.
-            kind = ActionKind.F if graph.num_stages == 1 else ActionKind.B
-            hooks.append(_LeaveBefore(Action(kind, stage, num_microbatches - 1), no_sync))
-        runtime = PipelineRuntime(
-            plan,
-            {stage: seed_stage},
-            communicator,
-            hooks=hooks,
-            deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
-            deadline=option(config, "deadline"),
-            loss_scale=option(config, "grad_scale_func"),
-        )
-        if forward_only:
-            runtime.eval()
-        else:
-            runtime.step()
-    if finish is not None:
-        if option(config, "grad_sync_func") is not None and not sync_early:
-            option(config, "grad_sync_func")(model.parameters())
-        finish(seed_stage.num_tokens)
-    return seed_stage.infos
-
-
-def _first_of(graph: ModuleGraph) -> Callable[[str], int]:
-    return lambda module: graph.stage(module, 0)
-
-
-class _LeaveBefore:
-    """Leaves the no-sync context just before one action, so that the last backward reduces gradients."""
-
-    def __init__(self, action: Action, context: contextlib.ExitStack) -> None:
-        self._action = action
-        self._context = context
-
-    def before(self, action: Action) -> None:
-        if action == self._action:
-            self._context.close()
-
-    def after(self, action: Action) -> None:
-        """Nothing to do."""
-
-
-def _single(value: Any, name: str) -> Any:
-    if not isinstance(value, Sequence) or isinstance(value, torch.nn.Module):
-        return value
-    if len(value) != 1:
-        raise StepArgumentError(
-            f"{name} is a list of {len(value)}: without interleaving a rank has one chunk; pass one, not several"
-        )
-    return value[0]
-
-
-def _cp_size(pg_collection: Any, module: str) -> int:
-    group = None if pg_collection is None else getattr(collection_of(pg_collection, module), "cp", None)
-    return 1 if group is None else int(group.size())

@@ -1,0 +1,144 @@
+"""What travels along the edges that touch a position, by microbatch: posted, arrived, and waiting to be sent."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, field
+
+from pipegrid.schedules.steps import deallocate_output_tensor, map_tensors
+from pipegrid.transport.edge import Direction, Edge
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.actions import Action
+    from pipegrid.schedules.hooks import MessageHook
+    from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle
+
+
+@define(eq=False)
+class PostOffice:
+    """Sends and receives for one position, and sees sends through."""
+
+    communicator: PipelineCommunicator
+    deadline: float | None
+    hooks: Sequence[MessageHook]
+    _leaving: deque[tuple[Action, Handle, Parcel | None]] = field(factory=deque, init=False)
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._leaving.clear()
+
+    def send(self, action: Action, box: Outbox, payload: Payload, parcel: Parcel | None) -> None:
+        """Start sending; earlier sends that are through are finished on the way."""
+        detached = map_tensors(payload, torch.Tensor.detach)
+        handle = self.communicator.isend(detached, edge=box.edge, direction=box.direction)
+        self._leaving.append((action, handle, parcel))
+        while len(self._leaving) > 1 and self._leaving[0][1].is_completed():
+            self._finish()
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        while self._leaving:
+            self._finish()
+
+    def _finish(self) -> None:
+        action, handle, parcel = self._leaving.popleft()
+        handle.wait(self.deadline)
+        for hook in self.hooks:
+            hook.completed(action)
+        if parcel is not None:
+            parcel.sent()
+
+
+@define(eq=False)
+class Parcel:
+    """The outputs of one forward, whose storage is freed once ``unsent`` messages are through."""
+
+    unsent: int
+    tensors: Sequence[torch.Tensor]
+
+    def sent(self) -> None:
+        """One of the messages is through."""
+        self.unsent -= 1
+        if self.unsent == 0:
+            for tensor in self.tensors:
+                deallocate_output_tensor(tensor, deallocate_pipeline_outputs=True)
+
+
+@define(eq=False)
+class Inbox:
+    """What arrives along an edge: by a receive that was posted, or handed over by a stage on the same position."""
+
+    edge: Edge
+    direction: Direction
+    office: PostOffice
+    local: bool
+    _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
+    _here: dict[int, Payload] = field(factory=dict, init=False)
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._posted.clear()
+        self._here.clear()
+
+    def receive(self, microbatch: int, action: Action) -> None:
+        """``RECV_F`` or ``RECV_B``: post the receive."""
+        handle = self.office.communicator.irecv(edge=self.edge, direction=self.direction)
+        self._posted[microbatch] = action, handle
+
+    def wait(self, microbatch: int) -> None:
+        """Wait until the message is here."""
+        action, handle = self._posted[microbatch]
+        handle.wait(self.office.deadline)
+        for hook in self.office.hooks:
+            hook.completed(action)
+
+    def hand_over(self, microbatch: int, payload: Payload) -> None:
+        """Take what a stage on the same position made."""
+        self._here[microbatch] = payload
+
+    def take(self, microbatch: int) -> Payload:
+        """What has arrived, once."""
+        if self.local:
+            return self._here.pop(microbatch)
+        return self._posted.pop(microbatch)[1].result()
+
+
+@define(eq=False)
+class Outbox:
+    """What leaves along an edge: kept for its send, or handed to the inbox of a stage on the same position."""
+
+    edge: Edge
+    direction: Direction
+    office: PostOffice
+    inbox: Inbox | None
+    _kept: dict[int, tuple[Payload, Parcel | None]] = field(factory=dict, init=False)
+
+    @property
+    def sends(self) -> bool:
+        """Whether what is put here leaves by a message."""
+        return self.inbox is None
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._kept.clear()
+
+    def put(self, microbatch: int, payload: Payload, parcel: Parcel | None = None) -> None:
+        """Keep ``payload`` until `send`; or hand it over now."""
+        if self.inbox is None:
+            self._kept[microbatch] = payload, parcel
+        else:
+            self.inbox.hand_over(microbatch, map_tensors(payload, _as_leaf))
+
+    def send(self, microbatch: int, action: Action) -> None:
+        """``SEND_F`` or ``SEND_B``."""
+        payload, parcel = self._kept.pop(microbatch)
+        self.office.send(action, self, payload, parcel)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """What a stage on the same rank receives: the values, with a gradient of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -38,7 +38,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         time.sleep(ctx.seconds)
-        return gradient, None
+        return gradient.clone(), None  # torch's split backward adds to what it is given, in place
 
 
 class Sleeper(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,37 +19,17 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class PostOffice:
-    """Sends and receives for one position, and sees sends through."""
+    """How one position sends and receives."""
 
     communicator: PipelineCommunicator
     deadline: float | None
     hooks: Sequence[MessageHook]
-    _leaving: deque[tuple[Action, Handle, Parcel | None]] = field(factory=deque, init=False)
 
-    def begin(self) -> None:
-        """Forget what an earlier step left."""
-        self._leaving.clear()
-
-    def send(self, action: Action, box: Outbox, payload: Payload, parcel: Parcel | None) -> None:
-        """Start sending; earlier sends that are through are finished on the way."""
-        detached = map_tensors(payload, torch.Tensor.detach)
-        handle = self.communicator.isend(detached, edge=box.edge, direction=box.direction)
-        self._leaving.append((action, handle, parcel))
-        while len(self._leaving) > 1 and self._leaving[0][1].is_completed():
-            self._finish()
-
-    def finish(self) -> None:
-        """Wait until everything has left."""
-        while self._leaving:
-            self._finish()
-
-    def _finish(self) -> None:
-        action, handle, parcel = self._leaving.popleft()
+    def complete(self, action: Action, handle: Handle) -> None:
+        """Wait until the message that ``action`` posted is through."""
         handle.wait(self.deadline)
         for hook in self.hooks:
             hook.completed(action)
-        if parcel is not None:
-            parcel.sent()
 
 
 @define(eq=False)
@@ -91,10 +70,7 @@ class Inbox:
 
     def wait(self, microbatch: int) -> None:
         """Wait until the message is here."""
-        action, handle = self._posted[microbatch]
-        handle.wait(self.office.deadline)
-        for hook in self.office.hooks:
-            hook.completed(action)
+        self.office.complete(*self._posted[microbatch])
 
     def hand_over(self, microbatch: int, payload: Payload) -> None:
         """Take what a stage on the same position made."""
@@ -109,13 +85,19 @@ class Inbox:
 
 @define(eq=False)
 class Outbox:
-    """What leaves along an edge: kept for its send, or handed to the inbox of a stage on the same position."""
+    """What leaves along an edge: kept for its send, or handed to the inbox of a stage on the same position.
+
+    A message is seen through before the next one along the edge is posted. That never blocks for long (a verified
+    plan does not deadlock even if every send is waited for at once, and `lower` has receives posted before their
+    senders would wait), so that nobody has to ask, and no more than one message per edge is held for its sake.
+    """
 
     edge: Edge
     direction: Direction
     office: PostOffice
     inbox: Inbox | None
     _kept: dict[int, tuple[Payload, Parcel | None]] = field(factory=dict, init=False)
+    _sent: list[tuple[Action, Handle, Parcel | None]] = field(factory=list, init=False)
 
     @property
     def sends(self) -> bool:
@@ -125,6 +107,7 @@ class Outbox:
     def begin(self) -> None:
         """Forget what an earlier step left."""
         self._kept.clear()
+        self._sent.clear()
 
     def put(self, microbatch: int, payload: Payload, parcel: Parcel | None = None) -> None:
         """Keep ``payload`` until `send`; or hand it over now."""
@@ -136,7 +119,17 @@ class Outbox:
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``."""
         payload, parcel = self._kept.pop(microbatch)
-        self.office.send(action, self, payload, parcel)
+        detached = map_tensors(payload, torch.Tensor.detach)
+        handle = self.office.communicator.isend(detached, edge=self.edge, direction=self.direction)
+        self._sent.append((action, handle, parcel))
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        for action, handle, parcel in self._sent:
+            self.office.complete(action, handle)
+            if parcel is not None:
+                parcel.sent()
+        self._sent.clear()
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,8 @@ class PipelineRuntime:
         assert microbatch is not None  # Action's own validation: only REDUCE and COLLECTIVE may omit it
         if action.edge is not None and action.direction is not None:
             if kind.is_send:
-                return _Bound(action, partial(self._outboxes[action.edge, action.direction].send, microbatch, action))
+                outbox = self._outboxes[action.edge, action.direction]
+                return _Bound(action, partial(outbox.send, microbatch, action), (outbox.settle,))
             return _Bound(action, partial(self._inboxes[action.edge, action.direction].receive, microbatch, action))
         work = self._works[action.stage]
         verbs = {
@@ -210,6 +211,9 @@ class PipelineRuntime:
         try:
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
+                    for bound in work:
+                        for wait in bound.waits:
+                            wait()
                     if len(work) == 1:
                         self._execute(work[0])
                     else:
@@ -217,7 +221,8 @@ class PipelineRuntime:
                             for bound in work:
                                 self._execute(bound)
                 self._cursor = len(program)
-                self._office.finish()
+                for outbox in self._outboxes.values():
+                    outbox.settle()
         except Exception as error:
             failure = f"the step failed at {self.where}: {type(error).__name__}: {error}"
             self._failure = failure
@@ -233,7 +238,6 @@ class PipelineRuntime:
 
     def _begin(self, *, grad: bool) -> None:
         """Nothing of an earlier step survives."""
-        self._office.begin()
         for inbox in self._inboxes.values():
             inbox.begin()
         for outbox in self._outboxes.values():
@@ -242,8 +246,6 @@ class PipelineRuntime:
             work.begin(training=grad)
 
     def _execute(self, bound: _Bound) -> None:
-        for wait in bound.waits:
-            wait()
         for hook in self._hooks:
             hook.before(bound.action)
         bound.run()

@@ -71,6 +71,6 @@ def _require_same_gradients(plan: Plan, without: Collection[Edge] | None) -> Non
             )
         if source != destination and edge not in without and edge not in plan.gradient_edges:
             raise PlanMismatchError(
-                f"edge {edge} ({source!r} -> {destination!r}) was declared with backward, but the plan sends no gradient "
-                "along it: declare it EdgeOptions(backward=False)"
+                f"edge {edge} ({source!r} -> {destination!r}) was declared with backward, but the plan sends no "
+                "gradient along it: declare it EdgeOptions(backward=False)"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +26,7 @@ from pipegrid.bridges.errors import (
 )
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
 from pipegrid.bridges.links import Links
+from pipegrid.bridges.modules import is_in
 from pipegrid.bridges.reshard import ReshardPlan, routes
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
@@ -265,12 +265,12 @@ class BridgeCommunicator:
         )
         if here:
             return True
-        if _holds(grid, self.rank):
+        if is_in(grid, self.rank):
             return False
         other = self.dest_module_name if side == "source" else self.src_module_name
         where = (
             f"the side of {other!r}"
-            if _holds(self.src_grid, self.rank) or _holds(self.dest_grid, self.rank)
+            if is_in(self.src_grid, self.rank) or is_in(self.dest_grid, self.rank)
             else "neither"
         )
         raise WrongSideError(
@@ -544,10 +544,6 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _holds(grid: GridLike, rank: int) -> bool:
-    return grid.rank_offset <= rank < grid.rank_offset + math.prod(grid.shape)
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -267,6 +267,11 @@ class MultiModulePipelineCommunicator:
         """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
         return collective_edges(self.graph, self.positions, self._sides())
 
+    @cached_property
+    def forward_edges(self) -> tuple[Edge, ...]:
+        """The edges declared without backward, ascending; the same on every rank."""
+        return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self._options.items() if not o.backward))
+
     @property
     def frozen_modules(self) -> tuple[str, ...]:
         """Modules that get no gradient, because every edge that leaves them is declared without backward."""

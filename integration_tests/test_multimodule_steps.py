@@ -82,6 +82,7 @@ def config_for(job, *, per_token, strict):
         calculate_per_token_loss=per_token,
         variable_seq_lengths=bool(job.images),
         strict=strict,
+        deallocate_pipeline_outputs=not strict,
         deadline=30.0,
         open_deadline=30.0,
     )
@@ -263,5 +264,5 @@ def test_weights_after_three_steps_of_a_token_weighted_loss(job):
 @pytest.mark.nightly
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 @pytest.mark.parametrize("job", cases(JOBS))
-def test_weights_after_three_steps_where_sends_are_buffered(job, per_token):
+def test_weights_after_three_steps_where_sends_are_buffered_and_outputs_freed(job, per_token):
     check(JOBS[job], per_token=per_token, strict=False)

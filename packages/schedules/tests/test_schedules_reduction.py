@@ -51,7 +51,7 @@ class Wrapped(nn.Linear):
         raise NotImplementedError
 
 
-def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, **options):
+def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
     communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
     return settle_reduction(
         models=chunks or {stage: model or nn.Linear(1, 1)},
@@ -59,6 +59,7 @@ def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, gra
         communicator=communicator,
         graph=graph,
         pg_collection=collection,
+        frozen=frozen,
     )
 
 
@@ -148,3 +149,23 @@ def test_all_chunks_reduce_by_themselves_or_none():
     with pytest.raises(ReductionError, match="1 of this rank's 2 chunks of module 'images' reduce by themselves"):
         settle(chunks={0: Wrapped(1, 1), 1: nn.Linear(1, 1)}, graph=TWO_CHUNKS)
     settle(chunks={0: Wrapped(1, 1), 1: Wrapped(1, 1)}, graph=TWO_CHUNKS)({0: None, 1: None})
+
+
+def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
+    """A colocated encoder has no loss of its own; the language model's tokens divide the gradients of both."""
+    counted = []
+
+    def finalize(models, num_tokens, pg_collection):
+        counted.append((len(models), int(num_tokens)))
+
+    both = {0: nn.Linear(1, 1), 1: nn.Linear(1, 1)}
+    finish = settle(chunks=both, finalize_model_grads_func=finalize, calculate_per_token_loss=True)
+    finish({0: None, 1: torch.tensor(7)})
+    assert counted == [(2, 7)]
+
+
+def test_a_frozen_module_needs_no_groups():
+    grids = {"images": (2, 1), "language": (1, 1)}
+    with pytest.raises(ReductionError, match="'images' has 2 data lanes whose gradients nobody"):
+        settle(grids=grids)
+    settle(grids=grids, frozen=("images",))({0: None})

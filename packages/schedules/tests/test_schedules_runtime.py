@@ -256,3 +256,10 @@ def test_a_profile_has_a_range_for_every_action():
     names = {event.name for event in profile.events()}
     assert {str(action) for action in plan.actions(0)} <= names
     assert {"0F0", "0I0", "0W0"} <= names
+
+
+def test_a_plan_of_forwards_alone_keeps_nothing(network, memory_communicator, in_threads):
+    plan = lower(SCHEDULES["forward_only"].plan(3, 4))
+    stages = run(plan, network, memory_communicator, in_threads)
+    assert len(stages[-1].losses) == 4
+    assert all(stage.weight.grad is None for stage in stages)

@@ -35,7 +35,8 @@ from pipegrid.bridges.tiling import check_plan
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator
     from pipegrid.bridges.colocated import BridgeDirection, ColocatedBridgeCommunicator, SliceInfo
-    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator, RankModuleInfo
+    from pipegrid.bridges.module_part import RankModuleInfo
+    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
 
 __all__ = [
     "Box",
@@ -83,7 +84,7 @@ _NEED_TORCH = {
     "BridgeDirection": "colocated",
     "ColocatedBridgeCommunicator": "colocated",
     "MultiModulePipelineCommunicator": "multimodule",
-    "RankModuleInfo": "multimodule",
+    "RankModuleInfo": "module_part",
     "SliceInfo": "colocated",
 }
 

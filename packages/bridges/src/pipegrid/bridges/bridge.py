@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,8 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.agreed import Announcement, LaneSize, lane_size, sizes_of
+from pipegrid.bridges.agreed import Announcement
+from pipegrid.bridges.agreement import Agreement
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
@@ -26,11 +26,12 @@ from pipegrid.bridges.errors import (
 )
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
 from pipegrid.bridges.links import Links
-from pipegrid.bridges.reshard import ReshardPlan, plan_reshard, routes
+from pipegrid.bridges.modules import is_in
+from pipegrid.bridges.reshard import ReshardPlan, routes
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
 from pipegrid.bridges.steps import Completing, broadcast_text, group_spec, pack, reduce_partial, start_completions
-from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Strategy, check_strategy
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Strategy
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.lane import Lane
@@ -40,7 +41,6 @@ from pipegrid.transport.protocol import ReceiveHandle
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = "F", "B"
-_MOST_KNOWN = 256  # plans kept for sizes that come back
 
 
 class BridgeCommunicator:
@@ -121,7 +121,7 @@ class BridgeCommunicator:
         dest_stage: int | None = None,
         open: bool = True,  # noqa: A002 -- reads as what it does
     ) -> None:
-        check_strategy(strategy)
+        choice = Choice(strategy, leader_below, links)
         if shapes not in {None, "fixed", "variable"}:
             raise BridgeError(f"shapes is {shapes!r}; use 'fixed' or 'variable'")
         if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
@@ -135,7 +135,7 @@ class BridgeCommunicator:
         self.tensor_ndim, self.comm_dtype = tensor_ndim, comm_dtype
         self.axes = axis_names(tensor_ndim, dim_mapping)
         self.strategy: Strategy = strategy
-        self.leader_below, self.links, self.backward = leader_below, links, backward
+        self.backward = backward
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
         self.src: Side = boundary_side(
             src_grid,
@@ -174,7 +174,7 @@ class BridgeCommunicator:
         self._owns_lanes = open
         if open:
             self.attach(open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device))
-        self._known: dict[tuple[tuple[int, Announcement], ...], Passage] = {}
+        self._agreement = Agreement(str(self), self.src, self.dst, self.axes, choice, self.rank, comm_dtype)
         # Fixed shapes: what was agreed. Variable ones: activations whose gradient is still to come.
         self._agreed_src: Passage | None = None
         self._announced: Announcement | None = None
@@ -265,12 +265,12 @@ class BridgeCommunicator:
         )
         if here:
             return True
-        if _holds(grid, self.rank):
+        if is_in(grid, self.rank):
             return False
         other = self.dest_module_name if side == "source" else self.src_module_name
         where = (
             f"the side of {other!r}"
-            if _holds(self.src_grid, self.rank) or _holds(self.dest_grid, self.rank)
+            if is_in(self.src_grid, self.rank) or is_in(self.dest_grid, self.rank)
             else "neither"
         )
         raise WrongSideError(
@@ -368,7 +368,7 @@ class BridgeCommunicator:
                 f"{self}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first message; "
                 f"sizes that change need shapes='variable'"
             )
-        known = self._passage({self.rank: announced})
+        known = self._agreement.passage({self.rank: announced})
         if known.forward.source_shape(self.rank) != announced.shape:
             raise ShapeError(
                 f"{self}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} its "
@@ -524,7 +524,7 @@ class BridgeCommunicator:
             group = self.group("complete/F", copies)
             text = broadcast_text(json.dumps(sorted(texts.items())), leader, group, self.device)
             texts = dict(json.loads(text))
-        known = self._passage({rank: Announcement.decode(text) for rank, text in texts.items()})
+        known = self._agreement.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
         if not self.variable:
             self._agreed_dst = known
         return known
@@ -533,44 +533,6 @@ class BridgeCommunicator:
         """Start this rank's completions of a plan."""
         what = f"complete/{_BACKWARD if plan.backward else _FORWARD}"
         return start_completions(plan, out, lambda ranks: self.group(what, ranks), rank=self.rank, dtype=dtype)
-
-    def _passage(self, announced: Mapping[int, Announcement]) -> Passage:
-        """Plans for what some source ranks have announced: all that this rank needs to know."""
-        key = tuple(sorted(announced.items(), key=lambda item: item[0]))
-        if key in self._known:
-            return self._known[key]
-        lanes: dict[int, LaneSize] = {}
-        for rank, one in announced.items():
-            lane, size = self.src.lane_of(rank), lane_size(self.src, self.axes, one)
-            if lanes.setdefault(lane, size) != size:
-                raise ShapeError(
-                    f"{self}: ranks of lane {lane} of {self.src_module_name!r} send different parts: rank {rank} "
-                    f"announced {one}, others {lanes[lane]}; copies are alike and cp cuts evenly"
-                )
-        dtypes = {one.dtype for one in announced.values()}
-        if len(dtypes) != 1:
-            raise ShapeError(f"{self}: source ranks send different dtypes: {sorted(dtypes)}; use one")
-        dtype: torch.dtype = getattr(torch, dtypes.pop())
-        wire = self.comm_dtype or dtype
-        sizes = sizes_of(self.src, self.axes, lanes)
-        forward, backward = (
-            plan_reshard(
-                self.src,
-                self.dst,
-                sizes,
-                backward=back,
-                strategy=self.strategy,
-                itemsize=wire.itemsize,
-                leader_below=self.leader_below,
-                links=self.links,
-                rank=self.rank,
-            )
-            for back in (False, True)
-        )
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        known = self._known[key] = Passage(forward, backward, dtype, wire)
-        return known
 
 
 def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
@@ -582,10 +544,6 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _holds(grid: GridLike, rank: int) -> bool:
-    return grid.rank_offset <= rank < grid.rank_offset + math.prod(grid.shape)
 
 
 def _some(ranks: Sequence[int]) -> str:

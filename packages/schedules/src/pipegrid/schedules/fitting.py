@@ -11,6 +11,7 @@ from pipegrid.schedules.errors import PlanMismatchError
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
+    from pipegrid.transport.edge import Edge
 
 
 def position_of(plan: Plan, stages: Iterable[int]) -> int:
@@ -37,7 +38,8 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
     """Refuse a plan with something in it, at ``position``, that cannot be run.
 
     Raises:
-        PlanMismatchError: computes alone, a ``REDUCE`` without its reducer, or as `check_collectives`.
+        PlanMismatchError: computes alone, a ``REDUCE`` without its reducer, a plan and a communicator that disagree on
+            which edges carry gradients, or as `check_collectives`.
     """
     if plan.lanes and not plan.has_communication:
         raise PlanMismatchError(
@@ -45,10 +47,30 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
             "sent. Add the messages with lower(plan), and verify the result"
         )
     check_collectives(plan, position, communicator)
+    _require_same_gradients(plan, getattr(communicator, "forward_edges", None))
     for action in plan.actions(position):
         if action.kind is ActionKind.REDUCE and reducer_name(action) not in reducers:
             name = reducer_name(action)
             raise PlanMismatchError(
                 f"position {position} has {action}, but there is no reducer for {name!r}; pass "
                 f"reducers={{{name!r}: function}}"
+            )
+
+
+def _require_same_gradients(plan: Plan, without: Collection[Edge] | None) -> None:
+    """Refuse a gradient on an edge declared ``without`` backward, and an edge that waits for one which never comes."""
+    if without is None or not plan.gradient_edges:
+        return
+    for edge in plan.graph.stage_edges:
+        (source, _), (destination, _) = map(plan.graph.module_of, (edge.source, edge.destination))
+        if edge in without and edge in plan.gradient_edges:
+            raise PlanMismatchError(
+                f"edge {edge} ({source!r} -> {destination!r}) was declared without backward, but the plan sends a "
+                f"gradient along it: name {source!r} in the plan's forward_only, if all edges that leave it are "
+                "declared so; or declare this one with backward=True, and detach where nothing shall be learnt"
+            )
+        if source != destination and edge not in without and edge not in plan.gradient_edges:
+            raise PlanMismatchError(
+                f"edge {edge} ({source!r} -> {destination!r}) was declared with backward, but the plan sends no "
+                "gradient along it: declare it EdgeOptions(backward=False)"
             )

@@ -19,26 +19,16 @@ if TYPE_CHECKING:
     from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle
 
 
+_ON_THE_WAY = 2  # messages of one edge that a position may have posted and not seen through
+
+
 @define(eq=False)
 class PostOffice:
-    """Sends and receives for one position, and sees sends through."""
+    """How one position sends and receives."""
 
     communicator: PipelineCommunicator
     deadline: float | None
     hooks: Sequence[MessageHook]
-    _leaving: deque[tuple[Action, Handle, Parcel | None]] = field(factory=deque, init=False)
-
-    def begin(self) -> None:
-        """Forget what an earlier step left."""
-        self._leaving.clear()
-
-    def send(self, action: Action, box: Outbox, payload: Payload, parcel: Parcel | None) -> None:
-        """Start sending; earlier sends that are through are finished on the way."""
-        detached = map_tensors(payload, torch.Tensor.detach)
-        handle = self.communicator.isend(detached, edge=box.edge, direction=box.direction)
-        self._leaving.append((action, handle, parcel))
-        while len(self._leaving) > 1 and self._leaving[0][1].is_completed():
-            self._finish()
 
     def exchange(self, microbatch: int, action: Action, outbox: Outbox | None, inbox: Inbox | None) -> None:
         """``COLLECTIVE``: give what ``outbox`` keeps, and have in ``inbox`` what arrives, before the next action."""
@@ -52,23 +42,16 @@ class PostOffice:
             action.direction,
             deadline=self.deadline,
         )
-        if sending is not None:
-            self._leaving.append((action, sending, parcel))
+        if sending is not None and outbox is not None:
+            outbox.sent(action, sending, parcel)
         if receiving is not None and inbox is not None:
             inbox.expect(microbatch, action, receiving)
 
-    def finish(self) -> None:
-        """Wait until everything has left."""
-        while self._leaving:
-            self._finish()
-
-    def _finish(self) -> None:
-        action, handle, parcel = self._leaving.popleft()
+    def complete(self, action: Action, handle: Handle) -> None:
+        """Wait until the message that ``action`` posted is through."""
         handle.wait(self.deadline)
         for hook in self.hooks:
             hook.completed(action)
-        if parcel is not None:
-            parcel.sent()
 
 
 @define(eq=False)
@@ -112,10 +95,7 @@ class Inbox:
 
     def wait(self, microbatch: int) -> None:
         """Wait until the message is here."""
-        action, handle = self._posted[microbatch]
-        handle.wait(self.office.deadline)
-        for hook in self.office.hooks:
-            hook.completed(action)
+        self.office.complete(*self._posted[microbatch])
 
     def hand_over(self, microbatch: int, payload: Payload) -> None:
         """Take what a stage on the same position made."""
@@ -130,13 +110,19 @@ class Inbox:
 
 @define(eq=False)
 class Outbox:
-    """What leaves along an edge: kept for its send, or handed to the inbox of a stage on the same position."""
+    """What leaves along an edge: kept for its send, or handed to the inbox of a stage on the same position.
+
+    A message is seen through before the next but one along the edge is posted. That never blocks for good (a verified
+    plan does not deadlock even if every send is waited for at once) and seldom for long, so that nobody has to ask
+    whether a message has left, and no more than two per edge are held.
+    """
 
     edge: Edge
     direction: Direction
     office: PostOffice
     inbox: Inbox | None
     _kept: dict[int, tuple[Payload, Parcel | None]] = field(factory=dict, init=False)
+    _sent: deque[tuple[Action, Handle, Parcel | None]] = field(factory=deque, init=False)
 
     @property
     def sends(self) -> bool:
@@ -146,6 +132,7 @@ class Outbox:
     def begin(self) -> None:
         """Forget what an earlier step left."""
         self._kept.clear()
+        self._sent.clear()
 
     def put(self, microbatch: int, payload: Payload, parcel: Parcel | None = None) -> None:
         """Keep ``payload`` until `send`; or hand it over now."""
@@ -157,11 +144,31 @@ class Outbox:
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``."""
         payload, parcel = self.give(microbatch)
-        self.office.send(action, self, payload, parcel)
+        detached = map_tensors(payload, torch.Tensor.detach)
+        self.sent(action, self.office.communicator.isend(detached, edge=self.edge, direction=self.direction), parcel)
 
     def give(self, microbatch: int) -> tuple[Payload, Parcel | None]:
         """What was kept, once."""
         return self._kept.pop(microbatch)
+
+    def sent(self, action: Action, handle: Handle, parcel: Parcel | None) -> None:
+        """What ``action`` has posted is leaving."""
+        self._sent.append((action, handle, parcel))
+
+    def make_room(self) -> None:
+        """Wait until another message may be posted."""
+        self._settle(_ON_THE_WAY - 1)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        self._settle(0)
+
+    def _settle(self, still: int) -> None:
+        while len(self._sent) > still:
+            action, handle, parcel = self._sent.popleft()
+            self.office.complete(action, handle)
+            if parcel is not None:
+                parcel.sent()
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

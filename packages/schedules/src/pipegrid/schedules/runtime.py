@@ -169,9 +169,11 @@ class PipelineRuntime:
             way = action.edge, action.direction
             if kind is ActionKind.COLLECTIVE:
                 boxes = self._outboxes.get(way), self._inboxes.get(way)
-                return _Bound(action, partial(self._office.exchange, microbatch, action, *boxes))
+                room = () if boxes[0] is None else (boxes[0].make_room,)
+                return _Bound(action, partial(self._office.exchange, microbatch, action, *boxes), room)
             if kind.is_send:
-                return _Bound(action, partial(self._outboxes[way].send, microbatch, action))
+                outbox = self._outboxes[way]
+                return _Bound(action, partial(outbox.send, microbatch, action), (outbox.make_room,))
             return _Bound(action, partial(self._inboxes[way].receive, microbatch, action))
         work = self._works[action.stage]
         verbs = {
@@ -231,6 +233,9 @@ class PipelineRuntime:
         try:
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
+                    for bound in work:
+                        for wait in bound.waits:
+                            wait()
                     if len(work) == 1:
                         self._execute(work[0])
                     else:
@@ -238,25 +243,26 @@ class PipelineRuntime:
                             for bound in work:
                                 self._execute(bound)
                 self._cursor = len(program)
-                self._office.finish()
+                for outbox in self._outboxes.values():
+                    outbox.settle()
         except Exception as error:
             failure = f"the step failed at {self.where}: {type(error).__name__}: {error}"
             self._failure = failure
             self._begin(grad=False)  # so that what the step held is not held until the runtime goes
-            if self._monitor is not None:
-                failure = self._monitor.failed(failure)
-            else:
+            others = ""
+            if self._monitor is None:
                 abort(failure)
+            else:
+                others = self._monitor.failed(failure)
             raise PipelineError(
                 f"{failure}. Lanes may hold messages of the broken step: rebuild the communicator and the runtime "
-                "before the next one"
+                f"before the next one{others}"
             ) from error
         if self._monitor is not None:
             self._monitor.end()
 
     def _begin(self, *, grad: bool) -> None:
         """Nothing of an earlier step survives."""
-        self._office.begin()
         for inbox in self._inboxes.values():
             inbox.begin()
         for outbox in self._outboxes.values():
@@ -265,8 +271,6 @@ class PipelineRuntime:
             work.begin(training=grad)
 
     def _execute(self, bound: _Bound) -> None:
-        for wait in bound.waits:
-            wait()
         for hook in self._hooks:
             hook.before(bound.action)
         bound.run()

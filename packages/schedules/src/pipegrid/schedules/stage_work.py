@@ -13,7 +13,7 @@ from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.mail import Inbox, Outbox, Parcel
 from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights, cut
 from pipegrid.schedules.splitting_refused import require_splittable
-from pipegrid.schedules.steps import flatten, gradient_of, map_tensors, require_deallocatable
+from pipegrid.schedules.steps import LossError, flatten, gradient_of, map_tensors, require_deallocatable
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
@@ -121,8 +121,13 @@ class StageWork:
     def _keep(self, microbatch: int, inputs: Mapping[Edge, Payload], produced: Forwarded) -> None:
         if not self.leaving and produced.loss is None:
             raise PlanMismatchError(
-                f"the forward of stage {self.number} returned no loss, and nothing consumes its output; a last "
-                "stage returns Forwarded({}, loss), or runs in eval()"
+                f"the forward of stage {self.number} returned no loss for microbatch {microbatch}, and nothing "
+                "consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
+            )
+        if produced.loss is not None and produced.loss.numel() != 1:
+            raise LossError(
+                f"the loss of stage {self.number} for microbatch {microbatch} is a tensor of shape "
+                f"{tuple(produced.loss.shape)}; a loss has one element: reduce it (mean or sum)"
             )
         live = Live(
             [inputs[box.edge] for box in self.gradients_out],

@@ -24,7 +24,6 @@ class WaitedLane(RemoteLane):
         super().__init__(*arguments, **options)
         self._steady_send: SteadySend | None = None
         self._steady_receive: SteadyReceive | None = None
-        self._steady_bytes = 0
 
     # Starting: messages of one tensor whose shape stands have a way of their own
 
@@ -32,7 +31,7 @@ class WaitedLane(RemoteLane):
         """See `Lane.isend`."""
         steady = self._steady_send
         if steady is not None:
-            transfer = steady(payload)
+            transfer = steady.send(payload)
             if transfer is not None:
                 return transfer
         return super().isend(payload)
@@ -41,7 +40,7 @@ class WaitedLane(RemoteLane):
         """See `Lane.irecv`."""
         steady = self._steady_receive
         if steady is not None:
-            transfer = steady(shapes)
+            transfer = steady.receive(shapes)
             if transfer is not None:
                 return transfer
         return super().irecv(shapes, attended=attended)
@@ -49,17 +48,22 @@ class WaitedLane(RemoteLane):
     def _sends_stand(self) -> None:
         standing = self._outgoing.standing
         if standing is not None and self._steady_send is None and self._can_be_steady(standing):
-            self._steady_send, self._steady_bytes = steady_send(self, standing)
+            self._steady_send = steady_send(self, standing)
 
     def _receives_stand(self, recipe: Recipe) -> None:
         standing = self._incoming.standing
         if standing is not None and self._steady_receive is None and self._can_be_steady(standing):
-            self._steady_receive, self._steady_bytes = steady_receive(self, recipe)
+            self._steady_receive = steady_receive(self, recipe)
 
     def _can_be_steady(self, standing: Signature) -> bool:
         """Whether messages of that signature are of one plain tensor, and posted one by one as they are started."""
         in_batches = self.config.strict or self.config.communicators == "shared"
         return not in_batches and standing.tree == 0 and travels_as_it_is(standing.tensors[0])
+
+    def starts_alone(self, transfer: Transfer) -> bool:
+        """See `Lane.starts_alone`: made the steady way, which still holds."""
+        steady = self._steady_send if transfer.sending else self._steady_receive
+        return steady is not None and transfer.start is steady.start and self.error is None
 
     def renew(self) -> None:
         """See `Lane.renew`."""
@@ -75,10 +79,11 @@ class WaitedLane(RemoteLane):
         tally = self.tally
         # Everything that has a number and was not counted, took the steady way.
         steady = self.sent + self.received - len(self._deferred) - tally.messages
+        way = self._steady_send or self._steady_receive
         return LaneStats(
             messages=tally.messages + steady,
             transfers=tally.transfers + steady,
-            bytes=tally.bytes + steady * self._steady_bytes,
+            bytes=tally.bytes + (steady * way.nbytes if way is not None else 0),
             headers=tally.headers,
             host_syncs=tally.host_syncs,
             allocations=tally.allocations,

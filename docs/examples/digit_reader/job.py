@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 from torch.nn import functional as F
 
 from digit_reader.decoding import exact
+from digit_reader.launch import CONTROL
 from digit_reader.modules import IMAGES, LANGUAGE, SIGNAL
 from digit_reader.options import Options
 from digit_reader.parts import joined, part_of
@@ -21,13 +23,11 @@ from digit_reader.schedule import plan_of
 from digit_reader.vocabulary import PAD
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Recorder
+from pipegrid.schedules.control import Control, ControlStore
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
 
 AXES = {"b": 0, "s": 1, "h": 2}
 """What crosses between modules is [batch, sequence, hidden]."""
-
-CONTROL = "digit_reader"
-"""Prefix of what ranks tell each other on the control store."""
 
 LOOK_EVERY = 0.1
 """Seconds between two looks of the monitor, and so the age of what a dead rank last said."""
@@ -52,7 +52,7 @@ class RankStage(nn.Module):
         return self.part(*inputs)
 
 
-@frozen
+@frozen(kw_only=True)
 class Job:
     """Everything that this rank needs to train.
 
@@ -62,6 +62,8 @@ class Job:
         modules: their parts by module, for what is done to parameters.
         groups: this rank's process groups in each of its modules.
         samples: those of the training.
+        monitor: watches this rank's steps.
+        control: what the monitors of all ranks say.
     """
 
     options: Options
@@ -74,6 +76,7 @@ class Job:
     samples: Samples
     recorder: Recorder
     monitor: Monitor
+    control: Control
     config: PipelineConfig
     device: torch.device
 
@@ -156,7 +159,9 @@ def dtype_of(options: Options) -> torch.dtype:
 def build_job(options: Options, samples: Samples, device: torch.device) -> Job:
     """Make this rank's part of the job; all ranks call it together."""
     grids = options.place()
-    recorder, monitor = Recorder(), _monitor(options, device)
+    rank, ranks, store = dist.get_rank(), range(dist.get_world_size()), _control_store(options)
+    recorder = Recorder()
+    monitor = Monitor(store, rank=rank, ranks=ranks, deadline=options.deadline, interval=LOOK_EVERY, device=device)
     config = PipelineConfig(
         pipeline_dtype=dtype_of(options),
         calculate_per_token_loss=True,
@@ -185,19 +190,27 @@ def build_job(options: Options, samples: Samples, device: torch.device) -> Job:
         part = part_of(options, module, index).to(device, dtype_of(options))
         stages[number] = RankStage(number, part, config)
         modules.setdefault(module, nn.ModuleList()).append(part)
-    groups = {name: ProcessGroupCollection.from_grid(grids[name]) for name in modules}
-    return Job(options, grids, communicator, plan, stages, modules, groups, samples, recorder, monitor, config, device)
-
-
-def _monitor(options: Options, device: torch.device) -> Monitor:
-    """Watches this rank's steps; the launcher reads what it says where ranks do not live to tell it."""
-    if options.control is None:
-        store: dist.Store = control_store(CONTROL)
-    else:
-        host, _, port = options.control.rpartition(":")
-        timeout = timedelta(seconds=options.deadline)
-        store = dist.PrefixStore(CONTROL, dist.TCPStore(host, int(port), is_master=False, timeout=timeout))
-    ranks = range(dist.get_world_size())
-    return Monitor(
-        store, rank=dist.get_rank(), ranks=ranks, deadline=options.deadline, interval=LOOK_EVERY, device=device
+    return Job(
+        options=options,
+        grids=grids,
+        communicator=communicator,
+        plan=plan,
+        stages=stages,
+        modules=modules,
+        groups={name: ProcessGroupCollection.from_grid(grids[name]) for name in modules},
+        samples=samples,
+        recorder=recorder,
+        monitor=monitor,
+        control=Control(store, rank, tuple(ranks)),
+        config=config,
+        device=device,
     )
+
+
+def _control_store(options: Options) -> ControlStore:
+    """Where ranks say where they stand: with the launcher, who outlives them, else with torchrun."""
+    if options.control is None:
+        return control_store(CONTROL)
+    host, _, port = options.control.rpartition(":")
+    timeout = timedelta(seconds=options.deadline)
+    return PrefixStore(CONTROL, TCPStore(host, int(port), is_master=False, timeout=timeout))

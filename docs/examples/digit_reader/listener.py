@@ -33,7 +33,8 @@ class Ear(nn.Module):
     def forward(self, signals: Tensor) -> Tensor:
         """Hear ``signals``."""
         tokens: Tensor = self.windows(signals.unsqueeze(1)).transpose(1, 2) + self.position
-        return tokens
+        # What a stage sends is contiguous; the sum keeps the strides of the convolution.
+        return tokens.contiguous()
 
 
 class Context(nn.Module):

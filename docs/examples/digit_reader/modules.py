@@ -46,8 +46,6 @@ PLACEMENTS: Final = MappingProxyType(
 
 def together(placement: str, modules: Sequence[str]) -> list[tuple[str, ...]]:
     """The sets of modules that share ranks."""
-    return {
-        "separate": [],
-        "colocated": [tuple(modules)],
-        "mixed": [(IMAGES, LANGUAGE)],
-    }[placement]
+    if placement == "separate":
+        return []
+    return [(IMAGES, LANGUAGE) if placement == "mixed" else tuple(modules)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from digit_reader.report import Metrics, show_strips, write_timelines
 from digit_reader.samples import Samples
 from digit_reader.stepping import run_step
 from digit_reader.strips import Split, load_scans
-from pipegrid.schedules import clip_grad_norm_
+from pipegrid.schedules import DisagreementError, JobFailedError, PipelineError, clip_grad_norm_
 
 LEARNING_RATE = 2e-3
 BETAS = (0.9, 0.98)
@@ -45,11 +46,29 @@ def train(options: Options) -> int:
         needs_scans = options.check or any(dist.get_rank() in grids[name].ranks for name in options.encoders)
         samples, unseen = (Samples(split, options.seed, load_scans(split) if needs_scans else None) for split in Split)
         job = build_job(options, samples, device)
-        code = _check(job, samples) if options.check else _train(job, unseen)
+        with contextlib.closing(job.monitor):
+            try:
+                code = _check(job, samples) if options.check else _train(job, unseen)
+            except Exception as error:
+                if _is_own(error, job):
+                    raise
+                return 1
         job.communicator.destroy()
         return code
     finally:
         dist.destroy_process_group()
+
+
+def _is_own(error: Exception, job: Job) -> bool:
+    """Whether this rank's failure was the first; the others are told. What stopped one of them, the launcher says."""
+    if not isinstance(error, (PipelineError, DisagreementError, JobFailedError)):  # of these, all know already
+        job.monitor.failed(f"{type(error).__name__}: {error}")
+    first = job.control.failure()
+    if first is None or first.rank == dist.get_rank():
+        return True
+    if job.options.control is None:  # torchrun is the launcher, which knows nothing of plans
+        print(f"rank {dist.get_rank()} was stopped: {error}", file=sys.stderr)
+    return False
 
 
 def _device() -> tuple[torch.device, str]:

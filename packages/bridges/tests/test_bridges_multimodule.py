@@ -391,6 +391,27 @@ def test_a_colocated_encoder_reaches_a_pipelined_language_model_along_edges():
     comm.destroy()
 
 
+@pytest.mark.ranks(2)
+def test_a_collective_is_the_bridge_of_all_ranks_at_once():
+    """Transposed layouts of the same ranks: enc dp2, llm tp2. Every rank gives and gets, both ways."""
+    strict = P2PConfig(deadline=20.0, open_deadline=20.0, strict=True)
+    grids = {"enc": grid(0, dp=2), "llm": grid(0, tp=2), "gen": grid(0, dp=2)}
+    comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": ["gen"], "gen": []}, strict)
+    assert comm.positions.placement == ((0,), (0,), (0,))
+    assert comm.collective_edges == (Edge(0, 1), Edge(1, 2))
+    for step in range(3):
+        mine = torch.full((1, 1, 1), float(10 * step + comm.rank))
+        sending, receiving = comm.collective(mine, edge=Edge(0, 1), direction=F)
+        whole = receiving.result()
+        assert whole.flatten().tolist() == [10.0 * step, 10.0 * step + 1]
+        sending.wait()
+        _, receiving = comm.collective(2 * whole.detach(), edge=Edge(0, 1), direction=B)
+        assert torch.equal(receiving.result(), 2 * mine)
+    with pytest.raises(StageError, match=r"no collective to take part in: edge 0>2"):
+        comm.collective(mine, edge=Edge(0, 2), direction=F)
+    comm.destroy()
+
+
 # -- what is refused ----------------------------------------------------------------------------------
 
 

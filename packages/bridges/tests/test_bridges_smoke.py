@@ -21,6 +21,7 @@ PUBLIC = [
     "DestroyedError",
     "EdgeOptions",
     "LaneTotalsError",
+    "Links",
     "Message",
     "MissingTensorError",
     "ModuleGraph",
@@ -30,6 +31,7 @@ PUBLIC = [
     "NotReplicatedError",
     "Partial",
     "PendingGradientError",
+    "Positions",
     "RankModuleInfo",
     "Replicated",
     "ReshardPlan",
@@ -46,6 +48,7 @@ PUBLIC = [
     "boundary_side",
     "check_plan",
     "plan_reshard",
+    "positions_of",
     "routes",
 ]
 

@@ -18,7 +18,8 @@ from pipegrid.schedules.forward_backward import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from pipegrid.schedules.runtime import PipelineError, PlanMismatchError
+from pipegrid.schedules.runtime import PipelineError
+from pipegrid.schedules.seed_stage import AnnouncedShapes, AnnouncedShapesError, StageOutputError
 
 WIDTH = 4
 
@@ -291,6 +292,63 @@ def test_a_window_of_microbatches_checkpoints_partially(network, memory_communic
     assert seen == [False, True, False, True]
 
 
+def same_rows(iterator, model):
+    """Every microbatch has 3 rows of `WIDTH`, as a sequence of 3 tokens of 1 sample would."""
+    x = model.received[0]
+    return model(microbatch(next(iterator))[:, None] if x is None else x), mean_loss
+
+
+def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(network, memory_communicator, in_threads):
+    asked = []
+
+    def adjust(received, sent):
+        asked.append((received, sent))
+        return [(3, 1, WIDTH)], [(3, 1, WIDTH)]
+
+    config = PipelineConfig(hidden_size=WIDTH)
+    case = Case(ModuleGraph({"model": 3}), 4, config=config)
+    common = {"num_microbatches": 4, "seq_length": 6, "micro_batch_size": 1, "forward_step_func": same_rows}
+    in_threads(
+        [
+            partial(
+                call,
+                model=part,
+                p2p_communicator=memory_communicator(network, 3, stage),
+                adjust_tensor_shapes_fn=adjust,
+                **common,
+            )
+            for stage, part in enumerate(build(case))
+        ]
+    )
+    assert asked == [([(6, 1, WIDTH)], [(6, 1, WIDTH)])] * 3
+    with pytest.raises(
+        PipelineError, match=r"stage 0 sends tensors of shapes \[\(3, 1, 4\)\] for microbatch 0, but adj"
+    ):
+        call(
+            model=build(case)[0],
+            p2p_communicator=memory_communicator(network, 3, 0),
+            adjust_tensor_shapes_fn=lambda r, s: (r, s),
+            **common,
+        )
+    with pytest.raises(AnnouncedShapesError, match=r"returned 3; expected \(receive shapes, send shapes\)"):
+        call(
+            model=build(case)[0],
+            p2p_communicator=memory_communicator(network, 3, 0),
+            adjust_tensor_shapes_fn=lambda r, s: 3,
+            **common,
+        )
+    graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
+    with pytest.raises(StepArgumentError, match="knows one list of shapes, and the modules of a graph have one each"):
+        call(p2p_communicator=memory_communicator(network, 2, 0, graph, (0,)), adjust_tensor_shapes_fn=adjust)
+
+
+def test_announced_shapes_are_those_of_every_tensor_or_any():
+    shapes = AnnouncedShapes(((2, 3), ()), ((2, 3),))
+    shapes.check([torch.ones(2, 3), torch.ones(7)], sent=False, stage=1, microbatch=4)
+    with pytest.raises(StageOutputError, match=r"stage 1 received tensors of shapes \[\(2, 3\)\] for microbatch 4"):
+        shapes.check(torch.ones(2, 3), sent=False, stage=1, microbatch=4)
+
+
 def test_a_failed_forward_says_where_the_rank_stood():
     def step(iterator, model):
         if next(iterator) == 2:
@@ -326,7 +384,7 @@ def test_bad_arguments_are_named(network, memory_communicator):
     communicator = memory_communicator(network, 2, 0)
     with pytest.raises(StepArgumentError, match="p2p_communicator is needed: there is no global parallel state"):
         call()
-    with pytest.raises(StepArgumentError, match="adjust_tensor_shapes_fn has no effect"):
+    with pytest.raises(AnnouncedShapesError, match="the config has no hidden_size; set it"):
         call(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))
     with pytest.raises(StepArgumentError, match="num_microbatches=0: a step needs at least 1"):
         call(p2p_communicator=communicator, num_microbatches=0)
@@ -335,9 +393,24 @@ def test_bad_arguments_are_named(network, memory_communicator):
     with pytest.raises(ValueError, match="Linear has no `config`"):
         call(p2p_communicator=communicator, model=nn.Linear(1, 1))
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
-    with pytest.raises(StepArgumentError, match=r"holds the stages .* of several modules"):
-        call(p2p_communicator=memory_communicator(network, 2, 0, graph, (0, 1)))
-    with pytest.raises(PlanMismatchError, match=r"this rank has stages \[7\]"):
+    both = memory_communicator(network, 2, 0, graph, (0, 1))
+    with pytest.raises(StepArgumentError, match=r"runs the modules \['images', 'language'\]; give model as a dict"):
+        call(p2p_communicator=both)
+    one, other = (build(Case(ModuleGraph({"model": 1}), 4))[0] for _ in range(2))
+    with pytest.raises(StepArgumentError, match=r"model has entries for \['images'\], but this rank runs"):
+        call(p2p_communicator=both, model={"images": one})
+    with pytest.raises(StepArgumentError, match=r"data_iterator has entries for \['audio'\], but this rank runs"):
+        call(p2p_communicator=both, model={"images": one, "language": one}, data_iterator={"audio": iter(())})
+    other.config = PipelineConfig(deadline=1.0)
+    with pytest.raises(StepArgumentError, match="the models on this rank have different configs"):
+        call(p2p_communicator=both, model={"images": one, "language": other})
+    with pytest.raises(
+        StepArgumentError, match=r"holds the stages \[\('images', 0\), \('images', 1\)\], several of one"
+    ):
+        call(p2p_communicator=memory_communicator(network, 2, 0, ModuleGraph({"images": 2, "text": 1}), (0, 1)))
+    with pytest.raises(StepArgumentError, match="holds no stage of any module"):
+        call(p2p_communicator=memory_communicator(network, 2, 0, graph, ()))
+    with pytest.raises(StepArgumentError, match=r"this rank has stages \[7\], but the communicator's graph has"):
         call(p2p_communicator=memory_communicator(network, 2, 0, graph, (7,)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,3 +126,81 @@ def test_what_cannot_be_reduced_is_named():
         reduce_gradients({"x": network(0)}, {"e": Groups()})
     with pytest.raises(GradientError, match=r"max_norm=0 and norm_type=2\.0 must be positive"):
         clip_grad_norm_(network(0), Groups(), 0)
+
+
+def same_everywhere(value):
+    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, value)
+    # As bits, so that one NaN equals another.
+    return all(torch.equal(each.view(torch.int64), value.view(torch.int64)) for each in found)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_one_norm_over_several_modules_on_overlapping_ranks(ranks, norm_type):
+    """An encoder on ranks 0-1 (two lanes), a language model on 0-3 (tp 2 x dp 2), a module that two names share."""
+    encoder_dp = dist.new_group([0, 1])
+    tps, dps = [dist.new_group(r) for r in ([0, 1], [2, 3])], [dist.new_group(r) for r in ([0, 2], [1, 3])]
+    collections = {"language": Groups(tp=tps[ranks.rank // 2], dp=dps[ranks.rank % 2])}
+    parts = {name: torch.randn(7, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("ews")}
+
+    def holding(**gradients):
+        module = nn.ParameterDict({name: nn.Parameter(torch.zeros(7)) for name in gradients})
+        for name, gradient in gradients.items():
+            module[name].grad = gradient.clone()
+        return module
+
+    shard = parts["s"] * (1 + ranks.rank % 2)
+    modules = {"language": holding(w=parts["w"], s=shard)}
+    modules["language"]["s"].tensor_model_parallel = True
+    if ranks.rank < 2:
+        collections |= {"encoder": Groups(dp=encoder_dp), "again": Groups()}
+        modules |= {"encoder": holding(e=parts["e"])}
+        modules["again"] = modules["encoder"]
+    everything = torch.cat([parts["e"], parts["w"], parts["s"], 2 * parts["s"]]).double()
+    expected = torch.linalg.vector_norm(everything, norm_type)
+    norm = clip_grad_norm_(modules, collections, 1.0, norm_type=norm_type)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert same_everywhere(norm)
+    assert torch.allclose(modules["language"]["s"].grad, shard / expected.float(), rtol=1e-5)
+    again = clip_grad_norm_(modules, collections, 2.0, norm_type=norm_type)
+    assert again.item() == pytest.approx(1.0, rel=1e-5)  # clipped once each, also where two names share a module
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(ranks, norm_type):
+    """A backend's maximum may drop a NaN, depending on the order in which it compares."""
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for where in (0, 2):
+            module = network(0)
+            fill(module, 1.0)
+            if ranks.rank == where:
+                module[0].weight.grad[1, 1] = value
+            norm = clip_grad_norm_(module, Groups(), 1.0, norm_type=norm_type)
+            assert not torch.isfinite(norm)
+            assert torch.isnan(norm) == math.isnan(value)
+            assert same_everywhere(norm)
+
+
+@pytest.mark.ranks(3)
+def test_the_same_norm_to_the_bit_however_uneven_the_parts(ranks):
+    torch.manual_seed(ranks.rank)
+    module = nn.ParameterDict({str(i): nn.Parameter(torch.zeros(3 + i)) for i in range(2 * ranks.rank)})
+    for parameter in module.values():
+        parameter.grad = torch.randn_like(parameter) * 10.0 ** (6 * ranks.rank - 6)
+    kept = [parameter.grad.clone() for parameter in module.values()]
+    norm = clip_grad_norm_(module, Groups(), 1e-3)
+    assert same_everywhere(norm)
+    scale = (1e-3 / (norm + 1e-6)).float()
+    assert all(torch.equal(p.grad, g * scale) for p, g in zip(module.values(), kept, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_reduced_is_refused_before_tokens_are_counted(ranks):
+    """Counting is a collective: rank 0, which fails alone, must not wait for rank 1 in it."""
+    module = nn.Embedding(4, 2, sparse=True)
+    module(torch.tensor([1])).sum().backward()
+    if ranks.rank == 0:
+        with pytest.raises(GradientError, match="sparse gradient"):
+            reduce_gradients(module, Groups(), num_tokens=3)

@@ -13,13 +13,14 @@ from pipegrid.schedules.actions import parse_action
 from pipegrid.schedules.catalogue import SCHEDULES
 from pipegrid.schedules.costs import Costs
 from pipegrid.schedules.drawing import timeline
+from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.generators import gpipe, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_h1
 from pipegrid.schedules.hooks import ProfilerRanges
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.recorder import Recorder
 from pipegrid.schedules.recording import Recording
-from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, PlanMismatchError
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.schedules.search import greedy
 from pipegrid.transport.edge import Edge
 
@@ -210,9 +211,9 @@ def test_one_position_needs_no_messages():
     assert stage.weight.grad is not None
 
 
-def test_a_collective_is_refused():
+def test_a_collective_is_refused_where_the_communicator_has_none():
     plan = lower(one_f_one_b(2, 2), collectives={Edge(0, 1): "bridge"})
-    with pytest.raises(PlanMismatchError, match=r"0COLLECTIVE0>1@bridge: the runtime moves data by messages"):
+    with pytest.raises(PlanMismatchError, match=r"0COLLECTIVE0>1@bridge, but a NoneType has no collective"):
         PipelineRuntime(plan, {0: scales(plan)[0]}, None)
 
 
@@ -255,3 +256,10 @@ def test_a_profile_has_a_range_for_every_action():
     names = {event.name for event in profile.events()}
     assert {str(action) for action in plan.actions(0)} <= names
     assert {"0F0", "0I0", "0W0"} <= names
+
+
+def test_a_plan_of_forwards_alone_keeps_nothing(network, memory_communicator, in_threads):
+    plan = lower(SCHEDULES["forward_only"].plan(3, 4))
+    stages = run(plan, network, memory_communicator, in_threads)
+    assert len(stages[-1].losses) == 4
+    assert all(stage.weight.grad is None for stage in stages)

@@ -138,12 +138,12 @@ class Wide(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.cell, self.slope = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.PReLU(WIDTH)
 
     def forward(self, x, y, unused):
         top, bottom = (self.first(x) * self.second(y)).chunk(2)
         out, (hidden, _) = self.cell(x[None])
-        return [top, out[0] + hidden.sum(), bottom.exp(), x, torch.zeros(2)]
+        return [top, out[0] + hidden.sum(), self.slope(bottom), x, torch.zeros(2)]
 
 
 class Derived(nn.Module):
@@ -158,6 +158,40 @@ class Derived(nn.Module):
     def forward(self, x):
         weight = Scale.apply(self.direction, self.size)
         return [torch.tanh(torch.nn.functional.linear(x, weight / weight.norm(), self.size * 2))]
+
+
+class InPlace(nn.Module):
+    """Parts of an activation are overwritten, by a parameter too."""
+
+    inputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.column = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        x = self.layer(x) * 1
+        x[:, 1] = self.column
+        x[:, 2].mul_(3)
+        return [x.sin_()]
+
+
+class Mixed(nn.Module):
+    """Convolution, batch norm, attention, a product of two trunk tensors, a scatter."""
+
+    inputs = 2
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x, y):
+        x = self.norm(self.convolution(x[None]))
+        y, weights = self.attention(x, y[None], y[None])
+        z = self.bilinear(x[0], y[0])
+        return [torch.cat([z, (x[0] @ y[0].t()) @ z]), weights.amax(-1), z.index_select(0, torch.tensor([1, 1, 3]))]
 
 
 class Frozen(nn.Module):
@@ -202,6 +236,8 @@ MODELS = [
     Shared,
     Wide,
     Derived,
+    InPlace,
+    Mixed,
     Frozen,
     Empty,
     First,
@@ -267,7 +303,7 @@ def test_both_halves_are_the_whole_backward_bit_for_bit(kind):
     assert all(same(p.grad, e.grad) for p, e in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-# An LSTM's cell computes both halves in one operator; gradients of a shared parameter are added up twice.
+# An LSTM and a PReLU compute both halves in one operator; gradients of a shared parameter are added up twice.
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in (Wide, Shared)])
 def test_nothing_is_computed_twice(kind):
     _, _, expected = whole(kind)

@@ -10,7 +10,11 @@ from torch.utils import checkpoint
 
 def product(rows=3, width=4):
     """``(x @ weight).tanh()``, and the node of the matrix product."""
-    x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(width, width, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((rows, width), (width, width))
+    )
     output = (x @ weight).tanh()
     return x, weight, output, output.grad_fn.next_functions[0][0]
 
@@ -115,3 +119,15 @@ def test_a_custom_function_always_computes_all_its_gradients():
     output.grad_fn.register_hook(lambda grad_inputs, grad_outputs: seen.append(grad_inputs))
     torch.autograd.grad([output], [x], [torch.ones(2)])
     assert [grad.tolist() for grad in seen[0]] == [[1, 1], [1, 1]]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_node_of_cpp_without_a_class_of_its_own_shows_as_cpp_function():
+    function = torch.jit.script(doubled)
+    x = torch.ones(2, requires_grad=True)
+    outputs = [function(x) for _ in range(3)]  # the profiled graph comes after the first runs
+    assert type(outputs[-1].grad_fn).__name__ == "CppFunction"
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).tanh()

@@ -34,6 +34,7 @@ PUBLIC = {
     "UnknownViewError",
     "ViewError",
     "WorldSizeUnknownError",
+    "control_store",
     "create_grid_groups",
     "create_groups",
     "creation_order",

@@ -24,10 +24,13 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
+from pipegrid.bridges.links import Links
 from pipegrid.bridges.modules import EdgeOptions
-from pipegrid.bridges.reshard import Completion, Message, ReshardPlan, check_plan, plan_reshard, routes
+from pipegrid.bridges.positions import Positions, positions_of
+from pipegrid.bridges.reshard import Completion, Message, ReshardPlan, plan_reshard, routes
 from pipegrid.bridges.side import Partial, Replicated, Sharded, Side, boundary_side
 from pipegrid.bridges.sizes import Sizes, axis_names
+from pipegrid.bridges.tiling import check_plan
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator
@@ -44,6 +47,7 @@ __all__ = [
     "DestroyedError",
     "EdgeOptions",
     "LaneTotalsError",
+    "Links",
     "Message",
     "MissingTensorError",
     "ModuleGraph",
@@ -53,6 +57,7 @@ __all__ = [
     "NotReplicatedError",
     "Partial",
     "PendingGradientError",
+    "Positions",
     "RankModuleInfo",
     "Replicated",
     "ReshardPlan",
@@ -69,6 +74,7 @@ __all__ = [
     "boundary_side",
     "check_plan",
     "plan_reshard",
+    "positions_of",
     "routes",
 ]
 

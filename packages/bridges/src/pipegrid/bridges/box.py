@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import TypeVar
 
 from attrs import field, frozen
@@ -137,15 +138,18 @@ def _laid_out(shards: Sequence[Sequence[tuple[Number, Number]]], side: str) -> l
     return ranges
 
 
-def shares(a: int, b: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
+@lru_cache(maxsize=256)
+def shares(a: int, b: int) -> tuple[tuple[int, int, Fraction, Fraction], ...]:
     """Who of ``a`` equal senders gives which part of [0, 1) to whom of ``b`` equal receivers.
 
-    Yields (sender, receiver, start, stop): the overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are
+    (sender, receiver, start, stop): the overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are
     ``a + b - gcd(a, b)``.
     """
+    found = []
     i = j = 0
     while i < a and j < b:
         start = max(Fraction(i, a), Fraction(j, b))
         stop = min(Fraction(i + 1, a), Fraction(j + 1, b))
-        yield i, j, start, stop
+        found.append((i, j, start, stop))
         i, j = i + (stop == Fraction(i + 1, a)), j + (stop == Fraction(j + 1, b))
+    return tuple(found)

@@ -25,10 +25,12 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
-from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, ReshardPlan, Strategy, check_strategy, plan_reshard, routes
+from pipegrid.bridges.links import Links
+from pipegrid.bridges.reshard import ReshardPlan, plan_reshard, routes
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
 from pipegrid.bridges.steps import Completing, broadcast_text, group_spec, pack, reduce_partial, start_completions
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Strategy, check_strategy
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.lane import Lane
@@ -71,7 +73,8 @@ class BridgeCommunicator:
         src_lanes: samples per source lane where lanes are uneven, in proportion.
         dest_lanes: samples per destination lane where lanes are uneven, in proportion.
         strategy: see `plan_reshard`.
-        leader_below: bytes below which ``"auto"`` uses a leader.
+        leader_below: bytes below which ``"auto"`` uses a leader, where no links are given.
+        links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
         backward: False declares an edge without gradients (a frozen source).
         shapes: ``"fixed"`` or ``"variable"``, see above; None is ``"variable"`` where
             ``config.variable_seq_lengths``.
@@ -106,6 +109,7 @@ class BridgeCommunicator:
         dest_lanes: Sequence[int] | None = None,
         strategy: Strategy = "direct",
         leader_below: int = AUTO_LEADER_BYTES,
+        links: Links | None = None,
         backward: bool = True,
         shapes: Shapes | None = None,
         config: Any = None,
@@ -120,13 +124,18 @@ class BridgeCommunicator:
         check_strategy(strategy)
         if shapes not in {None, "fixed", "variable"}:
             raise BridgeError(f"shapes is {shapes!r}; use 'fixed' or 'variable'")
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
+            raise BridgeError(
+                f"comm_dtype is {comm_dtype!r}; what travels is rounded to it, so give a floating-point torch.dtype "
+                "such as torch.bfloat16, or None for the tensor's own"
+            )
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name = src_module_name or "src"
         self.dest_module_name = dest_module_name or "dest"
         self.tensor_ndim, self.comm_dtype = tensor_ndim, comm_dtype
         self.axes = axis_names(tensor_ndim, dim_mapping)
         self.strategy: Strategy = strategy
-        self.leader_below, self.backward = leader_below, backward
+        self.leader_below, self.links, self.backward = leader_below, links, backward
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
         self.src: Side = boundary_side(
             src_grid,
@@ -333,14 +342,20 @@ class BridgeCommunicator:
         Raises:
             WrongSideError: this rank is not in the source grid.
             NoBackwardError: the tensor requires grad and the edge has no backward.
-            ShapeError: wrong number of axes; or, with fixed shapes, not what was agreed.
+            ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
+                fixed shapes, not the shape and dtype that were agreed.
         """
         if not self._takes_part("source", "send_forward"):
             return None
         if not isinstance(tensor, torch.Tensor):
             raise ShapeError(
-                f"{self} carries one tensor, got {type(tensor).__name__}; where a microbatch has nothing to send, "
-                f"send a tensor without rows"
+                f"{self} carries one tensor, got {type(tensor).__name__}; concatenate several along their last axis, "
+                "and where a microbatch has nothing to send, send a tensor without rows"
+            )
+        if self.comm_dtype is not None and not tensor.is_floating_point():
+            raise ShapeError(
+                f"{self} travels as {self.comm_dtype}, which would round the {_name(tensor.dtype)} values of this "
+                "tensor; send a floating-point tensor, or declare the edge with comm_dtype=None"
             )
         if tensor.requires_grad and not self.backward:
             raise NoBackwardError(
@@ -547,6 +562,7 @@ class BridgeCommunicator:
                 strategy=self.strategy,
                 itemsize=wire.itemsize,
                 leader_below=self.leader_below,
+                links=self.links,
                 rank=self.rank,
             )
             for back in (False, True)

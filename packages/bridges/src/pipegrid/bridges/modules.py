@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ from attrs import frozen
 
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, Strategy
+from pipegrid.bridges.links import Links
 from pipegrid.bridges.side import GridLike, Placement
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Strategy
 
 
 @frozen(kw_only=True)
@@ -23,6 +25,7 @@ class EdgeOptions:
 
     strategy: Strategy = "direct"
     leader_below: int = AUTO_LEADER_BYTES
+    links: Links | None = None
     backward: bool = True
     comm_dtype: Any = None
     tensor_ndim: int | None = None
@@ -48,12 +51,14 @@ def dim_stride(grid: GridLike, name: str) -> int:
     return 0
 
 
+def ranks_of(grid: GridLike) -> range:
+    """The ranks of the grid."""
+    return range(grid.rank_offset, grid.rank_offset + math.prod(grid.shape))
+
+
 def is_in(grid: GridLike, rank: int) -> bool:
     """Whether the grid has the rank."""
-    count = 1
-    for size in grid.shape:
-        count *= size
-    return grid.rank_offset <= rank < grid.rank_offset + count
+    return rank in ranks_of(grid)
 
 
 def place_of(grid: GridLike, rank: int, stage_dim: str = "pp") -> int:

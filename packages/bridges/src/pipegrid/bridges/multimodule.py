@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,8 @@ from pipegrid.bridges.modules import (
     place_of,
     total_pipeline_stages,
 )
-from pipegrid.bridges.side import GridLike, Placement
+from pipegrid.bridges.positions import Positions, collective_edges, edge_between, positions_of
+from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.lane_spec import LaneSpec
@@ -116,6 +118,9 @@ class MultiModulePipelineCommunicator:
     stands under its own name; with several destinations it goes to each, and the gradients that come back are
     summed. The verbs need one stage of each module per rank, and no rank on both ends of an edge.
 
+    Modules may share ranks. `positions` says which ranks then act alike; along `collective_edges` a plan has a
+    ``COLLECTIVE`` in place of messages, which `collective` executes.
+
     Every rank constructs this with equal arguments. Lanes inside modules and bridges between them are opened
     in one order that is the same on all ranks, and one `batch` spans all of them.
 
@@ -205,6 +210,28 @@ class MultiModulePipelineCommunicator:
                 )
         return options
 
+    def _sides(self) -> Iterator[tuple[str, str, Side, Side]]:
+        """Both sides of every edge, on every rank of the job."""
+        for (src, dst), option in self._options.items():
+            yield (
+                src,
+                dst,
+                boundary_side(
+                    self.module_to_grid_map[src],
+                    "source",
+                    placements={**self._placements.get(src, {}), **(option.src_placements or {})},
+                    stage=self.stage_placement[src][-1],
+                    lane_weights=option.src_lanes,
+                ),
+                boundary_side(
+                    self.module_to_grid_map[dst],
+                    "destination",
+                    placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
+                    stage=self.stage_placement[dst][0],
+                    lane_weights=option.dest_lanes,
+                ),
+            )
+
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
         for src, dst in sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge))):
@@ -227,6 +254,7 @@ class MultiModulePipelineCommunicator:
                     dest_lanes=option.dest_lanes,
                     strategy=option.strategy,
                     leader_below=option.leader_below,
+                    links=option.links,
                     backward=option.backward,
                     config=self.config,
                     backend=self._backend,
@@ -271,8 +299,7 @@ class MultiModulePipelineCommunicator:
         for user in users:
             user.attach(self.lanes)
         self._bridge_of = {
-            Edge(self.graph.stage(b.src_module_name, -1), self.graph.stage(b.dest_module_name, 0)): b
-            for b in self.bridge_comms
+            edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
 
     @property
@@ -306,6 +333,21 @@ class MultiModulePipelineCommunicator:
                 if place == info.pp_rank
             )
         )
+
+    @cached_property
+    def positions(self) -> Positions:
+        """The positions of the job, the same on every rank: what a plan for this communicator is placed on."""
+        return positions_of(self.graph, self.module_to_grid_map, self.stage_placement)
+
+    @cached_property
+    def collective_edges(self) -> tuple[Edge, ...]:
+        """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
+        return collective_edges(self.graph, self.positions, self._sides())
+
+    @property
+    def frozen_modules(self) -> tuple[str, ...]:
+        """Modules that get no gradient, because every edge that leaves them is declared without backward."""
+        return tuple(name for name in self.graph.order if not self._has_backward[name])
 
     @property
     def is_pp_first_stage(self) -> bool:
@@ -382,6 +424,32 @@ class MultiModulePipelineCommunicator:
         if handle is None:
             raise StageError(self._not_on(edge))
         return handle
+
+    def collective(
+        self, payload: Any, *, edge: Edge, direction: Direction
+    ) -> tuple[Handle | None, ReceiveHandle | None]:
+        """Start the exchange along ``edge`` among all ranks of its two stages, some of which hold both.
+
+        Every rank of either stage calls it, in the same order: with its own tensor where it holds the stage that
+        makes it, with None elsewhere.
+
+        Returns:
+            The send of a rank that holds the stage that makes it, and the receive of one that holds the other.
+
+        Raises:
+            StageError: no bridge is there, or this rank is not on it.
+            BridgeError: as `BridgeCommunicator`'s verbs.
+        """
+        self._require_alive()
+        bridge = self._bridge_of.get(edge)
+        if bridge is None or not (bridge.is_source or bridge.is_destination):
+            raise StageError(f"there is no collective to take part in: {self._not_on(edge)}")
+        with self.batch():
+            if direction is Direction.FORWARD:
+                sending = bridge.isend_forward(payload) if bridge.is_source else None
+                return sending, bridge.irecv_forward() if bridge.is_destination else None
+            sending = bridge.isend_backward(payload) if bridge.is_destination else None
+            return sending, bridge.irecv_backward() if bridge.is_source else None
 
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""

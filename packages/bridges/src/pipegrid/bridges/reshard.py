@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Literal
 
 from attrs import field, frozen
 
@@ -31,17 +30,10 @@ from pipegrid.bridges.cuts import (
     pieces,
     row_cuts,
 )
-from pipegrid.bridges.errors import BridgeError, TilingError
+from pipegrid.bridges.links import Links
 from pipegrid.bridges.side import Side
 from pipegrid.bridges.sizes import AxisNames, Sizes
-
-Strategy = Literal["direct", "leader", "auto"]
-STRATEGIES: tuple[Strategy, ...] = ("direct", "leader", "auto")
-
-AUTO_LEADER_BYTES = 64 * 1024
-"""Below this many bytes between two sets of copies, ``"auto"`` sends one message and broadcasts."""
-
-Route = tuple[int, int]
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Route, Strategy, check_strategy, leaders
 
 
 @frozen(order=True)
@@ -93,6 +85,7 @@ class ReshardPlan:
     strategy: Strategy
     itemsize: int
     leader_below: int
+    links: Links | None
     cuts: tuple[Cut[int], ...] = field(repr=False)
     reductions: tuple[tuple[int, ...], ...]
     messages: tuple[Message, ...]
@@ -146,6 +139,7 @@ class ReshardPlan:
             strategy=self.strategy,
             itemsize=self.itemsize,
             leader_below=self.leader_below,
+            links=self.links,
         )
 
     @cached_property
@@ -169,6 +163,7 @@ def plan_reshard(
     strategy: Strategy = "direct",
     itemsize: int = 4,
     leader_below: int = AUTO_LEADER_BYTES,
+    links: Links | None = None,
     rank: int | None = None,
 ) -> ReshardPlan:
     """Plan how a tensor of ``sizes`` gets from ``src`` to ``dst``; with ``backward``, how its gradient returns.
@@ -179,17 +174,19 @@ def plan_reshard(
         sizes: of the activation.
         backward: plan the gradient's way, from ``dst`` to ``src``.
         strategy: ``"direct"``: copies share the sending. ``"leader"``: one copy sends all to one copy, which
-            broadcasts; the last of the source's copies and the first of the destination's. ``"auto"``: leader
-            for overlaps of fewer than ``leader_below`` bytes.
+            broadcasts; the last of the source's copies and the first of the destination's. ``"auto"``: for each
+            pair of sets of copies, whichever keeps the ``links`` busy for less time; without links, leader for fewer
+            than ``leader_below`` bytes.
         itemsize: bytes of an element on the wire.
-        leader_below: the threshold of ``"auto"``, in bytes.
+        leader_below: the threshold of ``"auto"``, in bytes, where no links are given.
+        links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
         rank: list only what this rank takes part in; linear in what that is.
 
     Raises:
         UndeclaredDimError: a side shards an axis that ``sizes.axes`` does not name.
         LaneTotalsError: lane sizes that fit neither the sides nor each other.
     """
-    check_strategy(strategy)
+    choice = Choice(strategy, leader_below, links)
     cuts = row_cuts(src, dst, sizes)
     sender, receiver = src, dst
     if backward:
@@ -203,8 +200,8 @@ def plan_reshard(
             messages.extend(Message(taker, taker, *pair) for taker in takers for pair in boxes)
             continue
         nbytes = itemsize * sum(box.numel for box, _ in boxes)
-        if strategy == "leader" or (strategy == "auto" and nbytes < leader_below):
-            source, destination = _leaders(givers, takers, backward=backward)
+        if choice.leads(givers, takers, nbytes, backward=backward):
+            source, destination = leaders(givers, takers, backward=backward)
             new, completing = [Message(source, destination, *pair) for pair in boxes], broadcast
         else:
             new, completing = _shared(givers, takers, boxes), gathered
@@ -220,9 +217,10 @@ def plan_reshard(
         strategy=strategy,
         itemsize=itemsize,
         leader_below=leader_below,
+        links=links,
         cuts=cuts,
         reductions=sender.partial_groups,
-        messages=tuple(sorted(m for m in messages if rank is None or rank in {m.source, m.destination})),
+        messages=tuple(sorted((m for m in messages if rank is None or rank in {m.source, m.destination}), key=_order)),
         completions=tuple(c for c in completions if rank is None or rank in c.ranks),
     )
 
@@ -252,21 +250,10 @@ def routes(
             found.update((taker, taker) for taker in takers)
             continue
         if strategy in {"leader", "auto"}:
-            found.add(_leaders(givers, takers, backward=backward))
+            found.add(leaders(givers, takers, backward=backward))
         if strategy in {"direct", "auto"}:
             found.update((givers[i], takers[j]) for i, j, _, _ in shares(len(givers), len(takers)))
     return tuple(sorted(pair for pair in found if rank is None or rank in pair))
-
-
-def check_strategy(strategy: str) -> None:
-    """Refuse a strategy that does not exist."""
-    if strategy not in STRATEGIES:
-        raise BridgeError(f"strategy {strategy!r} is unknown; use one of {list(STRATEGIES)}")
-
-
-def _leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> Route:
-    """The last of the source's copies and the first of the destination's, in either direction."""
-    return (givers[0], takers[-1]) if backward else (givers[-1], takers[0])
 
 
 def _shared(givers: Sequence[int], takers: Sequence[int], boxes: Sequence[tuple[Box, Box]]) -> list[Message]:
@@ -303,6 +290,11 @@ def _completion(ranks: tuple[int, ...], messages: Iterable[Message]) -> Completi
     return Completion(ranks, tuple(tuple(sorted(boxes[rank])) for rank in ranks))
 
 
+def _order(message: Message) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Of two ranks' messages, the one that stands first in the source's tensor comes first."""
+    return message.source, message.destination, message.source_box.start, message.destination_box.start
+
+
 def _by_ends(
     messages: Iterable[Message], ends: Callable[[Message], Route]
 ) -> dict[int, dict[int, tuple[Message, ...]]]:
@@ -311,65 +303,3 @@ def _by_ends(
         here, there = ends(message)
         found.setdefault(here, {}).setdefault(there, []).append(message)
     return {here: {there: tuple(found[here][there]) for there in sorted(found[here])} for here in sorted(found)}
-
-
-def check_plan(plan: ReshardPlan) -> None:
-    """Prove a plan for all ranks: every element of every destination is written once, by a rank that holds it.
-
-    Raises:
-        TilingError: a rank that is not on its side, boxes of different shapes, a box outside of the tensor, an
-            element that is written twice or never, or one that is read from a rank that holds something else.
-    """
-    written: dict[int, list[Box]] = {rank: [] for rank in plan.dst.ranks}
-    for message in plan.messages:
-        for rank, side in ((message.source, plan.src), (message.destination, plan.dst)):
-            if rank not in side.coords_of:
-                raise TilingError(f"{message}: rank {rank} is not on side {side.name!r}, whose ranks are {side.ranks}")
-        given = _whole(message.source_box, plan.source_spans(message.source))
-        taken = _whole(message.destination_box, plan.destination_spans(message.destination))
-        if given != taken:
-            raise TilingError(
-                f"{message} reads {given} of the whole tensor and writes it where {taken} belongs; a message "
-                f"moves elements to their own place"
-            )
-        written[message.destination].append(message.destination_box)
-    received = {rank: tuple(boxes) for rank, boxes in written.items()}
-    for step in plan.completions:
-        for giver, boxes in zip(step.ranks, step.boxes, strict=True):
-            if not set(boxes) <= set(received[giver]):
-                raise TilingError(f"rank {giver} completes {step.ranks} with boxes {boxes} that it did not receive")
-            for taker in step.ranks:
-                if taker != giver:
-                    written[taker].extend(boxes)
-    for rank in plan.dst.ranks:
-        _check_tiles(rank, plan.destination_shape(rank), written[rank])
-
-
-def _whole(box: Box, spans: Sequence[Sequence[Span]]) -> tuple[tuple[Span, ...], ...]:
-    """The ranges of the whole tensor that a box of a local tensor stands for."""
-    ranges = []
-    for start, extent, axis in zip(box.start, box.shape, spans, strict=True):
-        here, offset = [], 0
-        for low, high in axis:
-            a, b = max(start, offset), min(start + extent, offset + high - low)
-            if a < b:
-                here.append((low + a - offset, low + b - offset))
-            offset += high - low
-        if sum(b - a for a, b in here) != extent:
-            raise TilingError(f"box {box} lies outside of the tensor of shape {local_shape(spans)}")
-        ranges.append(tuple(here))
-    return tuple(ranges)
-
-
-def _check_tiles(rank: int, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    filled = [box for box in boxes if box.numel]
-    for index, box in enumerate(filled):
-        for other in filled[index + 1 :]:
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(box.start, box.shape, other.start, other.shape, strict=True)
-            ):
-                raise TilingError(f"rank {rank}: boxes {box} and {other} write the same elements twice")
-    missing = math.prod(shape) - sum(box.numel for box in filled)
-    if missing:
-        raise TilingError(f"rank {rank}: {missing} of {math.prod(shape)} elements are never written (a hole)")

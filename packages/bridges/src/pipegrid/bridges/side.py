@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, Protocol, TypeAlias
 
 from attrs import field, frozen
@@ -189,10 +189,7 @@ class Side:
         if weights is not None and any(weights):
             ends = [Fraction(0), *(Fraction(end, sum(weights)) for end in itertools.accumulate(weights))]
             return tuple(((a, b),) for a, b in itertools.pairwise(ends))
-        shards: list[tuple[Interval, ...]] = [((Fraction(0), Fraction(1)),)]
-        for size, order in self.sharding(axis):
-            shards = [part for held in shards for part in _cut(held, size, order)]
-        return tuple(shards)
+        return _shards(tuple(self.sharding(axis)))
 
     def sharding(self, axis: str) -> list[tuple[int, Order]]:
         """Size and order of each dim that shards ``axis``, major first."""
@@ -212,6 +209,15 @@ class Side:
 
     def _rank_at(self, coords: Sequence[int]) -> int:
         return self.base + sum(c * dim.stride for c, dim in zip(coords, self.dims, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _shards(sharding: tuple[tuple[int, Order], ...]) -> tuple[tuple[Interval, ...], ...]:
+    """The parts of [0, 1) that each shard holds, where the dims of these sizes and orders cut it, major first."""
+    shards: list[tuple[Interval, ...]] = [((Fraction(0), Fraction(1)),)]
+    for size, order in sharding:
+        shards = [part for held in shards for part in _cut(held, size, order)]
+    return tuple(shards)
 
 
 def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Interval, ...]]:

@@ -16,6 +16,7 @@ from pipegrid.schedules.ascii import ascii_timeline
 from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
 from pipegrid.schedules.comparison import compare, comparison_table
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.control import DisagreementError
 from pipegrid.schedules.costs import Costs, CostsError, costs_from_json, costs_to_json
 from pipegrid.schedules.counts import (
     check_first_val_step,
@@ -25,7 +26,7 @@ from pipegrid.schedules.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.errors import Fault, PlanError, PlanSyntaxError
+from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError, StepArgumentError
 from pipegrid.schedules.generators import (
     dualpipe_v,
     forward_only,
@@ -40,8 +41,10 @@ from pipegrid.schedules.generators import (
     zero_bubble_h2,
     zero_bubble_v,
 )
+from pipegrid.schedules.loss_scale import LossScale, LossScaleError
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.perfetto import write_perfetto
+from pipegrid.schedules.placing import step_plan
 from pipegrid.schedules.plan import Group, Lane, Plan, Step, actions_of, chain, compute_plan
 from pipegrid.schedules.plan_csv import from_csv, to_csv
 from pipegrid.schedules.plan_json import from_json, to_json
@@ -51,25 +54,33 @@ from pipegrid.schedules.search import greedy
 from pipegrid.schedules.simulation import Simulation, simulate, unit_costs
 from pipegrid.schedules.svg import write_svg
 from pipegrid.schedules.timelines import Counter, Flow, Span, Timeline, TimelineError, scaled
+from pipegrid.schedules.tying import TyingError, with_reduce
 from pipegrid.schedules.verification import Proof, verify
 
 if TYPE_CHECKING:
     from pipegrid.schedules.forward_backward import (
-        StepArgumentError,
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
-        step_plan,
     )
     from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
     from pipegrid.schedules.hooks import Hook, MessageHook, ProfilerRanges
+    from pipegrid.schedules.loss_scaler import LossScaler, scale_loss, unscale_gradients_
+    from pipegrid.schedules.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
+    from pipegrid.schedules.monitor import JobFailedError, Monitor, MonitorError
+    from pipegrid.schedules.output_layer import (
+        DeferralError,
+        clear_embedding_activation_buffer,
+        finish_embedding_wgrad_compute,
+        output_linear,
+    )
     from pipegrid.schedules.recorder import Recorder
+    from pipegrid.schedules.reduction import ReductionError
     from pipegrid.schedules.runtime import (
         Forwarded,
         PipelineError,
         PipelineRuntime,
-        PlanMismatchError,
         Stage,
         position_of,
     )
@@ -84,6 +95,7 @@ if TYPE_CHECKING:
         forward_step_calc_loss,
         set_current_microbatch,
     )
+    from pipegrid.schedules.tied_parameters import TiedParameters, tie_parameters, tied_stages
 
 __all__ = [
     "SCHEDULES",
@@ -93,15 +105,24 @@ __all__ = [
     "Costs",
     "CostsError",
     "Counter",
+    "DeferralError",
+    "DisagreementError",
     "Fault",
     "Flow",
     "Forwarded",
     "GradientError",
     "Group",
     "Hook",
+    "JobFailedError",
     "Lane",
     "LossError",
+    "LossScale",
+    "LossScaleError",
+    "LossScaler",
+    "MainGradError",
     "MessageHook",
+    "Monitor",
+    "MonitorError",
     "PipelineConfig",
     "PipelineError",
     "PipelineRuntime",
@@ -114,6 +135,7 @@ __all__ = [
     "Recorded",
     "Recorder",
     "Recording",
+    "ReductionError",
     "Simulation",
     "Span",
     "SplitBackwardError",
@@ -121,14 +143,18 @@ __all__ = [
     "StageOutputError",
     "Step",
     "StepArgumentError",
+    "TiedParameters",
     "Timeline",
     "TimelineError",
     "Track",
+    "TyingError",
+    "accumulate_in_main_grad",
     "actions_of",
     "ascii_timeline",
     "backward_step",
     "chain",
     "check_first_val_step",
+    "clear_embedding_activation_buffer",
     "clip_grad_norm_",
     "compare",
     "comparison_table",
@@ -140,6 +166,7 @@ __all__ = [
     "deallocate_output_tensor",
     "dualpipe_v",
     "find_schedule",
+    "finish_embedding_wgrad_compute",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
@@ -160,37 +187,45 @@ __all__ = [
     "lower",
     "multi_module_1f1b",
     "one_f_one_b",
+    "output_linear",
     "position_of",
     "reduce_gradients",
+    "scale_loss",
     "scaled",
     "set_current_microbatch",
     "simulate",
     "step_plan",
+    "tie_parameters",
+    "tied_stages",
     "timeline",
     "to_csv",
     "to_json",
     "to_text",
     "unit_costs",
+    "unscale_gradients_",
     "v_half",
     "v_min",
     "verify",
+    "with_reduce",
     "write_perfetto",
     "write_svg",
     "zero_bubble_h1",
     "zero_bubble_h2",
     "zero_bubble_v",
+    "zero_main_grads",
 ]
 
 _TORCH_HALF = {
-    "StepArgumentError": "forward_backward",
     "forward_backward_no_pipelining": "forward_backward",
     "forward_backward_pipelining_with_interleaving": "forward_backward",
     "forward_backward_pipelining_without_interleaving": "forward_backward",
     "get_forward_backward_func": "forward_backward",
-    "step_plan": "forward_backward",
     "GradientError": "gradients",
     "clip_grad_norm_": "gradients",
     "reduce_gradients": "gradients",
+    "JobFailedError": "monitor",
+    "Monitor": "monitor",
+    "MonitorError": "monitor",
     "Hook": "hooks",
     "MessageHook": "hooks",
     "ProfilerRanges": "hooks",
@@ -198,10 +233,23 @@ _TORCH_HALF = {
     "Forwarded": "runtime",
     "PipelineError": "runtime",
     "PipelineRuntime": "runtime",
-    "PlanMismatchError": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
     "StageOutputError": "seed_stage",
+    "LossScaler": "loss_scaler",
+    "scale_loss": "loss_scaler",
+    "unscale_gradients_": "loss_scaler",
+    "MainGradError": "main_grad",
+    "accumulate_in_main_grad": "main_grad",
+    "zero_main_grads": "main_grad",
+    "DeferralError": "output_layer",
+    "clear_embedding_activation_buffer": "output_layer",
+    "finish_embedding_wgrad_compute": "output_layer",
+    "output_linear": "output_layer",
+    "ReductionError": "reduction",
+    "TiedParameters": "tied_parameters",
+    "tie_parameters": "tied_parameters",
+    "tied_stages": "tied_parameters",
     "SplitBackwardError": "splitting_refused",
     "LossError": "steps",
     "backward_step": "steps",

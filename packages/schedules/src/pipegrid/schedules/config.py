@@ -6,13 +6,17 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from attrs import fields, frozen
+from attrs import field, fields, frozen
 
 from pipegrid.transport.config import P2PConfig
+
+
+def _as_tuple(value: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(value)
 
 
 @frozen(kw_only=True)
@@ -30,7 +34,7 @@ class PipelineConfig(P2PConfig):
             activations whole (True). None passes no such argument.
         enable_autocast: run forwards under autocast.
         autocast_dtype: with this dtype (None: the pipeline's).
-        grad_scale_func: scales the loss before the backward (mixed precision).
+        grad_scale_func: scales the loss before the backward (mixed precision), such as a `LossScaler`.
         no_sync_func: context manager under which data-parallel wrappers do not reduce gradients; left before
             the last backward.
         grad_sync_func: called with the model's parameters after the last backward; not on a first stage, where
@@ -40,10 +44,18 @@ class PipelineConfig(P2PConfig):
             backward; ``num_tokens`` is the number of tokens this rank's losses counted (None unless
             ``calculate_per_token_loss``). None: `reduce_gradients` over the groups of ``pg_collection``, unless
             the model is a wrapper that reduces by itself (has ``no_sync``).
+        tied_parameters: the `TiedParameters` of the pipeline, in one order on every rank, also on ranks without a
+            copy. Each is summed by a ``REDUCE`` of the plan, after the last backward of the stages that hold it and
+            before the reduction over data lanes.
+        defer_embedding_wgrad_compute: the output layer's weight gradient waits until the last backward has sent its
+            gradient on (`output_linear`).
+        wgrad_deferral_limit: at most so many microbatches wait; 0 sets no limit.
         microbatch_group_size_per_vp_stage: with interleaving, how many microbatches a chunk runs before the next chunk
             has its turn; None is the number of ranks.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
+        monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
+            notices before a step that ranks would run different numbers of microbatches.
     """
 
     hidden_size: int | None = None
@@ -58,9 +70,18 @@ class PipelineConfig(P2PConfig):
     grad_sync_func: Callable[[Any], None] | None = None
     param_sync_func: Callable[[Any], None] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
+    tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = field(default=0)
     microbatch_group_size_per_vp_stage: int | None = None
     job_group: Any = None
     hooks: tuple[Any, ...] = ()
+    monitor: Any = None
+
+    @wgrad_deferral_limit.validator
+    def _count(self, attribute: Any, value: int) -> None:
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{attribute.name} is {value!r}; give the number of microbatches that may wait, 0 for all")
 
 
 _DEFAULTS = {attribute.name: attribute.default for attribute in fields(PipelineConfig)}

@@ -45,3 +45,11 @@ class PlanSyntaxError(PlanError):
         self.found = found
         self.expected = expected
         super().__init__(f"line {line}, column {column}: found {found}; expected {expected}")
+
+
+class PlanMismatchError(ValueError):
+    """What was given to run does not match the plan."""
+
+
+class StepArgumentError(ValueError):
+    """The arguments of a step function contradict each other."""

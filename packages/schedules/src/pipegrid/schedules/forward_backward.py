@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving
-from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.seed_step import StepArgumentError, run_step, single
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.placing import Place, place_of, step_plan
+from pipegrid.schedules.seed_step import announce, require_one_config, run_step, single
 
 __all__ = [
     "StepArgumentError",
@@ -86,7 +84,7 @@ def forward_backward_no_pipelining(
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
     return run_step(
-        plan=lambda: step_plan(ModuleGraph({"model": 1}), num_microbatches),
+        plan=lambda ties: step_plan(ModuleGraph({"model": 1}), num_microbatches, ties),
         communicator=None,
         forward_step_func=forward_step_func,
         data_iterators={0: single(data_iterator, "data_iterator")},
@@ -122,7 +120,9 @@ def forward_backward_pipelining_without_interleaving(
             With several modules, ``output`` is a dict ``{module name: payload}``, and what the model's
             ``set_input_tensor`` receives is a dict keyed by the modules it comes from.
         data_iterator: read by ``forward_step_func`` on stages that need data; a list of one is taken as its item.
-        model: this rank's stage; a list of one is taken as its item. Its ``config`` is read (`PipelineConfig`).
+            On a rank with several modules a dict by module, or one iterator that all of them read.
+        model: this rank's stage; a list of one is taken as its item. Its ``config`` is read (`PipelineConfig`). On a
+            rank with several modules a dict by module; they have one config.
         num_microbatches: M, the same on every rank.
         seq_length: tokens of a sample. Messages carry their own shapes, so this is for signature's sake.
         micro_batch_size: samples of a microbatch, likewise.
@@ -130,7 +130,9 @@ def forward_backward_pipelining_without_interleaving(
         forward_only: no backward, no gradients.
         collect_non_loss_data: return what ``loss_func(output, non_loss_data=True)`` returns.
         first_val_step: the first step of a validation phase.
-        adjust_tensor_shapes_fn: not needed where shapes are agreed between neighbours; refused.
+        adjust_tensor_shapes_fn: ``f(receive_shapes, send_shapes)``, given the shapes that ``seq_length`` and the
+            others imply; neighbours agree on shapes by themselves, so the result is what tensors are checked against.
+            For a pipeline of one module.
         p2p_communicator: a `P2PCommunicator` or a `MultiModulePipelineCommunicator`.
         pg_collection: this rank's process groups; with a ``dp`` or ``dp_cp`` group, gradients are reduced after
             the last backward unless the model's wrapper does that or ``finalize_model_grads_func`` is set.
@@ -139,60 +141,61 @@ def forward_backward_pipelining_without_interleaving(
         On a last stage the ``info`` of every microbatch's loss function, in order; elsewhere an empty list.
 
     Raises:
-        StepArgumentError: no communicator, chunks, or an argument that would be ignored.
+        StepArgumentError: no communicator, chunks, an argument that would be ignored, or models that are not those
+            of this rank's modules.
         ReductionError: the gradients could not be made right with what was given; nothing was sent.
         PipelineError: the step failed; the message says where in the plan this rank stood.
     """
-    del seq_length, micro_batch_size, decoder_seq_length
     if p2p_communicator is None:
         raise StepArgumentError(
             "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
             "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
         )
-    if adjust_tensor_shapes_fn is not None:
+    place = place_of(p2p_communicator)
+    if adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
         raise StepArgumentError(
-            "adjust_tensor_shapes_fn has no effect: neighbours agree on the shapes of what is sent. Remove it"
+            "adjust_tensor_shapes_fn knows one list of shapes, and the modules of a graph have one each. Remove it: "
+            "neighbours agree on the shapes of what is sent"
         )
-    graph, stage = place_of(p2p_communicator)
+    models = _models(place, model)
     return run_step(
-        plan=lambda: step_plan(graph, num_microbatches),
+        plan=lambda ties: step_plan(
+            place.graph,
+            num_microbatches,
+            ties,
+            placement=place.placement,
+            collectives=place.collectives,
+            frozen=place.frozen,
+        ),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,
-        data_iterators={stage: single(data_iterator, "data_iterator")},
-        models={stage: single(model, "model")},
+        data_iterators=place.by_stage(single(data_iterator, "data_iterator"), "data_iterator"),
+        models=models,
         num_microbatches=num_microbatches,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
+        frozen=place.frozen,
+        shapes=announce(
+            adjust_tensor_shapes_fn,
+            models,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            collection=None if pg_collection is None else collection_of(pg_collection, place.modules[0]),
+        ),
     )
 
 
-def place_of(communicator: Any) -> tuple[ModuleGraph, int]:
-    """The graph that a communicator serves, and this rank's stage in it.
-
-    Raises:
-        StepArgumentError: this rank holds several stages; one call of a step function runs one.
-    """
-    graph = getattr(communicator, "graph", None)
-    if graph is None:
-        return ModuleGraph({"model": communicator.total_stages}), communicator.current_stage
-    stages = communicator.stages
-    if len(stages) != 1:
-        names = [graph.module_of(stage) for stage in stages]
+def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
+    """The model of each of this rank's stages."""
+    model = single(model, "model")
+    if len(place.stages) > 1 and not isinstance(model, Mapping):
         raise StepArgumentError(
-            f"this rank holds the stages {names} of several modules; a step function runs one stage per rank. Place "
-            "the modules on separate ranks"
+            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them, "
+            "and data_iterator as a dict or as one iterator for all"
         )
-    return graph, stages[0]
-
-
-@lru_cache(maxsize=64)
-def step_plan(graph: ModuleGraph, num_microbatches: int) -> Plan:
-    """The verified 1F1B plan that the step function runs: for drawing, simulating, or a recording.
-
-    Pure, so remembering it changes nothing but the time of the second step.
-    """
-    plan = lower(multi_module_1f1b(graph, num_microbatches))
-    verify(plan)
-    return plan
+    models = place.by_stage(model, "model")
+    require_one_config(models)
+    return models

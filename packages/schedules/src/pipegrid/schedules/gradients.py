@@ -15,6 +15,15 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from pipegrid.schedules.main_grad import (
+    Modules,
+    accumulated,
+    accumulation_dtype,
+    named_modules,
+    parameters_of,
+    set_accumulated,
+)
+from pipegrid.schedules.tied_parameters import mark_of
 from pipegrid.transport.opening import resolve_device
 
 BUCKET_BYTES = 32 * 2**20
@@ -33,7 +42,7 @@ class _Slot:
 
 
 def reduce_gradients(
-    modules: Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module,
+    modules: Modules,
     collections: Any,
     *,
     num_tokens: torch.Tensor | int | None = None,
@@ -44,7 +53,9 @@ def reduce_gradients(
     """Sum gradients over the data lanes of each module, in buckets, and divide by what the loss asks for.
 
     Call it once per step, after the last backward, on every rank of the job. A parameter that had no gradient
-    on this lane but on another counts as zero; one that had none anywhere keeps None.
+    on this lane but on another counts as zero; one that had none anywhere keeps None. Where a parameter keeps a
+    ``main_grad``, that is what is summed, in its dtype. A tied parameter must have had its ``REDUCE``: the sum over
+    its copies comes first, and where that was over data lanes, too (`tie_parameters`), it is only divided here.
 
     Args:
         modules: this rank's modules: by name, several chunks of one module, or one module.
@@ -58,32 +69,35 @@ def reduce_gradients(
         bucket_bytes: parameters are reduced together in buckets of about this size.
 
     Raises:
-        GradientError: sparse or sharded (DTensor) gradients, a module name without a collection, cp without dp_cp.
+        GradientError: sparse or sharded (DTensor) gradients, a module name without a collection, cp without dp_cp, a
+            tied parameter that no ``REDUCE`` has summed. Nothing is sent then.
     """
+    of_module: dict[str, list[torch.nn.Parameter]] = {name: [] for name, _ in named_modules(modules)}
+    for name, parameter in parameters_of(modules):
+        _require_reducible(parameter, name)
+        of_module[name].append(parameter)
+    groups = {name: lanes_group(collections, name) for name in of_module}
     device = _device(modules, job_group)
     tokens = None if num_tokens is None else _global_tokens(num_tokens, device, job_group)
-    seen: set[int] = set()
-    for name, module in _named(modules):
-        group = lanes_group(collections, name)
+    for name, parameters in of_module.items():
+        group = groups[name]
         lanes = 1 if group is None else group.size()
         divisor = tokens if tokens is not None else (lanes if loss_lanes is None else loss_lanes)
-        parameters = []
-        for parameter in module.parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                _require_reducible(parameter, name)
-                parameters.append(parameter)
-        if lanes == 1:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(divisor)
-            continue
         for bucket in _buckets(parameters, bucket_bytes):
-            _reduce_bucket(bucket, group, divisor)
+            mark = mark_of(bucket[0])
+            if lanes == 1 or (mark is not None and mark.over_lanes):
+                for parameter in bucket:
+                    gradient = accumulated(parameter)
+                    if gradient is not None:
+                        gradient.div_(divisor)
+            else:
+                _reduce_bucket(bucket, group, divisor)
+            if mark is not None:
+                mark.summed = False
 
 
 def _require_reducible(parameter: torch.nn.Parameter, name: str) -> None:
-    gradient = parameter.grad
+    gradient = accumulated(parameter)
     if gradient is not None and gradient.is_sparse:
         raise GradientError(
             f"a parameter of shape {tuple(parameter.shape)} in module {name!r} has a sparse gradient; use dense "
@@ -94,16 +108,12 @@ def _require_reducible(parameter: torch.nn.Parameter, name: str) -> None:
             f"a parameter of shape {tuple(parameter.shape)} in module {name!r} is a DTensor: what sharded it reduces "
             "its gradient; set finalize_model_grads_func"
         )
-
-
-def _named(modules: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    if isinstance(modules, Mapping):
-        yield from modules.items()
-    elif isinstance(modules, torch.nn.Module):
-        yield "", modules
-    else:
-        for module in modules:
-            yield "", module
+    mark = mark_of(parameter)
+    if mark is not None and not mark.summed:
+        raise GradientError(
+            f"tied parameter {mark.name!r} in module {name!r} was not summed over its copies since its gradient was "
+            "last finished: the plan needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and reducers=)"
+        )
 
 
 def collection_of(collections: Any, name: str) -> Any:
@@ -159,18 +169,29 @@ def _global_tokens(
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters in order, cut where the dtype or device changes or the bucket is full."""
+    """Parameters in order, cut where the dtype or device changes or the bucket is full.
+
+    A tied parameter is a bucket of its own: in which order an all-reduce sums depends on the place in the buffer, and
+    the copies, which lie in different modules, must get the same bits.
+    """
     bucket: list[torch.nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
-        if bucket and (not alike or size + parameter.nbytes > bucket_bytes):
+        nbytes = parameter.numel() * accumulation_dtype(parameter).itemsize
+        alike = not bucket or _kind(bucket[0]) == _kind(parameter)
+        if bucket and (not alike or size + nbytes > bucket_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        size += parameter.nbytes
+        size += nbytes
     if bucket:
         yield bucket
+
+
+def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device, int | None]:
+    """What the parameters of one bucket have in common."""
+    alone = None if mark_of(parameter) is None else id(parameter)
+    return accumulation_dtype(parameter), parameter.device, alone
 
 
 def _reduce_bucket(
@@ -179,34 +200,30 @@ def _reduce_bucket(
     """One all-reduce: the gradients, then one flag per parameter that says on how many lanes there was one."""
     first = bucket[0]
     elements = sum(parameter.numel() for parameter in bucket)
-    flat = torch.zeros(elements + len(bucket), dtype=first.dtype, device=first.device)
-    present = [parameter.grad is not None for parameter in bucket]
+    flat = torch.zeros(elements + len(bucket), dtype=accumulation_dtype(first), device=first.device)
+    gradients = [accumulated(parameter) for parameter in bucket]
+    present = [gradient is not None for gradient in gradients]
     flat[elements:].copy_(torch.tensor(present))
     slots: list[_Slot] = []
     offset = 0
-    for parameter in bucket:
+    for parameter, gradient in zip(bucket, gradients, strict=True):
         slots.append(_Slot(parameter, offset))
-        if parameter.grad is not None:
-            flat[offset : offset + parameter.numel()].view_as(parameter).copy_(parameter.grad)
+        if gradient is not None:
+            flat[offset : offset + parameter.numel()].view_as(parameter).copy_(gradient)
         offset += parameter.numel()
     dist.all_reduce(flat, group=group)
     # Reading the flags would wait for the device; only a parameter without a gradient here needs its flag.
     anywhere = present if all(present) else (flat[elements:] > 0).tolist()
     flat[:elements].div_(divisor)
     for slot, used in zip(slots, anywhere, strict=True):
-        if not used:
-            continue
-        parameter = slot.parameter
-        reduced = flat[slot.offset : slot.offset + parameter.numel()].view_as(parameter)
-        if parameter.grad is None:
-            parameter.grad = reduced.clone()
-        else:
-            parameter.grad.copy_(reduced)
+        if used:
+            parameter = slot.parameter
+            set_accumulated(parameter, flat[slot.offset : slot.offset + parameter.numel()].view_as(parameter))
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    modules: Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module,
+    modules: Modules,
     collections: Any,
     max_norm: float,
     *,
@@ -216,7 +233,9 @@ def clip_grad_norm_(
     """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
 
     Replicas count once: a parameter is counted by the first data lane, and by the first tp rank unless it is
-    sharded over tp (attribute ``tensor_model_parallel``); a tied copy (attribute ``tied_replica``) is not counted.
+    sharded over tp (attribute ``tensor_model_parallel``); of a tied parameter, the copy of the lowest stage counts,
+    the others (attribute ``tied_replica``) do not. ``main_grad`` is clipped where a parameter keeps one. A norm that
+    is not finite is not finite on every rank, and so are then the gradients: see `LossScaler` for a step to skip.
 
     Args:
         modules: as in `reduce_gradients`; call that first.
@@ -230,32 +249,37 @@ def clip_grad_norm_(
     """
     if not max_norm > 0 or not norm_type > 0:
         raise GradientError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
-    counted: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
-    seen: set[int] = set()
-    for name, module in _named(modules):
-        first_lane = _is_first(lanes_group(collections, name))
-        first_tp = _is_first(getattr(collection_of(collections, name), "tp", None))
-        for parameter in module.parameters():
-            if parameter.grad is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            gradients.append(parameter.grad)
-            sharded = getattr(parameter, "tensor_model_parallel", False)
-            if first_lane and (sharded or first_tp) and not getattr(parameter, "tied_replica", False):
-                counted.append(parameter.grad)
     infinite = norm_type == float("inf")
     # float64 in between: the sum of squares is then the same to the last float32 bit however it is cut over ranks.
-    total = torch.zeros((), dtype=torch.float64, device=_device(modules, job_group))
-    for gradient in counted:
-        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
-        total = torch.maximum(total, norm) if infinite else total + norm**norm_type
+    # Beside it whether any part is NaN: not every backend's MAX hands a NaN on, and ranks would disagree.
+    total = torch.zeros(2, dtype=torch.float64, device=_device(modules, job_group))
+    counts = {name: _counting(collections, name) for name, _ in named_modules(modules)}
+    for name, parameter in parameters_of(modules):
+        gradient = accumulated(parameter)
+        if gradient is None:
+            continue
+        gradients.append(gradient)
+        whole, sharded = counts[name]
+        counted = sharded if getattr(parameter, "tensor_model_parallel", False) else whole
+        if counted and not getattr(parameter, "tied_replica", False):
+            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+            part = norm.nan_to_num(nan=0.0, posinf=float("inf"))
+            total[0] = torch.maximum(total[0], part) if infinite else total[0] + part**norm_type
+            total[1] = torch.maximum(total[1], norm.isnan().double())
     dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=job_group)
-    norm = total if infinite else total ** (1.0 / norm_type)
+    norm = total[0] if infinite else total[0] ** (1.0 / norm_type)
+    norm = torch.where(total[1] > 0, torch.full_like(norm, float("nan")), norm)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.dtype))
     return norm
+
+
+def _counting(collections: Any, name: str) -> tuple[bool, bool]:
+    """Whether this rank's part of a norm counts: of parameters that are whole on every tp rank, and of sharded ones."""
+    first_lane = _is_first(lanes_group(collections, name))
+    return first_lane and _is_first(getattr(collection_of(collections, name), "tp", None)), first_lane
 
 
 def _is_first(group: dist.ProcessGroup | None) -> bool:
@@ -264,7 +288,7 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 def _device(modules: Any, group: dist.ProcessGroup | None) -> torch.device:
     """Where this rank's collectives run: with its parameters, or, where it has none, where the group's backend is."""
-    for _, module in _named(modules):
+    for _, module in named_modules(modules):
         for parameter in module.parameters():
             return parameter.device
     return resolve_device(None, None, group)[1]

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from pipegrid.schedules.config import config_of, option
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b
+from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.seed_step import StepArgumentError, run_step
+from pipegrid.schedules.seed_step import Ties, announce, run_step
 from pipegrid.schedules.verification import verify
 
 
@@ -47,7 +49,6 @@ def forward_backward_pipelining_with_interleaving(
     Raises:
         StepArgumentError: the lists do not fit each other, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
-    del seq_length, micro_batch_size, decoder_seq_length
     if p2p_communicator is None:
         raise StepArgumentError(
             "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
@@ -58,37 +59,49 @@ def forward_backward_pipelining_with_interleaving(
             "p2p_communicator serves a graph of modules, and the interleaved schedule is one of a single module: run "
             "another plan over the graph with PipelineRuntime"
         )
-    if adjust_tensor_shapes_fn is not None:
-        raise StepArgumentError(
-            "adjust_tensor_shapes_fn has no effect: neighbours agree on the shapes of what is sent. Remove it"
-        )
     chunks = _chunks(model, data_iterator, p2p_communicator)
     ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage
     config = config_of(chunks[0][0])
     group_size = option(config, "microbatch_group_size_per_vp_stage") or ranks
     _require_group_size(group_size, ranks, num_microbatches)
     receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
+    models = {chunk * ranks + here: part for chunk, (part, _) in enumerate(chunks)}
     return run_step(
-        plan=lambda: interleaved_plan(ranks, len(chunks), num_microbatches, group_size, receives),
+        plan=lambda ties: interleaved_plan(ranks, len(chunks), num_microbatches, group_size, receives, ties),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,
         data_iterators={chunk * ranks + here: iterator for chunk, (_, iterator) in enumerate(chunks)},
-        models={chunk * ranks + here: part for chunk, (part, _) in enumerate(chunks)},
+        models=models,
         num_microbatches=num_microbatches,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
+        shapes=announce(
+            adjust_tensor_shapes_fn,
+            models,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            collection=None if pg_collection is None else collection_of(pg_collection, "model"),
+        ),
     )
 
 
 @lru_cache(maxsize=64)
 def interleaved_plan(
-    num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int, receives: Receives = "late"
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int,
+    receives: Receives = "late",
+    tied: Ties = (),
 ) -> Plan:
     """The verified plan that the interleaved step function runs. Pure."""
     plan = lower(
-        interleaved_1f1b(num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size), receives=receives
+        interleaved_1f1b(num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size),
+        receives=receives,
+        tied=dict(tied),
     )
     verify(plan)
     return plan

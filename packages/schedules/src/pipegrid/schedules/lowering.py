@@ -54,7 +54,7 @@ def lower(
         raise PlanError(f"receives is {receives!r}; choose 'late' or 'early'")
     if plan.has_communication:
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
-    groups = _with_collectives(plan, collectives or {}) + _tied_groups(plan, tied or {})
+    groups = _with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
     plan = evolve(plan, groups=groups, creation=None)
     verify(plan)
     dates = compute_dates(plan, duration)
@@ -68,7 +68,7 @@ def lower(
             own += gaps.get((position, index), ())
             own.append(step)
         own += gaps.get((position, len(steps)), ())
-        positions.append(own + _reductions(position, plan))
+        positions.append(own + reductions(position, plan, plan.groups))
     return evolve(plan, positions=positions, creation=None)
 
 
@@ -243,7 +243,7 @@ def _with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Grou
     return tuple(groups.values())
 
 
-def _tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, ...]:
+def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, ...]:
     """One group for each shared parameter: the positions of its stages."""
     for name, stages in tied.items():
         for stage in stages:
@@ -255,10 +255,10 @@ def _tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, 
     )
 
 
-def _reductions(position: int, plan: Plan) -> list[Step]:
+def reductions(position: int, plan: Plan, groups: Sequence[Group]) -> list[Step]:
     """The ``REDUCE`` of each shared parameter that ``position`` holds, in one order for all positions."""
     return [
         Action(ActionKind.REDUCE, min(held), group=group.name)
-        for group in plan.groups
+        for group in groups
         if (held := [stage for stage in group.tied if position in plan.placement[stage]])
     ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define, field
 
+from pipegrid.schedules.collectives import exchange
 from pipegrid.schedules.steps import deallocate_output_tensor, map_tensors
 from pipegrid.transport.edge import Direction, Edge
 
@@ -24,6 +25,23 @@ class PostOffice:
     communicator: PipelineCommunicator
     deadline: float | None
     hooks: Sequence[MessageHook]
+
+    def exchange(self, microbatch: int, action: Action, outbox: Outbox | None, inbox: Inbox | None) -> None:
+        """``COLLECTIVE``: give what ``outbox`` keeps, and have in ``inbox`` what arrives, before the next action."""
+        assert action.edge is not None  # a collective that moves nothing along an edge was refused
+        assert action.direction is not None
+        payload, parcel = (None, None) if outbox is None else outbox.give(microbatch)
+        sending, receiving = exchange(
+            self.communicator,
+            map_tensors(payload, torch.Tensor.detach),
+            action.edge,
+            action.direction,
+            deadline=self.deadline,
+        )
+        if sending is not None and outbox is not None:
+            outbox.left(action, sending, parcel)
+        if receiving is not None and inbox is not None:
+            inbox.expect(microbatch, action, receiving)
 
     def complete(self, action: Action, handle: Handle) -> None:
         """Wait until the message that ``action`` posted is through."""
@@ -65,7 +83,10 @@ class Inbox:
 
     def receive(self, microbatch: int, action: Action) -> None:
         """``RECV_F`` or ``RECV_B``: post the receive."""
-        handle = self.office.communicator.irecv(edge=self.edge, direction=self.direction)
+        self.expect(microbatch, action, self.office.communicator.irecv(edge=self.edge, direction=self.direction))
+
+    def expect(self, microbatch: int, action: Action, handle: ReceiveHandle) -> None:
+        """What ``action`` has posted will arrive."""
         self._posted[microbatch] = action, handle
 
     def wait(self, microbatch: int) -> None:
@@ -118,9 +139,12 @@ class Outbox:
 
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``."""
-        payload, parcel = self._kept.pop(microbatch)
+        payload, parcel = self.give(microbatch)
         detached = map_tensors(payload, torch.Tensor.detach)
-        handle = self.office.communicator.isend(detached, edge=self.edge, direction=self.direction)
+        self.left(action, self.office.communicator.isend(detached, edge=self.edge, direction=self.direction), parcel)
+
+    def left(self, action: Action, handle: Handle, parcel: Parcel | None) -> None:
+        """``action`` started to send something, which is to be seen through."""
         self._sent.append((action, handle, parcel))
 
     def settle(self) -> None:
@@ -130,6 +154,10 @@ class Outbox:
             if parcel is not None:
                 parcel.sent()
         self._sent.clear()
+
+    def give(self, microbatch: int) -> tuple[Payload, Parcel | None]:
+        """What was kept, once."""
+        return self._kept.pop(microbatch)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

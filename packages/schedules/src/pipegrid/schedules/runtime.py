@@ -19,10 +19,11 @@ from pipegrid.schedules.fitting import position_of, reducer_name, require_runnab
 from pipegrid.schedules.hooks import Hook, MessageHook
 from pipegrid.schedules.mail import Inbox, Outbox, PostOffice
 from pipegrid.schedules.plan import actions_of
-from pipegrid.schedules.stage_work import Forwarded, PlanMismatchError, Stage, StageWork
+from pipegrid.schedules.stage_work import Forwarded, Stage, StageWork
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
+    from pipegrid.schedules.monitor import Monitor
     from pipegrid.schedules.plan import Plan
     from pipegrid.transport.protocol import PipelineCommunicator
 
@@ -32,7 +33,6 @@ __all__ = [
     "MessageHook",
     "PipelineError",
     "PipelineRuntime",
-    "PlanMismatchError",
     "Stage",
     "position_of",
 ]
@@ -54,7 +54,16 @@ class _Bound:
 _Work = tuple[_Bound, ...]
 """One action, or a batch that is issued together."""
 
-_FORWARDS = frozenset({ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F})
+
+def _goes_forward(action: Action) -> bool:
+    """Whether an evaluation has the action: a forward, and what carries an activation."""
+    if action.kind is ActionKind.COLLECTIVE:
+        return action.direction is Direction.FORWARD
+    return action.kind in (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
+
+
+def _nothing_to_end(reason: str) -> None:
+    """What stands for `abort` on a communicator without one."""
 
 
 class PipelineRuntime:
@@ -69,6 +78,7 @@ class PipelineRuntime:
         deallocate_outputs: free the storage of an activation once it is sent, even where somebody still holds it.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
+        monitor: publishes where this rank stands, and says of a failure whose was the first.
 
     Raises:
         PlanMismatchError: no position holds exactly these stages, the plan has not been lowered or has actions that
@@ -86,11 +96,13 @@ class PipelineRuntime:
         deallocate_outputs: bool = False,
         deadline: float | None = None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.plan = plan
         self.position = position_of(plan, stages)
         self._communicator = communicator
-        self._hooks = tuple(hooks)
+        self._monitor = monitor
+        self._hooks = (*hooks, *(() if monitor is None or monitor.marks is None else (monitor.marks,)))
         self._reducers = dict(reducers or {})
         require_runnable(plan, self.position, communicator, self._reducers)
         self._office = PostOffice(communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
@@ -101,7 +113,7 @@ class PipelineRuntime:
         self._program: tuple[_Work, ...] = tuple(
             tuple(map(self._bind, actions_of(step))) for step in plan.positions[self.position]
         )
-        forwards = (tuple(bound for bound in work if bound.action.kind in _FORWARDS) for work in self._program)
+        forwards = (tuple(bound for bound in work if _goes_forward(bound.action)) for work in self._program)
         self._forwards = tuple(work for work in forwards if work)
         self._running = self._program
         self._cursor = 0
@@ -119,11 +131,11 @@ class PipelineRuntime:
                 ways.append((edge.destination, edge.source, Direction.BACKWARD))
             for source, destination, direction in ways:
                 inbox = None
+                local = source in stages and edge not in self.plan.collective_edges
                 if destination in stages:
-                    inbox = Inbox(edge, direction, self._office, local=source in stages)
-                    self._inboxes[edge, direction] = inbox
+                    inbox = self._inboxes[edge, direction] = Inbox(edge, direction, self._office, local=local)
                 if source in stages:
-                    self._outboxes[edge, direction] = Outbox(edge, direction, self._office, inbox)
+                    self._outboxes[edge, direction] = Outbox(edge, direction, self._office, inbox if local else None)
 
     def _work(
         self,
@@ -154,10 +166,15 @@ class PipelineRuntime:
             return _Bound(action, self._reducers[reducer_name(action)])
         assert microbatch is not None  # Action's own validation: only REDUCE and COLLECTIVE may omit it
         if action.edge is not None and action.direction is not None:
+            way = action.edge, action.direction
+            if kind is ActionKind.COLLECTIVE:
+                leaving = self._outboxes.get(way)
+                run = partial(self._office.exchange, microbatch, action, leaving, self._inboxes.get(way))
+                return _Bound(action, run, () if leaving is None else (leaving.settle,))
             if kind.is_send:
-                outbox = self._outboxes[action.edge, action.direction]
+                outbox = self._outboxes[way]
                 return _Bound(action, partial(outbox.send, microbatch, action), (outbox.settle,))
-            return _Bound(action, partial(self._inboxes[action.edge, action.direction].receive, microbatch, action))
+            return _Bound(action, partial(self._inboxes[way].receive, microbatch, action))
         work = self._works[action.stage]
         verbs = {
             ActionKind.F: (work.forward, work.arriving),
@@ -165,10 +182,10 @@ class PipelineRuntime:
             ActionKind.I: (work.backward_inputs, work.gradients_in),
             ActionKind.W: (work.backward_weights, ()),
         }
-        verb, boxes = verbs[kind]
+        verb, needed = verbs[kind]
         # What an action needs from elsewhere is waited for before it counts as started, so that a recorded
         # timeline shows computing as computing and waiting as waiting.
-        waits = tuple(partial(box.wait, microbatch) for box in boxes if not box.local)
+        waits = tuple(partial(box.wait, microbatch) for box in needed if not box.local)
         return _Bound(action, partial(verb, microbatch), waits)
 
     # What a step does
@@ -185,6 +202,7 @@ class PipelineRuntime:
         """Run the plan once: every forward and every backward of this position.
 
         Raises:
+            DisagreementError: with a monitor, ranks were about to run different plans; nothing was sent.
             PipelineError: something failed; the message says at which action, and what must be rebuilt. Or an
                 earlier step failed, and it was not.
         """
@@ -207,7 +225,11 @@ class PipelineRuntime:
                 "communicator and the runtime before the next one"
             )
         self._begin(grad=grad)
-        self._running = program
+        self._running, self._cursor = program, 0
+        # The others wait for messages that will not come after a failure: they are told why, instead of timing out.
+        abort: Callable[[str], object] = getattr(self._communicator, "abort", _nothing_to_end)
+        if self._monitor is not None:
+            self._monitor.begin(self.plan, where=lambda: self.where, abort=abort)
         try:
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
@@ -227,14 +249,16 @@ class PipelineRuntime:
             failure = f"the step failed at {self.where}: {type(error).__name__}: {error}"
             self._failure = failure
             self._begin(grad=False)  # so that what the step held is not held until the runtime goes
-            # The others wait for messages that will not come: tell them why, instead of letting them time out.
-            abort = getattr(self._communicator, "abort", None)
-            if abort is not None:
+            if self._monitor is not None:
+                failure = self._monitor.failed(failure)
+            else:
                 abort(failure)
             raise PipelineError(
                 f"{failure}. Lanes may hold messages of the broken step: rebuild the communicator and the runtime "
                 "before the next one"
             ) from error
+        if self._monitor is not None:
+            self._monitor.end()
 
     def _begin(self, *, grad: bool) -> None:
         """Nothing of an earlier step survives."""

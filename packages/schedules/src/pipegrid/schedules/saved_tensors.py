@@ -22,7 +22,9 @@ def release_saved(node: Node) -> None:
     What a saved-tensor hook holds (checkpointed, or offloaded) is left to that hook.
     """
     for saved in _saved(node):
-        if saved.data is not None and saved.unpack_hook is None:
+        tensor = saved.data
+        # A number (``x * 2`` saves its 2) is nothing to free, and cannot be packed under a dispatch mode.
+        if saved.unpack_hook is None and tensor is not None and tensor.dim() > 0:
             saved.register_hooks(_nothing, _freed)
 
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.config import config_of, option
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import collection_of
+from pipegrid.schedules.output_layer import settle_deferral
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.reduction import Finish, settle_reduction
+from pipegrid.schedules.reduction import Finish, settle_reduction, settle_ties
 from pipegrid.schedules.runtime import PipelineRuntime, position_of
-from pipegrid.schedules.seed_stage import SeedStage
+from pipegrid.schedules.seed_stage import AnnouncedShapes, SeedStage, announced_shapes
+from pipegrid.schedules.tied_parameters import tied_stages
 
-
-class StepArgumentError(ValueError):
-    """The arguments of a step function contradict each other."""
+Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""The name and the stages of each tied parameter."""
 
 
 def single(value: Any, name: str) -> Any:
@@ -39,7 +41,7 @@ def single(value: Any, name: str) -> Any:
 
 def run_step(
     *,
-    plan: Callable[[], Plan],
+    plan: Callable[[Ties], Plan],
     communicator: Any,
     forward_step_func: Callable[..., Any],
     data_iterators: Mapping[int, Any],
@@ -49,24 +51,38 @@ def run_step(
     collect_non_loss_data: bool,
     first_val_step: bool | None,
     pg_collection: Any,
+    frozen: Collection[str] = (),
+    shapes: AnnouncedShapes | None = None,
 ) -> list[Any]:
     """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
 
-    The config is the first model's. ``plan`` is called once the other arguments are known to be right.
+    The config is the first model's. ``plan`` is called once the other arguments are known to be right, with the
+    name and the stages of each tied parameter.
     """
     config = config_of(next(iter(models.values())))
     if num_microbatches < 1:
         raise StepArgumentError(f"num_microbatches={num_microbatches}: a step needs at least 1")
     if collect_non_loss_data and not forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
-    agreed = plan()
+    ties = () if forward_only else settle_ties(models=list(models.values()), config=config, stages=list(models))
+    agreed = plan(tied_stages(ties))
     position = position_of(agreed, models)
-    finish: list[Finish] = []
+    finish: Finish | None = None
+    finish_output_layers: list[Callable[[], None]] = []
     if not forward_only:
-        finish = _settle(agreed, config, models, communicator, pg_collection)
+        finish_output_layers = _deferrals(agreed, config, models, pg_collection)
+        finish = settle_reduction(
+            models=models,
+            config=config,
+            communicator=communicator,
+            graph=agreed.graph,
+            pg_collection=pg_collection,
+            frozen=frozen,
+        )
         for sync, model in zip(_per_chunk(config, "param_sync_func", models), models.values(), strict=True):
             if sync is not None:
                 sync(model.parameters())
+    chunks = _chunk_numbers(agreed, models)
     stages = {
         stage: SeedStage(
             forward_step_func,
@@ -82,9 +98,10 @@ def run_step(
             first_val_step=first_val_step,
             window=_window(agreed, position),
             forwards=_forwards(agreed, position, stage),
-            vp_stage=chunk if len(models) > 1 else None,
+            vp_stage=chunks.get(stage),
+            shapes=shapes,
         )
-        for chunk, (stage, model) in enumerate(models.items())
+        for stage, model in models.items()
     }
     with contextlib.ExitStack() as no_sync:
         hooks = [*option(config, "hooks")]
@@ -95,56 +112,81 @@ def run_step(
             stages,
             communicator,
             hooks=hooks,
+            # A REDUCE of a tied weight needs the gradients that the output layer has put aside.
+            reducers={tie.name: partial(_in_turn, [*finish_output_layers, tie.reduce]) for tie in ties},
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
             loss_scale=option(config, "grad_scale_func"),
+            monitor=option(config, "monitor"),
         )
         if forward_only:
             runtime.eval()
         else:
             runtime.step()
-    counted = [stage.num_tokens for stage in stages.values() if stage.num_tokens is not None]
-    if finish:
+    _in_turn(finish_output_layers)
+    if finish is not None:
         for stage, sync in zip(stages, _per_chunk(config, "grad_sync_func", models), strict=True):
             if sync is not None and not _is_first_stage(agreed, stage):
                 sync(models[stage].parameters())
-        for settle in finish:
-            settle(counted[0] if counted else None)
+        finish({number: stage.num_tokens for number, stage in stages.items()})
     return [info for stage in stages.values() for info in stage.infos]
 
 
-def _settle(plan: Plan, config: Any, models: Mapping[int, Any], communicator: Any, pg_collection: Any) -> list[Finish]:
-    """Who finishes the gradients of each chunk; the user's own function is called once, with all chunks."""
-    finalize = option(config, "finalize_model_grads_func")
-    told = config if finalize is None else _ToldAllChunks(config, list(models.values()))
-    asked = list(models) if finalize is None else list(models)[:1]
-    return [
-        settle_reduction(
-            model=models[stage],
-            config=told,
-            communicator=communicator,
-            graph=plan.graph,
-            stage=stage,
-            pg_collection=pg_collection,
+def require_one_config(models: Mapping[int, Any]) -> None:
+    """Refuse models on one rank with different configs.
+
+    Raises:
+        StepArgumentError: they have different ones.
+    """
+    first, *others = [config_of(model) for model in models.values()]
+    if any(other is not first and other != first for other in others):
+        raise StepArgumentError(
+            "the models on this rank have different configs; a step has one: give them the same PipelineConfig"
         )
-        for stage in asked
-    ]
 
 
-@frozen
-class _ToldAllChunks:
-    """The config, with a ``finalize_model_grads_func`` that is told all chunks in place of one."""
+def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
+    """Which chunk of its module each stage is, where a module has several here."""
+    by_module: dict[str, list[int]] = {}
+    for stage in stages:
+        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
+    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
 
-    config: Any
-    models: list[Any]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.config, name)
+def announce(
+    adjust: Callable[..., Any] | None,
+    models: Mapping[int, Any],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    collection: Any,
+) -> AnnouncedShapes | None:
+    """See `announced_shapes`; config and groups are those of a step's models."""
+    return announced_shapes(
+        adjust,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config_of(next(iter(models.values()))),
+        tp_group=getattr(collection, "tp", None),
+        cp_group=getattr(collection, "cp", None),
+    )
 
-    def finalize_model_grads_func(self, models: list[Any], num_tokens: Any, **groups: Any) -> None:
-        """Call the user's function, for all chunks."""
-        del models
-        option(self.config, "finalize_model_grads_func")(self.models, num_tokens, **groups)
+
+def _in_turn(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection: Any) -> list[Callable[[], None]]:
+    """What finishes the weight gradients that output layers put aside, for each stage with a loss."""
+    finish = []
+    for stage, model in models.items():
+        groups = None if pg_collection is None else collection_of(pg_collection, plan.graph.module_of(stage)[0])
+        is_last = all(edge.source != stage for edge in plan.graph.stage_edges)
+        finish.append(settle_deferral(config, model, is_last_stage=is_last, tp_group=getattr(groups, "tp", None)))
+    return finish
 
 
 def _per_chunk(config: Any, name: str, models: Mapping[int, Any]) -> list[Any]:

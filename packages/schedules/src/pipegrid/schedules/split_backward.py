@@ -12,8 +12,9 @@ node of the trunk with an edge that leaves the trunk *owns* what lies behind tha
 
 I runs the trunk. Of every owner the engine then computes only what flows on to the inputs, and the gradients that
 arrive at an owner are kept. W runs each owner once more, from those gradients to its own parameters and nowhere else:
-it computes the other half. So nothing is computed twice, and the engine itself accumulates into the parameters, so
-that their hooks fire as they do in a whole backward.
+it computes the other half. So nothing is computed twice (but by the few operators of torch that make both halves in one
+kernel: PReLU, recurrent cells), and the engine itself accumulates into the parameters, so that their hooks fire as they
+do in a whole backward.
 
 Two kinds of owner cannot be run in halves, and run whole at I:
 
@@ -22,7 +23,8 @@ Two kinds of owner cannot be run in halves, and run whole at I:
 
 A stage without inputs that need a gradient has no trunk. Nobody waits for anything there, so all of it runs at W.
 
-A hook that the user put on an activation runs once in each half if an owner made that activation.
+Tensor hooks may run more often than in a whole backward, to the same effect on gradients: one on an activation that an
+owner made runs in each half, one on a parameter that several nodes of the trunk read directly runs twice.
 """
 
 from __future__ import annotations

@@ -9,18 +9,15 @@ import torch
 from attrs import define, field, frozen
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.mail import Inbox, Outbox, Parcel
 from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights, cut
 from pipegrid.schedules.splitting_refused import require_splittable
-from pipegrid.schedules.steps import flatten, gradient_of, map_tensors, require_deallocatable
+from pipegrid.schedules.steps import LossError, flatten, gradient_of, map_tensors, require_deallocatable
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload
-
-
-class PlanMismatchError(ValueError):
-    """What was given to run does not match the plan."""
 
 
 @frozen
@@ -90,9 +87,11 @@ class StageWork:
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
     _differentiated: frozenset[Edge] = field(init=False)
+    _outgoing: frozenset[Edge] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._differentiated = frozenset(box.edge for box in self.gradients_out)
+        self._outgoing = frozenset(box.edge for box in self.leaving)
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -110,7 +109,7 @@ class StageWork:
         # A stage that runs no backward keeps no graph.
         with torch.set_grad_enabled(self.training):
             produced = self.stage.forward(microbatch, inputs)
-        if produced.outputs.keys() != {box.edge for box in self.leaving}:
+        if produced.outputs.keys() != self._outgoing:
             raise PlanMismatchError(
                 f"the forward of stage {self.number} returned outputs for {sorted(map(str, produced.outputs))}; the "
                 f"plan has edges {sorted(str(box.edge) for box in self.leaving)}"
@@ -124,8 +123,13 @@ class StageWork:
     def _keep(self, microbatch: int, inputs: Mapping[Edge, Payload], produced: Forwarded) -> None:
         if not self.leaving and produced.loss is None:
             raise PlanMismatchError(
-                f"the forward of stage {self.number} returned no loss, and nothing consumes its output; a last "
-                "stage returns Forwarded({}, loss), or runs in eval()"
+                f"the forward of stage {self.number} returned no loss for microbatch {microbatch}, and nothing "
+                "consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
+            )
+        if produced.loss is not None and produced.loss.numel() != 1:
+            raise LossError(
+                f"the loss of stage {self.number} for microbatch {microbatch} is a tensor of shape "
+                f"{tuple(produced.loss.shape)}; a loss has one element: reduce it (mean or sum)"
             )
         live = Live(
             [inputs[box.edge] for box in self.gradients_out],

@@ -36,7 +36,7 @@ from pipegrid.topology.roles import MIMO_LANGUAGE_MODULE_KEY, ModuleLayout, Modu
 if TYPE_CHECKING:
     from pipegrid.topology.device_mesh import from_device_mesh, to_device_mesh
     from pipegrid.topology.grid_groups import create_grid_groups
-    from pipegrid.topology.process_groups import create_groups, destroy_groups
+    from pipegrid.topology.process_groups import control_store, create_groups, destroy_groups
 
 __all__ = [
     "MIMO_LANGUAGE_MODULE_KEY",
@@ -63,6 +63,7 @@ __all__ = [
     "UnknownViewError",
     "ViewError",
     "WorldSizeUnknownError",
+    "control_store",
     "create_grid_groups",
     "create_groups",
     "creation_order",
@@ -78,6 +79,7 @@ __all__ = [
 ]
 
 _TORCH_HALF = {
+    "control_store": "process_groups",
     "create_grid_groups": "grid_groups",
     "create_groups": "process_groups",
     "destroy_groups": "process_groups",

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from attrs import frozen
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipegrid.topology import _torch_compat as compat
 from pipegrid.topology._rendezvous import meet
@@ -53,6 +54,20 @@ def _require_world() -> None:
         raise WorldSizeUnknownError(
             "process groups need the default process group; call torch.distributed.init_process_group first"
         )
+
+
+def control_store(label: str) -> Store:
+    """A store of one's own, for what ranks tell each other beside their groups: small keys and values.
+
+    Every rank that gives ``label`` sees the same keys, and nobody else's. It has a connection of its own, so a
+    thread may use it while others wait on the default group's store. Another ``label`` makes another store: give
+    each attempt of a job one.
+
+    Raises:
+        WorldSizeUnknownError: there is no default process group.
+    """
+    _require_world()
+    return PrefixStore(f"pipegrid/control/{label}", compat.default_store().clone())
 
 
 def create_groups(

@@ -1,0 +1,95 @@
+"""A rank that fails, dies or stops in a step: every surviving rank says whose failure it was and where all stood."""
+
+import time
+
+import pytest
+import torch
+
+from pipegrid.schedules import (
+    DisagreementError,
+    Forwarded,
+    Monitor,
+    PipelineError,
+    PipelineRuntime,
+    lower,
+    one_f_one_b,
+)
+from pipegrid.testing import Fault
+from pipegrid.topology import control_store
+from pipegrid.transport import P2PCommunicator, P2PConfig
+
+STAGES, MICROBATCHES = 4, 6
+DEADLINE = 4.0
+
+
+class Affine:
+    """A stage that scales by its one parameter; the last one sums up."""
+
+    def __init__(self, stage, plan, ranks):
+        self.stage, self.ranks = stage, ranks
+        self.out = [edge for edge in plan.graph.stage_edges if edge.source == stage]
+        self.weight = torch.ones(1, requires_grad=True)
+
+    def forward(self, microbatch, inputs):
+        self.ranks.reach(f"F{microbatch}")
+        x = sum(inputs.values()) if inputs else torch.ones(3)
+        y = x * self.weight
+        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
+
+
+def step(ranks, *, microbatches=MICROBATCHES, monitored=True):
+    """One watched step; the text of its error and how long it took."""
+    plan = lower(one_f_one_b(STAGES, microbatches))
+    # The lanes alone would wait long: what ends the step in time is the monitor, or the lane to the rank that is gone.
+    config = P2PConfig(pipeline_dtype=torch.float32, deadline=60.0)
+    communicator = P2PCommunicator(torch.distributed.group.WORLD, config)
+    monitor = Monitor(control_store("monitor"), rank=ranks.rank, ranks=range(STAGES), deadline=DEADLINE, interval=0.1)
+    stages = {ranks.rank: Affine(ranks.rank, plan, ranks)}
+    runtime = PipelineRuntime(plan, stages, communicator, monitor=monitor)
+    ranks.barrier()
+    began = time.monotonic()
+    try:
+        with pytest.raises((PipelineError, DisagreementError)) as found:
+            runtime.step()
+        return str(found.value), time.monotonic() - began
+    finally:
+        monitor.close()
+        communicator.close()
+
+
+@pytest.mark.ranks(STAGES)
+def test_an_error_on_one_rank_is_every_ranks_first_failure(ranks):
+    ranks.plan_fault(Fault("raise", rank=2, at="F3"))
+    text, seconds = step(ranks)
+    if ranks.rank != 2:
+        assert "The first failure of the job was recorded by rank 2: the step failed at position 2, step" in text
+    for rank in range(STAGES):
+        assert f"rank {rank}: position {rank}, step" in text
+    assert seconds < DEADLINE
+
+
+@pytest.mark.ranks(STAGES)
+def test_a_rank_that_dies_leaves_its_last_word(ranks):
+    ranks.plan_fault(Fault("kill", rank=2, at="F3"))
+    text, seconds = step(ranks)
+    assert "rank 2: position 2, step" in text
+    assert "last heard" in text
+    assert seconds < DEADLINE
+
+
+@pytest.mark.ranks(STAGES)
+def test_a_rank_that_stops_is_noticed_at_the_deadline(ranks):
+    ranks.plan_fault(Fault("stop", rank=2, at="F3"))
+    text, seconds = step(ranks)
+    assert " stood for " in text
+    assert "rank 2: position 2, step" in text
+    assert "last heard" in text
+    assert seconds < DEADLINE + 4
+
+
+@pytest.mark.ranks(STAGES)
+def test_counts_of_microbatches_that_differ_are_seen_before_the_step(ranks):
+    text, seconds = step(ranks, microbatches=MICROBATCHES + (ranks.rank == 1))
+    assert "ranks 0, 2-3: 6 microbatches" in text
+    assert "rank 1: 7 microbatches" in text
+    assert seconds < DEADLINE

@@ -1,0 +1,243 @@
+"""All sides of a boundary on grids of up to 8 ranks, and what each of their ranks holds, from the grid's arithmetic.
+
+Nothing here asks the code under test what a rank holds. A plan depends on a side only through its *kind*: in how
+many parts it holds each axis, and how many copies there are of each part; `alike` names ranks by that, and a test
+shows for every side that its plans are those of its kind with the ranks renamed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+from types import SimpleNamespace
+
+from attrs import evolve, frozen
+
+from pipegrid.bridges.side import Partial, Replicated, Sharded, boundary_side
+from pipegrid.bridges.sizes import Sizes, axis_names
+
+MOST = 8
+DIMS = ("tp", "cp", "dp", "pp", "ep")
+SHAPES = [shape for shape in itertools.product(range(1, MOST + 1), repeat=len(DIMS)) if math.prod(shape) <= MOST]
+PLACEMENTS = [
+    {"ep": ep, "cp": cp, "tp": tp}
+    for ep in (Sharded("b"), Replicated(), Partial(), Sharded("h"))
+    for cp in (Sharded("s"), Sharded("s", order="zigzag"), Partial())
+    for tp in (Replicated(), Sharded("s"))
+]
+
+
+def make_side(shape, placements, end, offset=0):
+    """The side of a grid whose dims are `DIMS`."""
+    return boundary_side(SimpleNamespace(shape=shape, dim_names=DIMS, rank_offset=offset), end, placements=placements)
+
+
+def kind_of(side):
+    """What a plan can depend on, beside the names of the ranks."""
+    parts = {}
+    for axis in sorted(side.axes):
+        cuts = []
+        for size, order in side.sharding(axis):
+            if order == "contiguous" and cuts and cuts[-1][1] == "contiguous":
+                cuts[-1] = (cuts[-1][0] * size, order)
+            else:
+                cuts.append((size, order))
+        parts[axis] = tuple(cuts)
+    copies = len(next(iter(side.classes.values())))
+    summed = len(side.partial_groups[0]) if side.partial_groups else 1
+    return tuple(parts.items()), copies, summed
+
+
+def every_side(end="source", offset=0):
+    """Every grid with every placement, with repetitions: `kind_of` sorts them."""
+    for shape, placements in itertools.product(SHAPES, PLACEMENTS):
+        yield make_side(shape, placements, end, offset)
+
+
+@cache
+def kinds(end, offset=0):
+    """One side of each kind."""
+    found = {}
+    for side in every_side(end, offset):
+        found.setdefault(kind_of(side), side)
+    return tuple(found.values())
+
+
+def renamed(side):
+    """Per rank a name that is the same on all sides of one kind: the part of each axis, and which copy of it."""
+    names = {}
+    for ranks in side.classes.values():
+        for copy, rank in enumerate(ranks):
+            names[rank] = (*(side.shard_of(rank, axis) for axis in sorted(side.axes)), copy)
+    return names
+
+
+# -- sizes ------------------------------------------------------------------------------------------
+
+SIZES = ("even", "uneven", "given", "packed", "zero")
+
+
+def sizes_for(src, dst, kind):
+    """Sizes of one of `SIZES` for a pair of sides: numbers that nothing divides, unless they are even."""
+    a, b = src.num_lanes, dst.num_lanes
+    lanes = [(5 * lane + 3) % 4 for lane in range(a)]  # 3, 0, 1, 2, ...
+    if kind == "even":
+        return Sizes((math.lcm(a, b), 16, 4), axes=axis_names(3))
+    if kind == "uneven":
+        return Sizes((sum(lanes), 7, 3), axes=axis_names(3), src_lanes=lanes)
+    if kind == "given":
+        lanes = [lane + 1 for lane in lanes]
+        total = sum(lanes)
+        ends = [(total * (lane + 1) ** 2) // b**2 for lane in range(b)]
+        taken = [stop - start for start, stop in itertools.pairwise([0, *ends])]
+        return Sizes((total, 7, 3), axes=axis_names(3), src_lanes=lanes, dst_lanes=taken)
+    if kind == "packed":
+        samples = [(3 * sample + 5) % 7 for sample in range(sum(lanes))]  # 5, 1, 4, 0, ...
+        return Sizes((sum(samples), 3), axes=axis_names(2), src_lanes=lanes, samples=samples)
+    return Sizes((0, 16, 4), axes=axis_names(3))
+
+
+def lane_ends(src, dst, sizes):
+    """Per lane of the destination, the sample after its last: each source lane is cut where equal lanes would be."""
+    if sizes.dst_lanes is not None:
+        return list(itertools.accumulate(sizes.dst_lanes))
+    lanes = source_lanes(src, sizes)
+    starts = [0, *itertools.accumulate(lanes)]
+    ends = []
+    for lane in range(1, dst.num_lanes + 1):
+        whole, part = divmod(lane * src.num_lanes, dst.num_lanes)
+        ends.append(starts[whole] + (lanes[whole] * part // dst.num_lanes if part else 0))
+    return ends
+
+
+def source_lanes(src, sizes):
+    """Samples of each source lane; equal ones, unless given."""
+    if sizes.src_lanes is not None:
+        return sizes.src_lanes
+    samples = sizes.shape[0] if sizes.samples is None else len(sizes.samples)
+    return [samples // src.num_lanes] * src.num_lanes
+
+
+def parts_of(side, axis):
+    """Per shard of an axis, the fractions ``(numerator, denominator)`` between which it lies, in storage order."""
+    held = [[(0, 1, 1)]]  # (start, stop, denominator)
+    for size, order in side.sharding(axis):
+        held = [piece for whole in held for piece in _cut(whole, size, order)]
+    return held
+
+
+def _cut(whole, size, order):
+    if order == "zigzag":
+        chunks = _cut(whole, 2 * size, "contiguous")
+        return [chunks[i] + chunks[2 * size - 1 - i] for i in range(size)]
+    # In units so small that every piece is whole: the storage of ``whole``, unit by unit.
+    units = []
+    for start, stop, denominator in whole:
+        units += [(size * start + k, size * denominator) for k in range(size * (stop - start))]
+    length = len(units) // size
+    return [[(u, u + 1, d) for u, d in units[i * length : (i + 1) * length]] for i in range(size)]
+
+
+def rows_of(side, axis, extent):
+    """Per shard of a plain axis, the indices it holds."""
+    return [
+        tuple(i for start, stop, d in part for i in range(extent * start // d, extent * stop // d))
+        for part in parts_of(side, axis)
+    ]
+
+
+def held_by(side, sizes, ends):
+    """Per rank and axis of the tensor, the indices that it holds; ``ends`` of the side's data lanes, in samples."""
+    lanes = [range(start, stop) for start, stop in itertools.pairwise([0, *ends])]
+    held = {}
+    if sizes.samples is None:
+        per_axis = [[tuple(lane) for lane in lanes]]
+        per_axis += [rows_of(side, axis, extent) for axis, extent in zip("sh", sizes.shape[1:], strict=True)]
+        for rank in side.ranks:
+            held[rank] = tuple(per_axis[axis][side.shard_of(rank, name)] for axis, name in enumerate(("b", "s", "h")))
+        return held
+    starts = [0, *itertools.accumulate(sizes.samples)]
+    hidden = rows_of(side, "h", sizes.shape[1])
+    for rank in side.ranks:
+        part = parts_of(side, "s")[side.shard_of(rank, "s")]
+        tokens = tuple(
+            starts[sample] + row
+            for sample in lanes[side.lane_of(rank)]
+            for start, stop, d in part
+            for row in range(sizes.samples[sample] * start // d, sizes.samples[sample] * stop // d)
+        )
+        held[rank] = (tokens, hidden[side.shard_of(rank, "h")])
+    return held
+
+
+# -- the proof --------------------------------------------------------------------------------------
+
+
+@frozen
+class Boundary:
+    """A pair of sides with sizes, and what every rank of either holds."""
+
+    src: object
+    dst: object
+    sizes: Sizes
+    given: dict
+    taken: dict
+
+    def flipped(self):
+        """The way back."""
+        return evolve(self, src=self.dst, dst=self.src, given=self.taken, taken=self.given)
+
+
+def boundary(src, dst, kind):
+    """A pair with sizes of one of `SIZES`."""
+    sizes = sizes_for(src, dst, kind)
+    source_ends = list(itertools.accumulate(source_lanes(src, sizes)))
+    return Boundary(src, dst, sizes, held_by(src, sizes, source_ends), held_by(dst, sizes, lane_ends(src, dst, sizes)))
+
+
+@cache
+def mask(start, extent, shape):
+    """The elements of a box of a tensor of ``shape``, as bits in the order of memory."""
+    bits, stride = (1 << extent[-1]) - 1 << start[-1], shape[-1]
+    for a, n, whole in zip(start[-2::-1], extent[-2::-1], shape[-2::-1], strict=True):
+        bits = sum(bits << stride * i for i in range(a, a + n))
+        stride *= whole
+    return bits
+
+
+def prove(plan, pair):
+    """Every destination element is written once, by a message or a completion, from a rank that holds it."""
+    shapes = {rank: tuple(map(len, axes)) for rank, axes in pair.taken.items()}
+    written = dict.fromkeys(pair.taken, 0)
+    received = {rank: set() for rank in pair.taken}
+    crossing = 0
+    for message in plan.messages:
+        source, destination = pair.given[message.source], pair.taken[message.destination]
+        here, there = message.source_box, message.destination_box
+        assert here.shape == there.shape
+        for axis, (a, b, n) in enumerate(zip(here.start, there.start, here.shape, strict=True)):
+            moved = source[axis][a : a + n]
+            assert len(moved) == n
+            assert moved == destination[axis][b : b + n]
+        crossing += (message.source != message.destination) * here.numel
+        received[message.destination].add(there)
+        write(written, message.destination, there, shapes)
+    for step in plan.completions:
+        for giver, boxes in zip(step.ranks, step.boxes, strict=True):
+            assert received[giver] >= set(boxes)
+            for taker in step.ranks:
+                if taker != giver:
+                    for box in boxes:
+                        write(written, taker, box, shapes)
+    for rank, shape in shapes.items():
+        assert written[rank] == (1 << math.prod(shape)) - 1
+        assert plan.destination_shape(rank) == shape
+    return crossing
+
+
+def write(written, rank, box, shapes):
+    """Mark a box as written; nothing is written twice."""
+    bits = mask(box.start, box.shape, shapes[rank]) if box.numel else 0
+    assert not written[rank] & bits
+    written[rank] |= bits

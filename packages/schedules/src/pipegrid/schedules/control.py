@@ -1,0 +1,185 @@
+"""What ranks tell each other beside the pipeline: where they stand, what they run, and whose failure came first.
+
+Written on a small store, never on a process group: it works when lanes hang, and a rank that is gone leaves its
+last word behind. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Protocol
+
+from attrs import define, frozen
+
+_POLL_SECONDS = 0.02
+_UNHEARD = "nothing was heard of it"
+
+
+class ControlStore(Protocol):
+    """What is needed of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value that is there."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter (absent ones are 0) and return the sum, atomically."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write ``desired`` where the value is ``expected`` (empty: absent); return what stands there then."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a value."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return when all keys are there; raise past the timeout."""
+        ...
+
+
+class DisagreementError(ValueError):
+    """Ranks were about to run different steps. Nothing was sent."""
+
+
+@frozen
+class Failure:
+    """The first failure of the job: whose, and what it said."""
+
+    rank: int
+    text: str
+
+
+@define
+class Control:
+    """One rank's end of the store.
+
+    Args:
+        store: shared by ``ranks``, and used by nobody else under these keys.
+        rank: this rank.
+        ranks: all ranks of the job.
+    """
+
+    store: ControlStore
+    rank: int
+    ranks: tuple[int, ...]
+
+    # Positions
+
+    def publish(self, position: str, *, last: bool = False) -> None:
+        """Say where this rank stands; ``last`` when it goes no further."""
+        self.store.set(f"{'last' if last else 'position'}/{self.rank}", json.dumps([position, time.time()]))
+
+    def positions(self, *, seconds: float) -> dict[int, str]:
+        """Where each rank stands, after waiting up to ``seconds`` for the last words of all of them."""
+        end = time.monotonic() + seconds
+        missing = set(self.ranks)
+        while missing:
+            missing -= {rank for rank in missing if self.store.check([f"last/{rank}"])}
+            if not missing or time.monotonic() > end:
+                break
+            time.sleep(_POLL_SECONDS)
+        return {rank: self._position(rank, silent=rank in missing) for rank in self.ranks}
+
+    def _position(self, rank: int, *, silent: bool) -> str:
+        key = f"{'position' if silent else 'last'}/{rank}"
+        if not self.store.check([key]):
+            return _UNHEARD
+        text, said_at = json.loads(self.store.get(key))
+        # Clocks of several hosts differ, so an age is only worth telling where it is long.
+        return f"{text} (last heard {max(0.0, time.time() - said_at):.1f} s ago)" if silent else str(text)
+
+    # Failures
+
+    def record(self, text: str) -> Failure:
+        """Record a failure of this rank; the first one of the job, which is another's where that came before."""
+        mine = json.dumps([self.rank, text])
+        return Failure(*json.loads(self.store.compare_set("failure", "", mine)))
+
+    def failure(self) -> Failure | None:
+        """The job's first failure, if there is one."""
+        return Failure(*json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
+
+    # Agreement
+
+    def announce(self, step: int, what: str) -> None:
+        """Say what this rank runs as its ``step``-th step. Waits for nobody.
+
+        Whoever comes last compares, and records a disagreement as a failure.
+        """
+        self.store.set(f"step/{step}/{self.rank}", what)
+        if self.store.add(f"step/{step}/count", 1) < len(self.ranks):
+            return
+        said = {rank: self.store.get(f"step/{step}/{rank}").decode() for rank in self.ranks}
+        if len(set(said.values())) > 1:
+            self.record(disagreement(step, said))
+        self.store.set(f"step/{step}/compared", "1")
+        # All ranks have come to this step, so none looks at the one before any more.
+        for key in (*map(str, self.ranks), "count", "compared"):
+            self.store.delete_key(f"step/{step - 1}/{key}")
+
+    def agree(self, step: int, what: str, *, seconds: float) -> None:
+        """Announce, and wait until all ranks have.
+
+        Raises:
+            DisagreementError: another rank runs something else, or did not come in time.
+        """
+        self.announce(step, what)
+        end = time.monotonic() + seconds
+        while not self.store.check([f"step/{step}/compared"]):
+            failure = self.failure()
+            if failure is not None:
+                raise DisagreementError(failure.text)
+            if time.monotonic() > end:
+                missing = [rank for rank in self.ranks if not self.store.check([f"step/{step}/{rank}"])]
+                raise DisagreementError(
+                    f"rank {self.rank} runs {what} as its step {step}, and waited {seconds:.3g} s for all ranks to say "
+                    f"what they run; nothing was heard of {_listed(missing)}. Call step() equally often on every rank"
+                )
+            time.sleep(_POLL_SECONDS / 10)
+        failure = self.failure()
+        if failure is not None:
+            raise DisagreementError(failure.text)
+
+
+def disagreement(step: int, said: dict[int, str]) -> str:
+    """In words: who runs what."""
+    groups: dict[str, list[int]] = {}
+    for rank, what in said.items():
+        groups.setdefault(what, []).append(rank)
+    table = "; ".join(f"{_listed(ranks)}: {what}" for what, ranks in groups.items())
+    return (
+        f"the ranks do not run the same step {step}: {table}. Give every rank the same plan, so the same microbatches"
+    )
+
+
+def where_all_stand(positions: dict[int, str]) -> str:
+    """One line for each position, with the ranks that stand there."""
+    groups: dict[str, list[int]] = {}
+    for rank, position in positions.items():
+        groups.setdefault(position, []).append(rank)
+    return "\n".join(f"  {_listed(ranks)}: {position}" for position, ranks in groups.items())
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """Ranks in words, runs of them shortened: ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"

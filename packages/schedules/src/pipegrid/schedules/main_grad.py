@@ -1,0 +1,143 @@
+"""Gradients that accumulate in a wider type than their parameter's: ``parameter.main_grad`` in place of ``.grad``.
+
+A bfloat16 sum over microbatches loses a contribution that is 2^-9 of the sum before it. Summed in float32, each
+microbatch is rounded once, to the parameter's type, and never again. A parameter keeps a ``main_grad`` where it has
+the attribute, whoever put it there; everything here that reads or writes a gradient goes through this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Modules: TypeAlias = Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module
+"""This rank's modules: by name, several chunks of one module, or one module."""
+
+
+class MainGradError(ValueError):
+    """Gradients cannot accumulate as asked."""
+
+
+def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules with their names; an empty name where they have none."""
+    if isinstance(modules, Mapping):
+        yield from modules.items()
+    elif isinstance(modules, torch.nn.Module):
+        yield "", modules
+    else:
+        for module in modules:
+            yield "", module
+
+
+def parameters_of(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every trained parameter once, with the name of the first module that has it."""
+    seen: set[int] = set()
+    for name, module in named_modules(modules):
+        for parameter in module.parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+
+def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.float32) -> list[RemovableHandle]:
+    """From now on, let every trained parameter of ``modules`` sum its gradients in ``parameter.main_grad``.
+
+    A hook adds each gradient that a backward leaves in ``.grad`` and drops it there, so that the narrow gradient
+    lives no longer than its parameter's part of one backward. ``main_grad`` is None until the first gradient.
+
+    Args:
+        modules: wrapped or bare; parameters must not be replaced afterwards (moving a module in place is fine).
+        dtype: of the sums.
+
+    Returns:
+        One handle per parameter; ``remove()`` ends it. What is in ``main_grad`` then stays.
+
+    Raises:
+        MainGradError: ``dtype`` is narrower than a parameter's, or a parameter keeps a ``main_grad`` already.
+    """
+    parameters = [parameter for _, parameter in parameters_of(modules)]
+    for parameter in parameters:
+        if torch.promote_types(parameter.dtype, dtype) != dtype:
+            raise MainGradError(
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, which {dtype} cannot hold: "
+                "sums would lose what gradients have; choose a dtype at least as wide"
+            )
+        if keeps_main_grad(parameter):
+            raise MainGradError(
+                f"a parameter of shape {tuple(parameter.shape)} keeps a main_grad already; call this once, or leave "
+                "it to the wrapper that does it"
+            )
+    handles = []
+    for parameter in parameters:
+        parameter.main_grad = None  # type: ignore[attr-defined]
+        parameter.main_grad_dtype = dtype  # type: ignore[attr-defined]
+        handles.append(_hooked(parameter))
+    return handles
+
+
+def _hooked(parameter: torch.Tensor) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(_move_to_main_grad)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
+    """What ``zero_grad`` does for ``.grad``, for ``main_grad``."""
+    for _, parameter in parameters_of(modules):
+        held = accumulated(parameter) if keeps_main_grad(parameter) else None
+        if held is None:
+            continue
+        if set_to_none and hasattr(parameter, "main_grad_dtype"):
+            parameter.main_grad = None  # type: ignore[attr-defined]
+        else:
+            # Another library's buffer: its address may be known elsewhere.
+            held.zero_()
+
+
+def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter's gradients are summed in ``main_grad``."""
+    return hasattr(parameter, "main_grad")
+
+
+def accumulated(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """The sum that the backwards have left: ``main_grad`` where the parameter keeps one, else ``grad``."""
+    found: Any = getattr(parameter, "main_grad" if keeps_main_grad(parameter) else "grad")
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def accumulation_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
+    """The type of `accumulated`, also where there is none yet: all lanes must agree on it."""
+    if not keeps_main_grad(parameter):
+        return parameter.dtype
+    held = accumulated(parameter)
+    return held.dtype if held is not None else getattr(parameter, "main_grad_dtype", torch.float32)
+
+
+def set_accumulated(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Put ``value`` in the place of `accumulated`: into its storage where there is one, else a copy of it."""
+    held = accumulated(parameter)
+    if held is not None:
+        held.copy_(value)
+    elif keeps_main_grad(parameter):
+        parameter.main_grad = value.to(accumulation_dtype(parameter), copy=True)  # type: ignore[attr-defined]
+    else:
+        parameter.grad = value.to(parameter.dtype, copy=True)
+
+
+def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add one microbatch's gradient, made outside of autograd's own accumulation (deferred or split backwards)."""
+    held = accumulated(parameter)
+    if held is None:
+        set_accumulated(parameter, gradient)
+    else:
+        held.add_(gradient)
+
+
+@torch.no_grad()
+def _move_to_main_grad(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if isinstance(parameter, torch.nn.Parameter) and gradient is not None:
+        add_gradient(parameter, gradient)
+        parameter.grad = None

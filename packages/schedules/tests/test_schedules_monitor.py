@@ -1,0 +1,270 @@
+"""Where every rank stands, whose failure came first, and whether all run the same step: told beside the pipeline."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.schedules import (
+    Action,
+    ActionKind,
+    DisagreementError,
+    Forwarded,
+    JobFailedError,
+    Monitor,
+    MonitorError,
+    PipelineError,
+    PipelineRuntime,
+    lower,
+    one_f_one_b,
+)
+from pipegrid.schedules.control import Control, Failure, where_all_stand
+from pipegrid.schedules.device_marks import DeviceMarks
+
+from .conftest import MemoryCommunicator, Network, in_threads
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+class TestControl:
+    def test_the_first_failure_stays_the_first(self, store):
+        controls = [Control(store, rank, range(3)) for rank in range(3)]
+        assert controls[0].failure() is None
+        assert controls[2].record("broken") == Failure(2, "broken")
+        assert controls[0].record("alone") == Failure(2, "broken")
+        assert [control.failure() for control in controls] == [Failure(2, "broken")] * 3
+
+    def test_positions_are_last_words_or_the_last_that_was_heard(self, store):
+        controls = [Control(store, rank, range(3)) for rank in range(3)]
+        controls[0].publish("step 3", last=True)
+        controls[1].publish("step 1")
+        controls[1].publish("step 2")
+        said = controls[0].positions(seconds=0.05)
+        assert said[0] == "step 3"
+        assert said[1].startswith("step 2 (last heard 0.")
+        assert said[2] == "nothing was heard of it"
+
+    def test_ranks_that_stand_together_share_a_line(self):
+        assert where_all_stand({0: "F0", 1: "F0", 2: "F0", 3: "B1", 5: "F0"}) == "  ranks 0-2, 5: F0\n  rank 3: B1"
+
+    def test_agreement_waits_for_all(self, store):
+        came = []
+
+        def agree(rank):
+            if rank == 2:
+                time.sleep(0.2)
+                came.append(rank)
+            Control(store, rank, range(3)).agree(1, "8 microbatches", seconds=20)
+            return list(came)
+
+        assert in_threads([lambda rank=rank: agree(rank) for rank in range(3)]) == [[2]] * 3
+
+    def test_disagreement_is_told_to_all_with_who_runs_what(self, store):
+        texts = []
+
+        def agree(rank):
+            with pytest.raises(DisagreementError) as found:
+                Control(store, rank, range(3)).agree(1, f"{8 - rank // 2} microbatches", seconds=20)
+            texts.append(str(found.value))
+
+        in_threads([lambda rank=rank: agree(rank) for rank in range(3)])
+        (text,) = set(texts)
+        assert "ranks 0-1: 8 microbatches; rank 2: 7 microbatches" in text
+        assert "the same plan" in text
+
+    def test_a_rank_that_does_not_come_is_named(self, store):
+        with pytest.raises(DisagreementError, match=r"waited 0\.05 s .* nothing was heard of ranks 1-2"):
+            Control(store, 0, range(3)).agree(1, "8 microbatches", seconds=0.05)
+
+    def test_old_steps_leave_nothing_behind(self, store):
+        controls = [Control(store, rank, range(2)) for rank in range(2)]
+        for step in range(1, 20):
+            for control in controls:
+                control.announce(step, "the same")
+        # The last step's keys, and one of the store's own.
+        assert store.num_keys() <= 5
+
+
+class Block:
+    """A stage that adds one, and may be told to do something first."""
+
+    def __init__(self, first=lambda microbatch: None, last=False):
+        self.first, self.last = first, last
+        self.weight = torch.ones(1, requires_grad=True)
+
+    def forward(self, microbatch, inputs):
+        self.first(microbatch)
+        x = sum(inputs.values()) if inputs else torch.ones(2)
+        y = x * self.weight
+        return Forwarded({}, y.sum()) if self.last else Forwarded({self.edge: y})
+
+
+def run(stage, store, first=lambda microbatch: None, *, network, microbatches=4, steps=1, monitors=None, **settings):
+    """One position of a chain of two, watched; the text of its error, or None."""
+    plan = lower(one_f_one_b(2, microbatches))
+    block = Block(first, last=stage == 1)
+    (block.edge,) = plan.graph.stage_edges
+    monitor = Monitor(store, rank=stage, ranks=range(2), **{"interval": 0.02, **settings})
+    if monitors is not None:
+        monitors.append(monitor)
+    communicator = Breakable(network, 2, stage)
+    runtime = PipelineRuntime(plan, {stage: block}, communicator, monitor=monitor)
+    try:
+        for _ in range(steps):
+            runtime.step()
+    except (PipelineError, DisagreementError) as error:
+        return str(error)
+    finally:
+        monitor.close()
+    return None
+
+
+class Breakable(MemoryCommunicator):
+    """Lanes of this process that `abort` ends on this side, as real ones do."""
+
+    def abort(self, reason):
+        for lane in list(self.network.lanes.values()):
+            lane.put(Broken(reason))
+
+
+class Broken:
+    """What a receiver takes from a lane that was ended."""
+
+    def __init__(self, reason):
+        self.reason = reason
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"the lane was ended: {self.reason}")
+
+
+def fail_at(wanted):
+    def first(microbatch):
+        if microbatch == wanted:
+            raise ValueError("bad sample")
+
+    return first
+
+
+def both(*functions):
+    return in_threads(functions)
+
+
+class TestMonitor:
+    def test_a_step_without_a_fault_goes_through(self, store):
+        network = Network()
+        assert both(*(lambda s=s: run(s, store, network=network, steps=3) for s in range(2))) == [None, None]
+
+    def test_a_failure_is_told_with_every_ranks_place(self, store):
+        network = Network()
+        own, other = both(lambda: run(0, store, fail_at(3), network=network), lambda: run(1, store, network=network))
+        assert "the step failed at position 0" in own
+        assert "ValueError: bad sample" in own
+        assert "The first failure" not in own
+        assert "The first failure of the job was recorded by rank 0: the step failed at position 0" in other
+        for text in (own, other):
+            assert "Where the ranks stood:\n  rank 0: position 0, step" in text
+            assert "  rank 1: position 1, step" in text
+
+    def test_a_rank_that_stands_too_long_is_named_on_all(self, store):
+        network = Network()
+        stuck = threading.Event()
+        texts = both(
+            lambda: run(0, store, lambda microbatch: microbatch == 2 and stuck.wait(1.0), network=network),
+            lambda: run(1, store, network=network, deadline=0.3),
+        )
+        for text in texts:
+            assert "rank 1 stood for" in text
+            assert "the deadline is 0.3 s" in text
+
+    def test_different_numbers_of_microbatches_are_seen_before_anything_is_sent(self, store):
+        network = Network()
+        texts = both(*(lambda s=s: run(s, store, network=network, microbatches=4 + s) for s in range(2)))
+        for text in texts:
+            assert "rank 0: 4 microbatches, plan " in text
+            assert "rank 1: 5 microbatches, plan " in text
+        assert network.messages == 0
+
+    def test_a_change_on_one_rank_alone_stops_both(self, store):
+        network = Network()
+
+        def changing(stage):
+            plans = [lower(one_f_one_b(2, 4)), lower(one_f_one_b(2, 4 + stage))]
+            monitor = Monitor(store, rank=stage, ranks=range(2), interval=0.02)
+            communicator = Breakable(network, 2, stage)
+            try:
+                for plan in plans:
+                    block = Block(last=stage == 1)
+                    (block.edge,) = plan.graph.stage_edges
+                    PipelineRuntime(plan, {stage: block}, communicator, monitor=monitor).step()
+            except (PipelineError, DisagreementError) as error:
+                return str(error)
+            finally:
+                monitor.close()
+
+        for text in both(*(lambda s=s: changing(s) for s in range(2))):
+            assert "do not run the same step 2: rank 0: 4 microbatches" in text
+
+    def test_a_failed_job_runs_no_further_step(self, store):
+        network, monitors = Network(), []
+        both(
+            lambda: run(0, store, fail_at(0), network=network, monitors=monitors),
+            lambda: run(1, store, network=network, monitors=monitors),
+        )
+        for monitor in monitors:
+            with pytest.raises(JobFailedError, match=r"rank 0 failed before this step.*store of another label"):
+                monitor.begin(lower(one_f_one_b(2, 4)), where=str, abort=print)
+
+    def test_the_thread_ends_with_the_monitor(self, store):
+        monitor = Monitor(store, rank=0, ranks=[0], interval=0.01)
+        monitor.begin(lower(one_f_one_b(1, 1)), where=str, abort=print)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "pipegrid-monitor"]
+        del monitor
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"deadline": 0.0}, r"deadline=0\.0: give a positive"),
+            ({"interval": -1.0}, r"interval=-1\.0: give a positive"),
+            ({"rank": 5}, r"rank 5 is not among the ranks \[0, 1\]"),
+        ],
+    )
+    def test_what_it_cannot_watch_is_refused(self, store, settings, text):
+        with pytest.raises(MonitorError, match=text):
+            Monitor(store, **{"rank": 0, "ranks": [0, 1], **settings})
+
+
+class Point:
+    """A mark of a device that passes it when told."""
+
+    def __init__(self):
+        self.passed = False
+
+    def query(self):
+        return self.passed
+
+
+def test_marks_tell_the_first_action_that_a_device_has_not_finished():
+    points = []
+
+    def mark():
+        points.append(Point())
+        return points[-1]
+
+    marks = DeviceMarks(mark)
+    actions = [Action(ActionKind.F, 0, microbatch) for microbatch in range(3)]
+    assert marks.oldest() is None
+    for action in actions:
+        marks.before(action)
+        marks.after(action)
+    assert marks.oldest() == actions[0]
+    points[0].passed = points[1].passed = True
+    assert marks.oldest() == actions[2]
+    points[2].passed = True
+    assert marks.oldest() is None

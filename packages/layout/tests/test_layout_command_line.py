@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from xml.etree import ElementTree as ET
@@ -175,3 +177,14 @@ def test_missing_arguments_exit_with_2(capsys, command):
         main(command)
     assert caught.value.code == 2
     assert "the following arguments are required: --pp" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="the system has no SIGPIPE")
+def test_the_command_line_ends_quietly_where_nobody_reads_on():
+    """As into ``head -1`` once it has its line; here it has none to begin with, so that time decides nothing."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pipegrid.layout", SEED, "--pp", "16"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")

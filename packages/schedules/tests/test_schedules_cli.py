@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -159,3 +161,14 @@ def test_runs_as_a_module_without_torch(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "makespan 9" in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="the system has no SIGPIPE")
+def test_the_command_line_ends_quietly_where_nobody_reads_on():
+    """As into ``head -1`` once it has its line; here it has none to begin with, so that time decides nothing."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pipegrid.schedules", "show", "1f1b", "--pp", "2", "--microbatches", "2"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")

@@ -1,5 +1,7 @@
 """Modules on the ranks of the world, the picture of it, and the command line."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -179,3 +181,14 @@ def test_the_command_lines_arguments(arguments, status, text, capsys):
     assert main(["describe", *arguments]) == status
     printed = capsys.readouterr()
     assert text in (printed.err if status else printed.out)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="the system has no SIGPIPE")
+def test_the_command_line_ends_quietly_where_nobody_reads_on():
+    """As into ``head -1`` once it has its line; here it has none to begin with, so that time decides nothing."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pipegrid.topology", "describe", "--world", "8", "images:tp=1,dp=8"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")

@@ -38,7 +38,8 @@ from pipegrid.bridges.vtp_topology import VTPTopology
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator
     from pipegrid.bridges.colocated import BridgeDirection, ColocatedBridgeCommunicator, SliceInfo
-    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator, RankModuleInfo
+    from pipegrid.bridges.module_part import RankModuleInfo
+    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
     from pipegrid.bridges.vtp import VTPCommunicator
 
 __all__ = [
@@ -91,7 +92,7 @@ _NEED_TORCH = {
     "BridgeDirection": "colocated",
     "ColocatedBridgeCommunicator": "colocated",
     "MultiModulePipelineCommunicator": "multimodule",
-    "RankModuleInfo": "multimodule",
+    "RankModuleInfo": "module_part",
     "SliceInfo": "colocated",
     "VTPCommunicator": "vtp",
 }

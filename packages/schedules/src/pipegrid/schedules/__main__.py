@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +74,8 @@ def show(arguments: argparse.Namespace) -> int:
             name = schedule.name
     if arguments.lower:
         plan = lower(plan)
-    simulation = simulate(plan, costs.cut_into(plan.num_stages, slices=plan.num_positions))
+    cut = costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside)
+    simulation = simulate(plan, cut)
     drawn = timeline(simulation, unit=arguments.unit)
     drawn = timeline(drawn, title=f"{name}: {drawn.title}")
     if arguments.svg:
@@ -168,4 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly
     sys.exit(main())

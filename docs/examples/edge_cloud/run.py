@@ -37,7 +37,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def launch(arguments: Sequence[str]) -> int:
     """Start the ranks on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    # By address, not by the machine's name, which not every machine can look up.
+    local = ("--standalone", "--local-addr=localhost", f"--nproc-per-node={PROCESSES}")
+    command = [sys.executable, "-m", "torch.distributed.run", *local]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return subprocess.run([*command, __file__, *arguments], env=environment, check=False).returncode
 

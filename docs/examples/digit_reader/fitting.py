@@ -49,10 +49,11 @@ def _require_layout(options: Options) -> None:
         raise OptionsError(f"--language layout {options.layout!r}: {_one_line(error)}") from None
     stages = len(layout.stages)
     if stages != pp * vpp:
-        others = f", or vpp={stages // pp}" if stages % pp == 0 else ""
+        would = [f"pp={stages // vpp}"] if stages % vpp == 0 and stages // vpp != pp else []
+        would += [f"a layout with {pp * vpp} stages"]
+        would += [f"vpp={stages // pp}"] if stages % pp == 0 else []
         raise OptionsError(
-            f"--language layout {options.layout!r} has {stages} stages for pp={pp},vpp={vpp}: use pp={stages}, or a "
-            f"layout with {pp * vpp} stages{others}"
+            f"--language layout {options.layout!r} has {stages} stages for pp={pp},vpp={vpp}: use {', or '.join(would)}"
         )
 
 

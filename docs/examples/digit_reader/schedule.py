@@ -10,14 +10,14 @@ does all its forwards before the schedule and all its backwards after it, and ho
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from attrs import evolve
 
 from digit_reader.modules import LANGUAGE
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules import SCHEDULES, Action, ActionKind, Plan, compute_plan, lower, multi_module_1f1b, verify
+from pipegrid.schedules import SCHEDULES, Action, ActionKind, Plan, compute_plan, lower, step_plan, verify
 from pipegrid.schedules.actions import backward, forward
 from pipegrid.schedules.generators.shapes import looped_placement
 from pipegrid.transport.edge import Edge
@@ -56,8 +56,8 @@ def plan_of(
     graph: ModuleGraph,
     num_microbatches: int,
     *,
-    placement: Sequence[Sequence[int]],
-    collectives: Iterable[Edge] = (),
+    placement: tuple[tuple[int, ...], ...],
+    collectives: tuple[Edge, ...] = (),
 ) -> Plan:
     """The verified plan of a step.
 
@@ -72,9 +72,8 @@ def plan_of(
         PlanError: the proof failed. With a schedule that fits, that is a fault of this file.
     """
     if name == ANY_GRAPH:
-        computes = multi_module_1f1b(graph, num_microbatches, placement=placement)
-    else:
-        computes = _around_the_language_model(name, graph, num_microbatches, placement)
+        return step_plan(graph, num_microbatches, placement=placement, collectives=collectives)
+    computes = _around_the_language_model(name, graph, num_microbatches, placement)
     plan = lower(computes, collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives})
     verify(plan)
     return plan

@@ -50,7 +50,7 @@ def planned_and_uneven() -> list[Timeline]:
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
-    drawn = {name: svg(named(name)) for name in ("1f1b", "interleaved_1f1b", "zero_bubble_v", "v_half")}
+    drawn = {name: svg(named(name)) for name in ("1f1b", "interleaved_1f1b", "zero_bubble_v", "v_half", "u_shape")}
     drawn["modules"] = svg(modules(), arrows=True)
     drawn["planned-and-uneven"] = svg(planned_and_uneven())
     return {f"{name}.svg": text for name, text in drawn.items()}

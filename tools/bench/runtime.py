@@ -10,7 +10,7 @@ rounds, in each of which all take a step by turns, since identical runs on a sha
 - overhead: empty stages, also against the floor: a hand-written loop of the same messages and the same calls of
   autograd, and nothing else. Bounds: 1.3 of the floor; 0.9 of torch for 1F1B, 0.6 for the others.
 - emulated: stages that sleep for F, I and W. The best step is to be within 3% of what `simulate` says, given what
-  an action and a hop took (measured in other steps of the same run), and at most torch's best.
+  an action and a hop took in that step, and at most torch's best.
 - real: a transformer of some 10 million parameters. Bound: 1.0 of torch.
 - memory: the peak of the bytes that autograd keeps; it is to be the plan's own figure.
 

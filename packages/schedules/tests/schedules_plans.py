@@ -12,6 +12,7 @@ from pipegrid.schedules import (
     lower,
     multi_module_1f1b,
     one_f_one_b,
+    u_shape,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -22,11 +23,12 @@ from pipegrid.schedules import (
 FLAT = (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
 LOOPED = (interleaved_1f1b, looped_bfs, forward_only)
 V_SHAPED = (zero_bubble_v, v_half, v_min, dualpipe_v)
+U_SHAPED = (u_shape,)
 
 
 def compute_plans(num_positions, num_microbatches):
     """Every generator's plan, with 1 to 3 chunks where it loops, as (name, plan)."""
-    for generator in (*FLAT, *V_SHAPED):
+    for generator in (*FLAT, *V_SHAPED, *U_SHAPED):
         yield generator.__name__, generator(num_positions, num_microbatches)
     for generator in LOOPED:
         for chunks in (1, 2, 3):

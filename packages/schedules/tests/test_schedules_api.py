@@ -34,6 +34,7 @@ PLANNING = {
     "to_csv",
     "to_json",
     "to_text",
+    "u_shape",
     "v_half",
     "v_min",
     "verify",

@@ -18,6 +18,7 @@ from pipegrid.schedules.generators import (
     interleaved_1f1b,
     looped_bfs,
     one_f_one_b,
+    u_shape,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -107,6 +108,15 @@ FORMS = {
     "v_min": Form(v_min, 2, lambda p: 2 * p - 2.5, lambda p, m: m >= p, lambda p, m: min(m, (p + 4) // 3)),
     # Serialized: the paper's formula credits the overlap of F and B, here a pair takes F + B.
     "dualpipe_v": Form(dualpipe_v, 2, lambda p: (p - 1) / 2, lambda p, m: m >= 2 * p, lambda p, m: min(m, p + 0.5)),
+    "u_shape": Form(u_shape, 2, lambda p: 3 * p - 4, lambda p, m: m >= 2, lambda p, m: min(m, p)),
+    "u_shape forward": Form(
+        lambda p, m: u_shape(p, m, forward_only=True),
+        2,
+        lambda p: p - 1,
+        lambda p, m: True,
+        lambda p, m: 1,
+        work=1,
+    ),
     "forward_only": Form(
         lambda p, m: forward_only(p, m), 1, lambda p: p - 1, lambda p, m: True, lambda p, m: 1, work=1
     ),
@@ -136,13 +146,18 @@ def test_formulas_hold_for_the_microbatches_they_are_stated_for(name, p):
 def assert_as_by_ticks(form, p, m):
     plan = form.make(p, m)
     unit = {"F": 1, "I": 1, "W": 1, "B": 2}
-    duration = {(kind, s): time for kind, time in unit.items() for s in range(plan.num_stages)}
+    # In ticks of 1/v: a stage that has its position to itself takes v of them.
+    share = [form.v // beside for beside in plan.stages_beside]
+    duration = {(kind, s): time * share[s] for kind, time in unit.items() for s in range(plan.num_stages)}
     start, end = ticks.play(plan, duration)
     simulation = simulate(plan)
     assert simulation.makespan == pytest.approx(ticks.makespan(end) / form.v)
     if form.work == 3:
         for until in ("W", "I"):
-            peaks = [ticks.peak(plan, start, end, position, until=until) / form.v for position in range(p)]
+            peaks = [
+                ticks.peak(plan, start, end, position, until=until) / len(plan.stages_at[position])
+                for position in range(p)
+            ]
             assert simulation.peaks(until=until) == pytest.approx(peaks)
 
 

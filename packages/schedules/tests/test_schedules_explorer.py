@@ -23,6 +23,7 @@ from pipegrid.schedules.generators import (
     looped_bfs,
     multi_module_1f1b,
     one_f_one_b,
+    u_shape,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -50,6 +51,7 @@ GENERATORS = {
     "v_half": v_half,
     "v_min": v_min,
     "dualpipe_v": dualpipe_v,
+    "u_shape": u_shape,
 }
 LANES = ("separate", "shared")
 

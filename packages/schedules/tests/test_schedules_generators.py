@@ -17,6 +17,7 @@ from pipegrid.schedules import (
     looped_bfs,
     multi_module_1f1b,
     one_f_one_b,
+    u_shape,
     v_half,
     v_min,
     verify,
@@ -27,7 +28,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.actions import ActionKind
 from pipegrid.schedules.dependencies import compute_dates, unit_duration
 
-from .schedules_plans import FLAT, LOOPED, V_SHAPED, compute_plans
+from .schedules_plans import FLAT, LOOPED, U_SHAPED, V_SHAPED, compute_plans
 
 SHAPES = [(p, m) for p in range(1, 9) for m in range(1, 3 * p + 1)]
 SOME_SHAPES = [(p, m) for p in (1, 2, 3, 4, 7) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p}) if m]
@@ -85,7 +86,7 @@ def test_every_plan_verifies_at_every_shape():
 
 def test_a_positions_order_is_generated_without_the_others():
     for num_positions, num_microbatches in [(1, 2), (3, 2), (4, 9)]:
-        for generator in (*FLAT, *LOOPED, zero_bubble_v, dualpipe_v):
+        for generator in (*FLAT, *LOOPED, *U_SHAPED, zero_bubble_v, dualpipe_v):
             order = getattr(generators, f"{generator.__name__}_order")
             plan = generator(num_positions, num_microbatches)
             for position in range(num_positions):
@@ -94,7 +95,7 @@ def test_a_positions_order_is_generated_without_the_others():
                 order(num_positions, num_positions, num_microbatches)
 
 
-@pytest.mark.parametrize("generator", [*FLAT, *LOOPED, *V_SHAPED])
+@pytest.mark.parametrize("generator", [*FLAT, *LOOPED, *V_SHAPED, *U_SHAPED])
 @pytest.mark.parametrize(("p", "m"), [(0, 1), (1, 0), (-1, 1), (2.0, 2), (2, True)])
 def test_sizes_are_integers_from_1(generator, p, m):
     with pytest.raises(PlanError, match="it must be an integer of at least 1"):
@@ -102,8 +103,9 @@ def test_sizes_are_integers_from_1(generator, p, m):
 
 
 def picture(plan):
-    """One line per position, one column per unit of time; the second chunk of a position in small letters."""
-    dates = compute_dates(plan)
+    """One line per position, one column for a forward of the smallest stage; second chunks in small letters."""
+    most = plan.num_chunks
+    dates = compute_dates(plan, lambda action: unit_duration(action) * most / plan.stages_beside[action.stage])
     lines = []
     for position, steps in enumerate(plan.positions):
         row = [". "] * int(max(end[-1] for end in dates.end))
@@ -126,6 +128,7 @@ def picture(plan):
         (zero_bubble_h2, 3, 6),
         (zero_bubble_v, 3, 5),
         (dualpipe_v, 2, 4),
+        (u_shape, 2, 4),
     ],
 )
 def test_the_picture_in_the_docstring_is_the_schedule(generator, p, m):

@@ -40,7 +40,10 @@ def best_named(costs, cap, p, v, m):
     makespans = []
     for schedule in SCHEDULES.values():
         if schedule.trains and schedule.chunks in (None, v):
-            simulation = simulate(schedule.plan(p, m, v), costs)
+            plan = schedule.plan(p, m, v)
+            if plan.num_stages != p * v:  # a U has one stage more than positions
+                continue
+            simulation = simulate(plan, costs)
             if cap is None or simulation.peak() <= cap + 1e-9:
                 makespans.append(simulation.makespan)
     return min(makespans, default=None)

@@ -82,6 +82,18 @@ def test_a_chunk_counts_its_share_of_a_position():
     assert simulate(plan, Costs(activation=(1, 2, 3, 4))).peaks() == (5, 5)
 
 
+def test_the_stages_of_a_position_share_it_evenly_however_many_they_are():
+    plan = from_text("placement 0 1 0\n0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0\n")
+    assert plan.stages_beside == (2, 1, 2)
+    assert unit_costs(plan) == Costs(F=(0.5, 1, 0.5), I=(0.5, 1, 0.5), W=(0.5, 1, 0.5))
+    assert simulate(plan).busy == (3, 3)
+    assert simulate(plan).peaks() == verify(plan).peak_live == (1, 1)
+    whole = Costs(F=2, I=(1, 3), W=1)
+    assert whole.cut_into(3, slices=2, beside=plan.stages_beside) == Costs(
+        F=(1, 2, 1), I=(0.5, 2, 1.5), W=(0.5, 1, 0.5)
+    )
+
+
 def test_activations_are_counted_until_the_weight_or_the_input_gradient():
     simulation = simulate(from_text("0: 0F0 0I0 0F1 0I1 0W0 0W1\n"))
     assert simulation.peak(until="W") == 2

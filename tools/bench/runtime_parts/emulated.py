@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.schedules.actions import Action, ActionKind
@@ -18,12 +18,12 @@ from pipegrid.schedules.simulation import simulate
 from runtime_parts.compared import Compared, compare
 from runtime_parts.job import Job
 from runtime_parts.rows import RANKS, Row
+from runtime_parts.runners import Ours
 from runtime_parts.table import against, number, relation, shown
-from runtime_parts.timing import Outcome, notes, steps, timed
+from runtime_parts.timing import Outcome, notes, steps
 
 BOUND = 0.03
 WIDTH = 8
-CALIBRATIONS = 3
 NEVER = float("inf")
 
 
@@ -69,11 +69,17 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Stopwatch:
-    """A hook that notes when each action started and ended, on the clock that all processes share."""
+    """A hook that notes when each action started and ended, on the clock that all processes share; step by step."""
 
-    def __init__(self) -> None:
-        self.times: list[tuple[Action, float, float]] = []
+    def __init__(self, runner: Ours) -> None:
+        self.steps: list[list[tuple[Action, float, float]]] = []
+        self._runner = runner.watched(self)
         self._since = 0.0
+
+    def step(self) -> None:
+        """Run and note a step."""
+        self.steps.append([])
+        self._runner.step()
 
     def before(self, action: Action) -> None:
         """See `Hook`."""
@@ -82,15 +88,15 @@ class Stopwatch:
 
     def after(self, action: Action) -> None:
         """See `Hook`."""
-        self.times.append((action, self._since, time.perf_counter()))
+        self.steps[-1].append((action, self._since, time.perf_counter()))
 
 
 @frozen
 class Emulated:
-    """What one rank reports: the steps, and per calibrating step when it did what."""
+    """What one rank reports: how long the steps took, and of each of ours when it did what."""
 
     outcome: Outcome
-    calibrations: Sequence[Sequence[tuple[Action, float, float]]] = ()
+    watched: Sequence[Sequence[tuple[Action, float, float]]] = ()
 
 
 def measure(row: Row, rank: int, *, microbatches: int, rounds: int, seconds: float) -> Emulated:
@@ -102,62 +108,56 @@ def measure(row: Row, rank: int, *, microbatches: int, rounds: int, seconds: flo
     compared = compare(job, floor=False)
     if not isinstance(compared, Compared):
         return Emulated(compared)
-    calibrations = []
-    for _ in range(CALIBRATIONS):
-        stopwatch = Stopwatch()
-        timed(compared.ours.watched(stopwatch))
-        calibrations.append(stopwatch.times)
+    compared.runners["ours"] = stopwatch = Stopwatch(compared.ours)
     outcome = compared.time(rounds)
     compared.ours.close()
-    return Emulated(outcome, calibrations)
+    return Emulated(outcome, stopwatch.steps)
 
 
-def costs_of(plan: Plan, ranks: Sequence[Emulated]) -> Costs:
-    """What an action takes, per stage and kind, what it costs beside that, and what a hop takes: medians.
+def costs_of(plan: Plan, ranks: Sequence[Sequence[tuple[Action, float, float]]]) -> Costs:
+    """What an action took in one step, per stage and kind, what it cost beside that, and what a hop took: means.
 
     A hop counts where its receiver waited for it: from the end of the send's posting to the start of the compute
     that needed it, without what an action costs anyway.
     """
     durations: dict[tuple[ActionKind, int], list[float]] = {}
     overheads: list[float] = []
-    for rank in ranks:
-        for times in rank.calibrations:
-            ended = None
-            for action, start, end in times:
-                if action.kind.is_compute:
-                    durations.setdefault((action.kind, action.stage), []).append(end - start)
-                elif ended is not None:
-                    overheads.append(end - ended)
-                ended = end
-    overhead = statistics.median(overheads)
+    for times in ranks:
+        ended = None
+        for action, start, end in times:
+            if action.kind.is_compute:
+                durations.setdefault((action.kind, action.stage), []).append(end - start)
+            elif ended is not None:
+                overheads.append(end - ended)
+            ended = end
+    overhead = statistics.mean(overheads)
 
     def per_stage(kind: ActionKind) -> tuple[float, ...]:
-        return tuple(statistics.median(durations.get((kind, s), [0.0])) for s in range(plan.num_stages))
+        return tuple(statistics.mean(durations.get((kind, stage), [0.0])) for stage in range(plan.num_stages))
 
-    costs = Costs(
+    hops = list(_hops(plan, ranks, overhead))
+    return Costs(
         F=per_stage(ActionKind.F),
         I=per_stage(ActionKind.I),
         W=per_stage(ActionKind.W),
         B=per_stage(ActionKind.B),
         overhead=overhead,
+        latency=max(0.0, statistics.mean(hops)) if hops else 0.0,
     )
-    hops = [hop for number in range(len(ranks[0].calibrations)) for hop in _hops(plan, ranks, number, overhead)]
-    return evolve(costs, latency=max(0.0, statistics.median(hops)) if hops else 0.0)
 
 
-def _hops(plan: Plan, ranks: Sequence[Emulated], number: int, overhead: float) -> Iterator[float]:
-    """Of one calibrating step."""
+def _hops(plan: Plan, ranks: Sequence[Sequence[tuple[Action, float, float]]], overhead: float) -> Iterator[float]:
     posted: dict[tuple[Any, bool, int | None], float] = {}
-    for rank in ranks:
-        for action, _, end in rank.calibrations[number]:
+    for times in ranks:
+        for action, _, end in times:
             if action.kind.is_send:
                 posted[action.edge, action.kind is ActionKind.SEND_F, action.microbatch] = end
     incoming: dict[tuple[int, bool], Any] = {}
     for edge in plan.graph.stage_edges:
         incoming[edge.destination, True] = incoming[edge.source, False] = edge
-    for rank in ranks:
+    for times in ranks:
         idle_since = NEVER
-        for action, start, end in rank.calibrations[number]:
+        for action, start, end in times:
             forward = action.kind is ActionKind.F
             if forward or action.kind in (ActionKind.B, ActionKind.I):
                 sent = posted.get((incoming.get((action.stage, forward)), forward, action.microbatch))
@@ -170,7 +170,7 @@ def header(*, microbatches: int, rounds: int, seconds: float) -> Iterator[str]:
     """What the table says."""
     yield (
         f"emulated compute: stages that sleep {1e3 * seconds:g} ms per rank for each of F, I and W, {RANKS} ranks, "
-        f"{microbatches} microbatches; milliseconds, best of {rounds} steps"
+        f"{microbatches} microbatches; milliseconds, best of {rounds} steps; simulated with the costs of that one"
     )
     yield (
         f"  {'schedule':<18}{'ours':>9}{'simulated':>11}{'off by':>15}{'torch':>9}{'ours/torch':>16}"
@@ -186,8 +186,9 @@ def report(row: Row, ranks: Sequence[Emulated], *, microbatches: int) -> tuple[b
     if not ours:
         return False, [f"  {row.name}", *shown(remarks)]
     plan = row.plan(microbatches)
-    costs = costs_of(plan, ranks)
-    best, simulated = min(ours), simulate(plan, costs).makespan
+    best = min(ours)
+    costs = costs_of(plan, [rank.watched[ours.index(best)] for rank in ranks])
+    simulated = simulate(plan, costs).makespan
     off = best / simulated - 1.0
     to_torch = best / min(theirs) if theirs else None
     assert isinstance(costs.latency, float)

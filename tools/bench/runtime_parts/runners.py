@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from runtime_parts.job import Job
 
 # A schedule of torch's that hangs on gloo is given up after this long; none of its steps takes a tenth of it.
 TORCH_SECONDS = 40.0
+# Receives that are posted beyond those that the plan asks for: by our lanes, and by the hand-written loop.
+AHEAD = 2
 
 
 class Runner(Protocol):
@@ -54,7 +56,7 @@ class Ours:
         self.job = job
         self.communicator = P2PCommunicator(
             dist.group.WORLD,  # type: ignore[arg-type]
-            P2PConfig(pipeline_dtype=torch.float32, deadline=120.0),
+            P2PConfig(pipeline_dtype=torch.float32, deadline=60.0, receives_ahead=AHEAD),
             placement=job.placement,
             tensor_shape=job.shape,
         )
@@ -114,18 +116,38 @@ _CODES = {
 }
 
 
+_Line: TypeAlias = tuple[int, int, int, bool, Any, int]
+"""Code, stage, microbatch, whether forward, group, peer in it."""
+
+
+def _ahead(program: Sequence[_Line]) -> list[_Line]:
+    """Each receive `AHEAD` places earlier among those of its group."""
+    places: dict[int, list[int]] = {}
+    before: dict[int, list[_Line]] = {}
+    for place, line in enumerate(program):
+        if line[0] == _RECEIVE:
+            own = places.setdefault(id(line[4]), [])
+            own.append(place)
+            before.setdefault(own[max(0, len(own) - 1 - AHEAD)], []).append(line)
+    return [
+        line
+        for place, here in enumerate(program)
+        for line in (*before.get(place, ()), *(() if here[0] == _RECEIVE else (here,)))
+    ]
+
+
 class Floor:
     """A loop written by hand.
 
     The plan's messages in its order by `dist.isend` and `dist.irecv`, the same forwards and the same calls of
     autograd, and nothing else: no checks, errors, deadlines, hooks, structures or handles.
-    Messages go over the very groups that our lanes use. A received tensor gets a fresh buffer, as a pipeline needs.
-    Sends are waited for at the end.
+    Messages go over the very groups that our lanes use, and receives are posted as far ahead. A received tensor gets a
+    fresh buffer, as a pipeline needs. Sends are waited for at the end.
     """
 
     def __init__(self, job: Job, communicator: P2PCommunicator) -> None:
         self.job = job
-        self._program: list[tuple[int, int, int, bool, Any, int]] = []
+        self._program: list[_Line] = []
         for action in job.plan.actions(job.rank):
             group, peer, forward = None, 0, action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
             if action.edge is not None:
@@ -134,6 +156,7 @@ class Floor:
             microbatch = action.microbatch
             assert microbatch is not None
             self._program.append((_CODES[action.kind], action.stage, microbatch, forward, group, peer))
+        self._program = _ahead(self._program)
 
     def step(self) -> None:
         """See `Runner`."""

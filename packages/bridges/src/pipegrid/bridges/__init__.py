@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipegrid.bridges.box import Box
 from pipegrid.bridges.errors import (
     BridgeError,
+    CompletionError,
     DestroyedError,
     LaneTotalsError,
     MissingTensorError,
@@ -21,6 +22,7 @@ from pipegrid.bridges.errors import (
     StageError,
     TilingError,
     UndeclaredDimError,
+    VTPTopologyError,
     WrongSideError,
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
@@ -31,12 +33,14 @@ from pipegrid.bridges.reshard import Completion, Message, ReshardPlan, plan_resh
 from pipegrid.bridges.side import Partial, Replicated, Sharded, Side, boundary_side
 from pipegrid.bridges.sizes import Sizes, axis_names
 from pipegrid.bridges.tiling import check_plan
+from pipegrid.bridges.vtp_topology import VTPTopology
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator
     from pipegrid.bridges.colocated import BridgeDirection, ColocatedBridgeCommunicator, SliceInfo
     from pipegrid.bridges.module_part import RankModuleInfo
     from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
+    from pipegrid.bridges.vtp import VTPCommunicator
 
 __all__ = [
     "Box",
@@ -45,6 +49,7 @@ __all__ = [
     "BridgeError",
     "ColocatedBridgeCommunicator",
     "Completion",
+    "CompletionError",
     "DestroyedError",
     "EdgeOptions",
     "LaneTotalsError",
@@ -70,6 +75,9 @@ __all__ = [
     "StageError",
     "TilingError",
     "UndeclaredDimError",
+    "VTPCommunicator",
+    "VTPTopology",
+    "VTPTopologyError",
     "WrongSideError",
     "axis_names",
     "boundary_side",
@@ -86,6 +94,7 @@ _NEED_TORCH = {
     "MultiModulePipelineCommunicator": "multimodule",
     "RankModuleInfo": "module_part",
     "SliceInfo": "colocated",
+    "VTPCommunicator": "vtp",
 }
 
 

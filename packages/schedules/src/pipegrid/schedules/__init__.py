@@ -28,6 +28,7 @@ from pipegrid.schedules.counts import (
 from pipegrid.schedules.drawing import timeline
 from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError, StepArgumentError
 from pipegrid.schedules.generators import (
+    UShapeCounts,
     dualpipe_v,
     forward_only,
     gpipe,
@@ -35,6 +36,8 @@ from pipegrid.schedules.generators import (
     looped_bfs,
     multi_module_1f1b,
     one_f_one_b,
+    u_shape,
+    u_shape_counts,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -148,6 +151,7 @@ __all__ = [
     "TimelineError",
     "Track",
     "TyingError",
+    "UShapeCounts",
     "accumulate_in_main_grad",
     "actions_of",
     "ascii_timeline",
@@ -201,6 +205,8 @@ __all__ = [
     "to_csv",
     "to_json",
     "to_text",
+    "u_shape",
+    "u_shape_counts",
     "unit_costs",
     "unscale_gradients_",
     "v_half",

@@ -74,7 +74,8 @@ def show(arguments: argparse.Namespace) -> int:
             name = schedule.name
     if arguments.lower:
         plan = lower(plan)
-    simulation = simulate(plan, costs.cut_into(plan.num_stages, slices=plan.num_positions))
+    cut = costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside)
+    simulation = simulate(plan, cut)
     drawn = timeline(simulation, unit=arguments.unit)
     drawn = timeline(drawn, title=f"{name}: {drawn.title}")
     if arguments.svg:

@@ -15,6 +15,7 @@ from pipegrid.schedules.generators import (
     interleaved_1f1b,
     looped_bfs,
     one_f_one_b,
+    u_shape,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -29,7 +30,8 @@ class Schedule:
     """A named schedule of a chain, and the chunks it comes in.
 
     ``make(positions, microbatches, chunks, stages)``: ``stages`` counts where any number of chunks will do
-    (the last round may then leave positions out). ``chunks`` is the number per position, or None for any.
+    (the last round may then leave positions out). ``chunks`` is the number per position (of a U, on its first),
+    or None for any.
     ``trains`` is False for forwards alone.
     """
 
@@ -72,6 +74,7 @@ _ALL = (
     Schedule("v_half", lambda p, m, *_: v_half(p, m), 2),
     Schedule("v_min", lambda p, m, *_: v_min(p, m), 2),
     Schedule("dualpipe_v", lambda p, m, *_: dualpipe_v(p, m), 2),
+    Schedule("u_shape", lambda p, m, *_: u_shape(p, m), 2),
     Schedule("forward_only", lambda p, m, v, s: forward_only(p, m, num_chunks=v, num_stages=s), trains=False),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from pipegrid.schedules.actions import Action, ActionKind
@@ -27,7 +28,7 @@ class LocalChecks:
 
     ``faults``: what is wrong so far. ``programs``: per position, for `waiting.play`; ``traffic``: per lane,
     messages in order; ``gathered``: per group and member, its collectives in order. ``peaks`` and
-    ``input_peaks``: per position, the most activations live, until ``B`` or ``W``, and until ``B`` or ``I``.
+    ``input_peaks``: per position, the most microbatches live, until ``B`` or ``W``, and until ``B`` or ``I``.
     """
 
     def __init__(self, plan: Plan, marks: Marks, *, rendezvous: bool) -> None:
@@ -40,8 +41,8 @@ class LocalChecks:
         self.gathered: dict[str, dict[int, list[Call]]] = {
             group.name: {position: [] for position in group.positions} for group in plan.groups
         }
-        self.peaks = [0] * plan.num_positions
-        self.input_peaks = [0] * plan.num_positions
+        self.peaks = [0.0] * plan.num_positions
+        self.input_peaks = [0.0] * plan.num_positions
         self.num_actions = 0
         for position in range(plan.num_positions):
             self._check(position, Rules(marks, self.traffic, position, rendezvous=rendezvous))
@@ -51,6 +52,9 @@ class LocalChecks:
         operations, rendezvous = program.operations, self.rendezvous
         count, forward_only = plan.num_microbatches, frozenset(plan.forward_only)
         live = peak = live_inputs = input_peak = num_actions = 0
+        # A stage's share of the position, in whole numbers of a unit small enough for all its stages.
+        unit = math.lcm(*(plan.stages_beside[stage] for stage in plan.stages_at[position]))
+        sizes = {stage: unit // plan.stages_beside[stage] for stage in plan.stages_at[position]}
         for index, step in enumerate(plan.positions[position]):
             actions = (step,) if isinstance(step, Action) else step
             num_actions += len(actions)
@@ -86,24 +90,25 @@ class LocalChecks:
                     operations += [~(base + microbatch) for base in awaits]
                 if sets:
                     operations += [base + microbatch for base in sets]
+                size = sizes[action.stage]
                 if kind is F:
-                    live += 1
-                    live_inputs += 1
+                    live += size
+                    live_inputs += size
                     peak = max(peak, live)
                     input_peak = max(input_peak, live_inputs)
                     if forward_only and action.stage in forward_only:
-                        live -= 1
-                        live_inputs -= 1
+                        live -= size
+                        live_inputs -= size
                 else:
-                    live -= kind is not I
-                    live_inputs -= kind is not W
+                    live -= 0 if kind is I else size
+                    live_inputs -= 0 if kind is W else size
             if waits:
                 operations += waits
             if len(operations) > began:
                 program.starts.append(began)
                 program.steps.append(index)
         self.num_actions += num_actions
-        self.peaks[position], self.input_peaks[position] = peak, input_peak
+        self.peaks[position], self.input_peaks[position] = peak / unit, input_peak / unit
         self.faults += missing(position, rules)
 
     def _fault(self, rule: str, message: str, position: int, step: int | None = None) -> None:

@@ -103,7 +103,8 @@ def _greedy(
 
 
 def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
-    simulation = simulate(plan, costs.cut_into(plan.num_stages, slices=plan.num_positions))
+    cut = costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside)
+    simulation = simulate(plan, cut)
     peak = simulation.peak()
     return Row(
         name if plan.num_chunks == 1 else f"{name} ({plan.num_chunks} chunks)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from attrs import evolve, field, fields, frozen
@@ -43,8 +44,8 @@ class Costs:
     posted, and occupies its lane for ``message / bandwidth`` (``message`` in bytes, ``bandwidth`` in bytes
     per unit of time; a gradient weighs what its activation does). ``REDUCE`` and ``COLLECTIVE`` are the times
     of those. ``overhead`` is what every action costs its position in addition, compute or communication.
-    ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/v of a
-    microbatch, where ``v`` is the largest number of stages on one position.
+    ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/n of a
+    microbatch, where ``n`` is the number of stages on its position.
 
     Raises:
         CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
@@ -122,8 +123,8 @@ class Costs:
             raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
         return {edge: float(known[edge]) for edge in edges}
 
-    def cut_into(self, num_stages: int, *, slices: int) -> Costs:
-        """The same model cut into ``num_stages`` stages of equal share.
+    def cut_into(self, num_stages: int, *, slices: int, beside: Sequence[int] | None = None) -> Costs:
+        """The same model cut into ``num_stages`` stages, of equal share or of 1/n each for n in ``beside``.
 
         A single number is the cost of one of ``slices`` equal slices (one per position, say); numbers per
         stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut anew.
@@ -135,23 +136,27 @@ class Costs:
             if isinstance(getattr(self, name), tuple):
                 raise CostsError(f"{name} is given per edge; a model cut anew has other edges, give one number")
 
+        uneven = beside is not None and len(set(beside)) > 1
+        weights = [1 / number for number in beside] if beside is not None and uneven else [1.0] * num_stages
+        shares = [weight / math.fsum(weights) for weight in weights]
+
         def cut(value: Any) -> Any:
-            if value is None or num_stages == (len(value) if isinstance(value, tuple) else slices):
+            if value is None or (not uneven and num_stages == (len(value) if isinstance(value, tuple) else slices)):
                 return value
-            if not isinstance(value, tuple):
-                return value * slices / num_stages
-            return _resampled(value, num_stages)
+            if isinstance(value, tuple):
+                return _resampled(value, shares)
+            return tuple(value * slices * share for share in shares) if uneven else value * slices / num_stages
 
         return evolve(self, **{name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")})
 
 
-def _resampled(values: Sequence[float], count: int) -> tuple[float, ...]:
-    """``values``, each spread evenly over its slice of a line, summed over ``count`` equal slices instead."""
+def _resampled(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    """``values``, each spread evenly over its equal slice of a line, summed over slices of ``shares`` instead."""
     sums = []
-    for index in range(count):
-        first, last = index * len(values) / count, (index + 1) * len(values) / count
+    ends = [math.fsum(shares[:index]) * len(values) for index in range(len(shares) + 1)]
+    for first, last in pairwise(ends):
         total = 0.0
-        for at in range(math.floor(first), math.ceil(last)):
+        for at in range(math.floor(first), min(math.ceil(last), len(values))):
             total += values[at] * (min(last, at + 1) - max(first, at))
         sums.append(total)
     return tuple(sums)

@@ -174,6 +174,14 @@ class Plan:
         return max(len(held) for held in self.stages_at)
 
     @cached_property
+    def stages_beside(self) -> tuple[int, ...]:
+        """Per stage, how many stages its position holds, itself included; of several positions, the most.
+
+        Stages that lie together are taken to share a position evenly: each is 1/n of one.
+        """
+        return tuple(max(len(self.stages_at[place]) for place in places) for places in self.placement)
+
+    @cached_property
     def has_communication(self) -> bool:
         """Whether any action is a communication; a plan of computes alone has none."""
         return any(

@@ -86,7 +86,7 @@ class Simulation:
 
     @cached_property
     def activation(self) -> tuple[float, ...]:
-        """Per stage, the memory of one microbatch: ``costs.activation``, by default 1/v of a microbatch."""
+        """Per stage, the memory of one microbatch: ``costs.activation``, by default its share of a position."""
         return activation_sizes(self.plan, self.costs)
 
     def live(self, position: int, *, until: Literal["W", "I"] = "W") -> tuple[tuple[float, float], ...]:
@@ -130,15 +130,20 @@ def _release_kinds(until: str) -> tuple[ActionKind, ActionKind]:
 
 
 def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
-    """Per stage, the memory of one microbatch: as ``costs`` say, by default 1/v of a microbatch."""
+    """Per stage, the memory of one microbatch: as ``costs`` say, by default its share of a position."""
     if costs.activation is None:
-        return (1.0 / plan.num_chunks,) * plan.num_stages
+        return tuple(1.0 / beside for beside in plan.stages_beside)
     return tuple(costs.per_stage("activation", plan.num_stages))
 
 
 def unit_costs(plan: Plan) -> Costs:
-    """F = I = W = 1 and B = 2 for a whole position; a chunk takes 1/v of that. Communication is free."""
-    chunk = 1.0 / plan.num_chunks
+    """F = I = W = 1 and B = 2 for a whole position, whose stages share that evenly. Communication is free.
+
+    So every position has the same work, also where some hold fewer stages: in a U, the head and the tail are
+    half a stage each.
+    """
+    shares = tuple(1.0 / beside for beside in plan.stages_beside)
+    chunk = shares[0] if len(set(shares)) == 1 else shares
     return Costs(F=chunk, I=chunk, W=chunk)
 
 

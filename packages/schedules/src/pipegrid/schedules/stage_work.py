@@ -87,9 +87,11 @@ class StageWork:
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
     _differentiated: frozenset[Edge] = field(init=False)
+    _outgoing: frozenset[Edge] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._differentiated = frozenset(box.edge for box in self.gradients_out)
+        self._outgoing = frozenset(box.edge for box in self.leaving)
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -107,7 +109,7 @@ class StageWork:
         # A stage that runs no backward keeps no graph.
         with torch.set_grad_enabled(self.training):
             produced = self.stage.forward(microbatch, inputs)
-        if produced.outputs.keys() != {box.edge for box in self.leaving}:
+        if produced.outputs.keys() != self._outgoing:
             raise PlanMismatchError(
                 f"the forward of stage {self.number} returned outputs for {sorted(map(str, produced.outputs))}; the "
                 f"plan has edges {sorted(str(box.edge) for box in self.leaving)}"

@@ -25,7 +25,7 @@ class Proof:
 
     ``communicates`` is False for a plan of computes alone, where what one position makes is taken to reach
     the others at once. ``peak_live``: per position, the most activations live at once, in microbatches: a
-    stage counts ``1 / num_chunks`` of one and is live from its ``F`` to the end of its ``B`` or ``W``;
+    stage of n on its position counts 1/n of one and is live from its ``F`` to the end of its ``B`` or ``W``;
     ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``.
     """
 
@@ -104,8 +104,7 @@ def verify(
         faults += _share(plan, marks, checks)
     if not faults:
         faults += _circle_faults(plan, marks, checks.programs)
-    weight = 1 / plan.num_chunks
-    peaks = tuple(peak * weight for peak in checks.peaks)
+    peaks = tuple(checks.peaks)
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
         for position, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
@@ -122,7 +121,7 @@ def verify(
         rendezvous=rendezvous,
         lanes=lanes,
         peak_live=peaks,
-        peak_live_inputs=tuple(peak * weight for peak in checks.input_peaks),
+        peak_live_inputs=tuple(checks.input_peaks),
     )
 
 

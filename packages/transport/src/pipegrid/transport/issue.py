@@ -61,18 +61,20 @@ class Issuer:
         return Batch(self)
 
     def issue_held(self, transfers: Sequence[Transfer]) -> None:
-        """Issue what was held."""
+        """Issue what was held: what can be issued alone, then the rest in the order of lanes."""
+        errors: list[BaseException] = []
+        rest: list[Transfer] = []
         for transfer in transfers:
             if transfer.start is None or not transfer.lane.starts_alone(transfer):
-                self._issue(sorted(transfers, key=_by_lane))
-                return
-        errors = []
-        for transfer in transfers:
+                rest.append(transfer)
+                continue
             transfer.state = State.PENDING
             try:
-                transfer.start(transfer)  # type: ignore[misc]  # looked at above
+                transfer.start(transfer)
             except P2PError as error:  # the others are issued all the same: see `_issue`
                 errors.append(error)
+        if rest:
+            self._issue(sorted(rest, key=_by_lane))
         if errors:
             raise errors[0]
 
@@ -141,7 +143,7 @@ class Issuer:
         remote = [
             (lane, transfer)
             for transfer in transfers
-            if isinstance(lane := transfer.lane, RemoteLane) and transfer.state is State.PENDING
+            if isinstance(lane := transfer.lane, RemoteLane) and transfer.state is State.PENDING and not transfer.works
         ]
         outcomes = post([lane.parcel(transfer) for lane, transfer in remote])
         for (lane, transfer), outcome in zip(remote, outcomes, strict=True):

@@ -110,15 +110,23 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
     lock, held, append, tally = issuer.lock, issuer.held, lane.queue.append, lane.tally
     must_wish = lane.config.shape_mode == "given"
 
+    ahead, posted = lane.config.receives_ahead, lane.posted
+
+    def put() -> None:
+        buffers = recipe.buffers(tally)
+        posted.append((buffers, (post(buffers, peer, tag),)))
+
     def start(transfer: ReceiveTransfer) -> None:
         transfer.recipe = recipe
         with lock:
-            transfer.tensors = buffers = recipe.buffers(tally)
             try:
-                transfer.works = (post(buffers, peer, tag),)
+                # The one that is asked for, and those ahead of it: the sender learns of them before it needs to.
+                while len(posted) <= ahead:
+                    put()
             except RuntimeError as error:
                 lane.explain(error, transfer)
                 raise lane.error or error from error
+            transfer.tensors, transfer.works = posted.popleft()
             transfer.sequence = lane.received
             lane.received += 1
             append(transfer)

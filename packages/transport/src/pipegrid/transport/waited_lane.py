@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
+
+from torch import Tensor
 
 from pipegrid.transport.errors import P2PError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
@@ -24,6 +27,10 @@ class WaitedLane(RemoteLane):
         super().__init__(*arguments, **options)
         self._steady_send: SteadySend | None = None
         self._steady_receive: SteadyReceive | None = None
+        # Receives that the backend has, and that nobody has asked for yet: buffers and works.
+        self.posted: deque[tuple[list[Tensor], tuple[Any, ...]]] = deque()
+        # Those of shapes that were given up since. Nothing is sent to them; gloo cannot take them back.
+        self._given_up: list[Any] = []
 
     # Starting: messages of one tensor whose shape stands have a way of their own
 
@@ -55,6 +62,18 @@ class WaitedLane(RemoteLane):
         if standing is not None and self._steady_receive is None and self._can_be_steady(standing):
             self._steady_receive = steady_receive(self, recipe)
 
+    def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
+        if not self.posted:
+            super()._prepare(transfer, signature)
+            return
+        # What was posted ahead comes first, whatever form this receive is to have.
+        transfer.recipe = self._recipe_of(transfer, signature)
+        tensors, transfer.works = self.posted.popleft()
+        transfer.tensors = tensors
+        self.tally.messages += 1
+        self.tally.transfers += len(tensors)
+        self.tally.bytes += sum(tensor.nbytes for tensor in tensors)
+
     def _can_be_steady(self, standing: Signature) -> bool:
         """Whether messages of that signature are of one plain tensor, and posted one by one as they are started."""
         in_batches = self.config.strict or self.config.communicators == "shared"
@@ -72,6 +91,8 @@ class WaitedLane(RemoteLane):
         tally = self.tally
         tally.messages, tally.transfers, tally.bytes = stats.messages, stats.transfers, stats.bytes
         self._steady_send = self._steady_receive = None
+        self._given_up += self.posted
+        self.posted.clear()
 
     @property
     def stats(self) -> LaneStats:
@@ -89,6 +110,11 @@ class WaitedLane(RemoteLane):
             allocations=tally.allocations,
             live=self.received - tally.released,
         )
+
+    def _cut(self, error: P2PError, kind: str) -> None:
+        super()._cut(error, kind)
+        self.posted.clear()
+        self._given_up.clear()
 
     # Waiting
 

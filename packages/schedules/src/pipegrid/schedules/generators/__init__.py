@@ -27,6 +27,12 @@ from pipegrid.schedules.generators.one_pass import (
     one_f_one_b,
     one_f_one_b_order,
 )
+from pipegrid.schedules.generators.u_shaped import (
+    UShapeCounts,
+    u_shape,
+    u_shape_counts,
+    u_shape_order,
+)
 from pipegrid.schedules.generators.v_shaped import (
     dualpipe_v,
     dualpipe_v_order,
@@ -41,6 +47,7 @@ from pipegrid.schedules.generators.zero_bubble import (
 )
 
 __all__ = [
+    "UShapeCounts",
     "dualpipe_v",
     "dualpipe_v_order",
     "forward_only",
@@ -55,6 +62,9 @@ __all__ = [
     "multi_module_1f1b_order",
     "one_f_one_b",
     "one_f_one_b_order",
+    "u_shape",
+    "u_shape_counts",
+    "u_shape_order",
     "v_half",
     "v_min",
     "zero_bubble_h1",

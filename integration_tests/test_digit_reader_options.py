@@ -37,6 +37,12 @@ def test_a_mixed_placement_has_both_encoders_and_one_of_them_beside_the_language
     assert set(grids["signal"].ranks).isdisjoint(grids[LANGUAGE].ranks)
 
 
+def test_a_u_has_one_stage_more_than_places():
+    options = parsed("--schedule u_shape")
+    assert options.layout == "Ett|t|tL"
+    assert options.stage_placement() == {LANGUAGE: (0, 1, 0)}
+
+
 @pytest.mark.parametrize(
     ("language", "layout"),
     [
@@ -57,7 +63,9 @@ def test_a_schedule_runs_or_says_which_would(name, vpp):
     if name in fitting_names(vpp):
         assert parsed(asked).schedule == name
         return
-    with pytest.raises(OptionsError, match=f"holds vpp={vpp} stages; use vpp=[12].*, or one of 1f1b, ") as error:
+    with pytest.raises(
+        OptionsError, match=f"not run vpp={vpp} stages on a place; use vpp=[12].*, or one of 1f1b, "
+    ) as error:
         parsed(asked)
     assert str(error.value).endswith(", ".join(fitting_names(vpp)))
 
@@ -79,6 +87,8 @@ def test_a_schedule_runs_or_says_which_would(name, vpp):
         ("--modules images,signal --graph images>signal,signal>language", "use images>language,signal>language"),
         ("--language pp=2,layout=Et|t|t|tL", "use pp=4, or a layout with 2 stages, or vpp=2"),
         ("--language pp=2,vpp=2,layout=Ett|ttL", "use pp=1, or a layout with 4 stages, or vpp=1"),
+        ("--language pp=2,layout=Ett|ttL --schedule u_shape", "use pp=1, or a layout with 3 stages"),
+        ("--language pp=2,layout=Et|t|t|tL --schedule gpipe", "use pp=4, or a layout with 2 stages"),
         ("--language pp=2,vpp=0", "a size is a whole number of at least 1"),
         ("--images pp=2", "the images module knows tp, dp only"),
         ("--images dp:2", "write name=value, separated by commas: dp=2"),

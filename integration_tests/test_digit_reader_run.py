@@ -27,7 +27,10 @@ def run(*arguments, timeout=240):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--language", 'pp=2,layout="Ett|t|tL"'], "3 stages cannot be shared out evenly"),
+        (
+            ["--language", 'pp=2,layout="Ett|t|tL"'],
+            "1f1b with pp=2,vpp=1 makes 2: use pp=3, or a layout with 2 stages",
+        ),
         (["--language", 'pp=1,layout="Ett|ttL"', "--images", "dp=3"], "use pp=2, or a layout with 1 stages"),
         (
             ["--images", "dp=3"],

@@ -15,11 +15,11 @@ from digit_reader.command_line import parse_options
 from digit_reader.job import build_job
 from digit_reader.modules import DEFAULTS, LANGUAGE
 from digit_reader.samples import Samples
-from digit_reader.schedule import NAMES, fits, fitting_names, places_of_chunks, plan_of
+from digit_reader.schedule import NAMES, fits, fitting_names, num_stages, places_of_stages, plan_of
 from digit_reader.stepping import has_step_function
 from digit_reader.strips import Split, load_scans
 from pipegrid.bridges import ModuleGraph
-from pipegrid.schedules import simulate, step_plan, verify
+from pipegrid.schedules import Costs, simulate, step_plan, verify
 from pipegrid.transport.edge import Edge
 
 SEPARATE = ModuleGraph({"images": 1, "signal": 2, LANGUAGE: 2}, [("images", LANGUAGE), ("signal", LANGUAGE)])
@@ -30,14 +30,14 @@ SEPARATE = ModuleGraph({"images": 1, "signal": 2, LANGUAGE: 2}, [("images", LANG
 
 def separate(pp, vpp, name):
     """Both encoders on ranks of their own, the signal's in two stages: graph and placement."""
-    graph = ModuleGraph({**dict(SEPARATE.modules), LANGUAGE: pp * vpp}, SEPARATE.edges)
-    return graph, (*((stage,) for stage in range(3)), *((3 + place,) for place in places_of_chunks(name, pp, vpp)))
+    graph = ModuleGraph({**dict(SEPARATE.modules), LANGUAGE: num_stages(name, pp, vpp)}, SEPARATE.edges)
+    return graph, (*((stage,) for stage in range(3)), *((3 + place,) for place in places_of_stages(name, pp, vpp)))
 
 
 def colocated(pp, vpp, name):
     """The image encoder on all ranks of the language model: graph, placement, and what is a collective."""
-    graph = ModuleGraph({"images": 1, LANGUAGE: pp * vpp}, [("images", LANGUAGE)])
-    placement = (tuple(range(pp)), *((place,) for place in places_of_chunks(name, pp, vpp)))
+    graph = ModuleGraph({"images": 1, LANGUAGE: num_stages(name, pp, vpp)}, [("images", LANGUAGE)])
+    placement = (tuple(range(pp)), *((place,) for place in places_of_stages(name, pp, vpp)))
     return graph, placement, (Edge(0, 1),) if pp > 1 else ()
 
 
@@ -56,9 +56,10 @@ def test_every_fitting_schedule_has_a_proof_on_every_placement(data, pp, vpp, mi
 def test_encoders_do_not_lengthen_a_step_beyond_their_first_and_last_microbatch(name):
     """A forward of 1 and a backward of 2 for each stage of the longest way through the encoders, and no bubble more."""
     graph, placement = separate(2, 1, name)
-    alone = plan_of(name, ModuleGraph({LANGUAGE: 2}), 8, placement=((0,), (1,)))
+    places = places_of_stages(name, 2, 1)
+    alone = plan_of(name, ModuleGraph({LANGUAGE: len(places)}), 8, placement=tuple((place,) for place in places))
     whole = plan_of(name, graph, 8, placement=placement)
-    assert simulate(whole).makespan <= simulate(alone).makespan + 2 * (1 + 2)
+    assert simulate(whole, Costs()).makespan <= simulate(alone, Costs()).makespan + 2 * (1 + 2)
 
 
 def test_an_encoder_on_its_own_ranks_holds_one_microbatch_more_than_the_stage_it_feeds():
@@ -77,7 +78,7 @@ def test_the_default_is_the_plan_of_the_step_function():
 @pytest.mark.parametrize(
     ("vpp", "names"),
     [
-        (1, ("1f1b", "gpipe", "zero_bubble_h1", "zero_bubble_h2")),
+        (1, ("1f1b", "gpipe", "zero_bubble_h1", "zero_bubble_h2", "u_shape")),
         (
             2,
             ("1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"),
@@ -131,6 +132,7 @@ SCHEDULES = [
             ("zero_bubble_h1", 1),
             ("zero_bubble_h2", 1),
             ("gpipe", 1),
+            ("u_shape", 1),
             ("1f1b", 2),
             ("interleaved_1f1b", 2),
             ("looped_bfs", 2),

@@ -25,12 +25,17 @@ from pipegrid.transport.edge import Edge
 ANY_GRAPH: Final = "1f1b"
 """The schedule that needs no chain, and takes any number of chunks."""
 
+U_SHAPE: Final = "u_shape"
+
 NAMES: Final = (ANY_GRAPH, *(name for name, known in SCHEDULES.items() if known.trains and name != ANY_GRAPH))
 
 
 def chunks_of(name: str) -> int | None:
-    """Stages of the language model that ``name`` needs on every place of its pipeline; None is two or more."""
-    return SCHEDULES[name].chunks
+    """Stages of the language model that ``name`` needs on every place of its pipeline; None is two or more.
+
+    A U has one on every place, and the last one on the first place besides.
+    """
+    return 1 if name == U_SHAPE else SCHEDULES[name].chunks
 
 
 def fits(name: str, vpp: int) -> bool:
@@ -44,11 +49,22 @@ def fitting_names(vpp: int) -> tuple[str, ...]:
     return tuple(name for name in NAMES if fits(name, vpp))
 
 
-def places_of_chunks(name: str, pp: int, vpp: int) -> tuple[int, ...]:
-    """The place in the pipeline of each stage of the language model: round and round, or forth and back."""
+def num_stages(name: str, pp: int, vpp: int) -> int:
+    """Stages of the language model: ``vpp`` on each of ``pp`` places, and one more in a U."""
+    return pp * vpp + (name == U_SHAPE)
+
+
+def places_of_stages(name: str, pp: int, vpp: int) -> tuple[int, ...]:
+    """The place in the pipeline of each stage of the language model: round and round, forth and back, or a U."""
     if name == ANY_GRAPH or not fits(name, vpp):
-        return looped_placement(pp, pp * vpp)
-    return tuple(place for (place,) in SCHEDULES[name].plan(pp, 1, vpp).placement)
+        return looped_placement(pp, num_stages(name, pp, vpp))
+    return tuple(place for (place,) in _of_the_language_model(name, pp, vpp, 1).placement)
+
+
+def _of_the_language_model(name: str, pp: int, vpp: int, num_microbatches: int) -> Plan:
+    """The schedule of the language model alone."""
+    known = SCHEDULES[name]
+    return known.plan(pp, num_microbatches, vpp if known.chunks is None else known.chunks)
 
 
 def plan_of(
@@ -91,7 +107,7 @@ def _around_the_language_model(
     # A topological order has the language model last: every encoder feeds it.
     language = {position: tuple(s - first for s in stages if s >= first) for position, stages in held.items()}
     places = sum(1 for stages in language.values() if stages)
-    schedule = SCHEDULES[name].plan(places, num_microbatches, graph.depth(LANGUAGE) // places)
+    schedule = _of_the_language_model(name, places, graph.depth(LANGUAGE) // places, num_microbatches)
     place_of = {stages: place for place, stages in enumerate(schedule.stages_at)}
     orders: dict[int, list[Action]] = {}
     for position, stages in held.items():

@@ -35,14 +35,15 @@ def part(whole, comm, stage, axis=0):
     return whole.chunk(held.parts, axis)[held.ranks.index(comm.rank)] if held.parts > 1 else whole
 
 
-def both_ways(pair, shapes, *, flags=(False, False), strict=False, label="vtp"):
+def both_ways(pair, shapes, *, flags=(False, False), **settings):
     """Tensors of ``shapes`` there and back across a boundary of ``pair`` tp sizes, on the first ranks of the world."""
     a, b = pair
     if dist.get_rank() >= a + b:
         return
-    settings = {"variable_seq_lengths": True, "strict": strict}
+    # Ranks that this pair does not need wait for the others in the construction of a later one.
+    settings = {"variable_seq_lengths": True, "open_deadline": 600.0, **settings}
     ranks = [range(a), range(a, a + b)]
-    comm = make(pair, settings=settings, label=f"{label}-{pair}-{flags}", ranks=ranks, sequence_parallel=flags)
+    comm = make(pair, settings=settings, label=f"{pair}-{flags}", ranks=ranks, sequence_parallel=flags)
     edge = Edge(0, 1)
     for seed, shape in enumerate(shapes):
         there, back = tensor(shape, seed), tensor(shape, 1000 + seed)

@@ -9,8 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipegrid.schedules import SCHEDULES, Forwarded, PipelineRuntime, lower
 from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.forward_backward import forward_backward_pipelining_without_interleaving
+from pipegrid.schedules.forward_backward import (
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+)
 from pipegrid.transport import P2PCommunicator
 
 WIDTH = 8
@@ -92,4 +96,81 @@ def test_1f1b_on_real_ranks(ranks, microbatches, options):
         parts, expected = reference(ranks.world_size, microbatches, vary=vary, config=config, device=ranks.device)
         assert infos == (expected if ranks.rank == ranks.world_size - 1 else [])
         assert torch.equal(part.weight.grad, parts[ranks.rank].weight.grad)
+    communicator.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("chunks", "microbatches"), [(2, 2), (2, 8), (3, 4)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap_p2p_comm": True, "microbatch_group_size_per_vp_stage": 2}, {"communicators": "shared"}],
+    ids=str,
+)
+def test_interleaving_on_two_real_ranks(ranks, chunks, microbatches, options):
+    check_interleaving(ranks, chunks, microbatches, options)
+
+
+@pytest.mark.ranks(4)
+def test_interleaving_on_four_real_ranks_with_lengths_that_vary(ranks):
+    check_interleaving(ranks, 2, 8, {"variable_seq_lengths": True, "deallocate_pipeline_outputs": True})
+
+
+def check_interleaving(ranks, chunks, microbatches, options):
+    config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, **options)
+    vary = config.variable_seq_lengths
+    communicator = P2PCommunicator(dist.group.WORLD, config)
+    size = ranks.world_size
+    own = [Part(chunk * size + ranks.rank, config, ranks.device) for chunk in range(chunks)]
+    for _ in range(2):
+        for part in own:
+            part.weight.grad = None
+        infos = forward_backward_pipelining_with_interleaving(
+            forward_step_func=partial(step, vary=vary, device=ranks.device),
+            data_iterator=[iter(range(microbatches)) for _ in own],
+            model=own,
+            num_microbatches=microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+        )
+        parts, expected = reference(size * chunks, microbatches, vary=vary, config=config, device=ranks.device)
+        assert infos == (expected if ranks.rank == size - 1 else [])
+        for part, other in zip(own, parts[ranks.rank :: size], strict=True):
+            assert torch.equal(part.weight.grad, other.weight.grad)
+    communicator.close()
+
+
+class Computation:
+    """A stage for the runtime: the same part, and the same loss."""
+
+    def __init__(self, plan, stage, config, device):
+        self.model = Part(stage, config, device)
+        self.outgoing = [edge for edge in plan.graph.stage_edges if edge.source == stage]
+        self.count = plan.num_microbatches
+
+    def forward(self, index, inputs):
+        arriving = next(iter(inputs.values()), None)
+        device = self.model.weight.device
+        output = self.model(microbatch(index, 4, device) if arriving is None else arriving)
+        return Forwarded(
+            dict.fromkeys(self.outgoing, output), None if self.outgoing else (output**2).mean() / self.count
+        )
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.trains])
+def test_every_schedule_on_real_ranks(ranks, name):
+    plan = lower(SCHEDULES[name].plan(ranks.world_size, 5))
+    config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends)
+    communicator = P2PCommunicator(dist.group.WORLD, config, placement=[positions[0] for positions in plan.placement])
+    stages = {stage: Computation(plan, stage, config, ranks.device) for stage in plan.stages_at[ranks.rank]}
+    runtime = PipelineRuntime(plan, stages, communicator)
+    expected, _ = reference(plan.num_stages, 5, vary=False, config=config, device=ranks.device)
+    runtime.eval()
+    for _ in range(2):
+        for stage in stages.values():
+            stage.model.weight.grad = None
+        runtime.step()
+        for number, stage in stages.items():
+            assert torch.allclose(stage.model.weight.grad, expected[number].weight.grad, rtol=1e-12, atol=0)
     communicator.close()

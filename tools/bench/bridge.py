@@ -5,9 +5,9 @@
 Ranks on this machine, over gloo. Every lane goes through emulated links: a token bucket per rank and direction (or one
 for all ranks of a side: a shared uplink), which passes ``bandwidth`` bytes per second and takes ``message-seconds``
 for each message, out of the sender's and into the receiver's at once. Direct and leader take turns in one run; times
-are medians over the rounds, of the slowest rank, completion among copies included. After the first message no lane may send
-a header, and what each lane has put on the wire must be what the plan says: one message of so many bytes, and the time
-stamp that emulation adds.
+are medians over the rounds, of the slowest rank, completion among copies included. After the first message no lane may
+send a header, and what each lane has put on the wire must be what the plan says: one message of so many bytes, and the
+time stamp that emulation adds.
 
 The bound for direct is 1.1 times max(bytes per sender, bytes per receiver) / bandwidth. Links are so slow by default
 that the bound is a second or two, since what the machine itself takes (tens of milliseconds, mostly the completion of

@@ -6,13 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from digit_reader.encoder import ImageEncoder
-from digit_reader.job import Job, dtype_of, layer_names, token_loss
-from digit_reader.language import LanguageStage
+from digit_reader.job import Job, dtype_of, token_loss
+from digit_reader.modules import IMAGES, LANGUAGE, SIGNAL
 from digit_reader.options import Options
+from digit_reader.parts import joined, whole_of
 from digit_reader.samples import Samples
-from digit_reader.sizes import Sizes
-from pipegrid.layout import PipelineParallelLayerLayout
+from digit_reader.stepping import run_step
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}
 """The largest relative difference that a dtype may show."""
@@ -23,17 +22,28 @@ class Unsharded(nn.Module):
 
     def __init__(self, options: Options) -> None:
         super().__init__()
-        layout = PipelineParallelLayerLayout([list(options.stages().flatten_layout)], 1)
-        self.images = ImageEncoder(Sizes(), seed=options.seed)
-        self.language = LanguageStage(layer_names(layout, 0), Sizes(), seed=options.seed)
+        self.encoders = options.encoders
+        self.modules_by_name = nn.ModuleDict({name: whole_of(options, name) for name in (*self.encoders, LANGUAGE)})
 
-    def gradients(self, samples: Samples, indices: range) -> dict[str, torch.Tensor]:
-        """Gradients by parameter name of the token-weighted loss over ``indices``."""
+    def gradients(self, samples: Samples, indices: range) -> dict[tuple[str, str], torch.Tensor]:
+        """Gradients of the token-weighted loss over ``indices``, by module and name of the parameter."""
         dtype = next(self.parameters()).dtype
-        logits = self.language(self.images(samples.strips(indices).to(dtype)), samples.inputs(indices))
+        read = {IMAGES: samples.strips, SIGNAL: samples.signals}
+        seen = {name: self.modules_by_name[name](read[name](indices).to(dtype)) for name in self.encoders}
+        logits = self.modules_by_name[LANGUAGE](joined(seen, self.encoders), samples.inputs(indices))
         loss, tokens, _ = token_loss(logits, samples.targets(indices))
         torch.autograd.backward(loss / tokens)
-        return {name: _gradient(parameter) for name, parameter in self.named_parameters()}
+        return {
+            (module, name): _gradient(parameter)
+            for module, whole in self.modules_by_name.items()
+            for name, parameter in whole.named_parameters()
+        }
+
+
+def first_step_difference(job: Job, samples: Samples) -> float:
+    """The `largest_difference` after one step from the start; the same on every rank."""
+    run_step(job, samples, 0)
+    return largest_difference(job, samples, range(job.options.batch))
 
 
 def largest_difference(job: Job, samples: Samples, indices: range) -> float:
@@ -46,10 +56,11 @@ def largest_difference(job: Job, samples: Samples, indices: range) -> float:
     everything = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     floor = 1e-3 * everything / len(expected) ** 0.5
     worst = torch.zeros((), dtype=torch.float64)
-    for name, parameter in job.stage.part.named_parameters():
-        b = expected[f"{job.module}.{name}"]
-        difference = (_gradient(parameter).cpu() - b).norm() / torch.maximum(b.norm(), floor)
-        worst = torch.maximum(worst, difference.double())
+    for module, parts in job.modules.items():
+        for name, parameter in (found for part in parts for found in part.named_parameters()):
+            b = expected[module, name]
+            difference = (_gradient(parameter).cpu() - b).norm() / torch.maximum(b.norm(), floor)
+            worst = torch.maximum(worst, difference.double())
     # Not a number is as far off as can be, and must not get lost in a maximum.
     worst = torch.nan_to_num(worst, nan=torch.inf).to(job.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)

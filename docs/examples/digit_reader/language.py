@@ -1,6 +1,7 @@
 """The language model, layer by layer, so that a layout can cut it anywhere.
 
-Between its layers travels one tensor: image tokens and text, ``[batch, IMAGE_TOKENS + TEXT_LENGTH, hidden]``.
+Between its layers travels one tensor: the encoders' tokens and text, ``[batch, seen + TEXT_LENGTH, hidden]``, where
+``seen`` tokens come from the encoders.
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ from digit_reader.vocabulary import TEXT_LENGTH
 
 
 class Embedding(nn.Module):
-    """Text as vectors, behind the image tokens. ``E`` in a layout."""
+    """Text as vectors, behind what the encoders saw. ``E`` in a layout."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, seen: int) -> None:
         super().__init__()
+        del seen  # whatever there is, text stands behind it
         self.token = nn.Embedding(vocabulary.SIZE, sizes.hidden)
         self.position = nn.Parameter(torch.empty(TEXT_LENGTH, sizes.hidden))
 
-    def forward(self, image_tokens: Tensor, text: Tensor) -> Tensor:
-        """``[batch, IMAGE_TOKENS, hidden]`` and token ids ``[batch, TEXT_LENGTH]``, joined."""
-        return torch.cat((image_tokens, self.token(text) + self.position), dim=1)
+    def forward(self, seen: Tensor, text: Tensor) -> Tensor:
+        """``[batch, seen, hidden]`` and token ids ``[batch, TEXT_LENGTH]``, joined."""
+        return torch.cat((seen, self.token(text) + self.position), dim=1)
 
 
 class Decoder(nn.Module):
-    """A block in which text sees the whole image and the text before it. ``t`` in a layout."""
+    """A block in which text sees all that the encoders saw, and the text before it. ``t`` in a layout."""
 
     mask: Tensor
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, seen: int) -> None:
         super().__init__()
         self.block = Block(sizes.hidden, sizes.heads)
-        length = IMAGE_TOKENS + TEXT_LENGTH
+        length = seen + TEXT_LENGTH
         mask = torch.ones(length, length, dtype=torch.bool).tril()
-        mask[:IMAGE_TOKENS, :IMAGE_TOKENS] = True
+        mask[:seen, :seen] = True
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,14 +55,15 @@ class Decoder(nn.Module):
 class Head(nn.Module):
     """What each text position would write next. ``L`` in a layout; the loss itself is the training loop's."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, seen: int) -> None:
         super().__init__()
+        self.seen = seen
         self.norm = nn.LayerNorm(sizes.hidden)
         self.output = nn.Linear(sizes.hidden, vocabulary.SIZE, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The stream to logits ``[batch, TEXT_LENGTH, vocabulary]``."""
-        logits: Tensor = self.output(self.norm(x[:, IMAGE_TOKENS:]))
+        logits: Tensor = self.output(self.norm(x[:, self.seen :]))
         return logits
 
 
@@ -72,25 +75,25 @@ class LanguageStage(nn.Module):
 
     A name is a kind of layer and its global id. Parameters are called and initialised by it, so they are the same,
     bit for bit, however the model is cut; the whole model is the stage that has every layer. A stage without layers
-    hands on what it receives.
+    hands on what it receives. ``seen`` is how many tokens the encoders send for a strip.
 
     Raises:
         ValueError: a layer of a kind that this model does not have.
     """
 
-    def __init__(self, names: Sequence[str], sizes: Sizes, *, seed: int) -> None:
+    def __init__(self, names: Sequence[str], sizes: Sizes, *, seed: int, seen: int = IMAGE_TOKENS) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
         for name in names:
             kind = name.partition("_")[0]
             if kind not in _KINDS:
                 raise ValueError(f"layer {name!r} is of no kind that this model has: {', '.join(_KINDS)}")
-            layer = _KINDS[kind](sizes)
+            layer = _KINDS[kind](sizes, seen)
             initialise(layer, name=f"language.{name}", seed=seed)
             self.layers[name] = layer
 
     def forward(self, x: Tensor, text: Tensor | None = None) -> Tensor:
-        """Run the layers on ``x``: image tokens on the first stage, the stream on the others.
+        """Run the layers on ``x``: the encoders' tokens on the first stage, the stream on the others.
 
         ``text`` are token ids ``[batch, TEXT_LENGTH]``; only the stage that embeds needs them.
         """
@@ -98,7 +101,7 @@ class LanguageStage(nn.Module):
             if not isinstance(layer, Embedding):
                 x = layer(x)
             elif text is None:
-                raise ValueError(f"layer {name!r} joins text to the image tokens; pass token ids as text")
+                raise ValueError(f"layer {name!r} joins text to the encoders' tokens; pass token ids as text")
             else:
                 x = layer(x, text)
         return x

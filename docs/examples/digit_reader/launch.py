@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from pipegrid.schedules.control import Control, where_all_stand
+
+CONTROL = "digit_reader"
+"""Prefix of what ranks tell each other on the control store."""
 
 
 def launch(script: Path, arguments: Sequence[str], *, processes: int) -> int:
     """Run ``script`` with ``arguments`` on ``processes`` ranks of this machine.
 
-    The first rank that dies ends the others within seconds.
+    The first rank that dies ends the others within seconds. Ranks say where they stand on a store that lives here,
+    so what they said outlives them, rank 0 included.
 
     Returns:
-        The exit code for this process: 0, or 1 after a line that names the rank that failed first.
+        The exit code for this process: 0, or 1 after lines that name the rank that failed first and say where in
+        their plan all ranks stood.
     """
-    # torchrun tells at length how it kills the other ranks; the line below says what matters.
+    # torchrun tells at length how it kills the other ranks; the lines below say what matters.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -35,11 +45,29 @@ def launch(script: Path, arguments: Sequence[str], *, processes: int) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-u", str(script), *arguments)
+        elastic_launch(config, sys.executable)("-u", str(script), *arguments, "--control", f"localhost:{store.port}")
     except ChildFailedError as error:
-        # A killed rank first: the others fail on its closed connections within the same poll.
-        rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
-        ended = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        print(f"rank {rank} failed first ({ended}); the other ranks were stopped", file=sys.stderr)
+        print(_what_happened(error, Control(PrefixStore(CONTROL, store), -1, tuple(range(processes)))), file=sys.stderr)
         return 1
     return 0
+
+
+def _what_happened(error: ChildFailedError, control: Control) -> str:
+    """Whose failure was the first, and where all ranks stood.
+
+    A rank that was killed could not say so itself, and the others then fail on its closed connections; of a rank that
+    failed in any other way, the control store has the first word.
+    """
+    rank, failure = min(error.failures.items(), key=lambda item: (not _killed(item[1].exitcode), item[1].timestamp))
+    ended, said = f"exit code {failure.exitcode}", control.failure()
+    if _killed(failure.exitcode):
+        ended = failure.signal_name()
+    elif said is not None:
+        rank, ended = said.rank, said.text
+    stood = where_all_stand(control.positions(seconds=0))
+    return f"rank {rank} failed first ({ended}); the other ranks were stopped. Where the ranks stood:\n{stood}"
+
+
+def _killed(exitcode: int) -> bool:
+    """Whether a signal ended the rank, other than the one by which torchrun ends those that are left."""
+    return exitcode < 0 and exitcode != -signal.SIGTERM

@@ -15,6 +15,7 @@ from torch import Tensor
 from digit_reader import vocabulary
 from digit_reader.decoding import greedy
 from digit_reader.display import Figures
+from digit_reader.modules import IMAGES, LANGUAGE
 from digit_reader.vocabulary import TEXT_LENGTH
 from digit_reader.words import spell
 from pipegrid.schedules import (
@@ -23,7 +24,6 @@ from pipegrid.schedules import (
     Recording,
     position_of,
     simulate,
-    step_plan,
     timeline,
     write_perfetto,
     write_svg,
@@ -80,14 +80,13 @@ def write_timelines(job: Job) -> list[str]:
 
     Every rank calls it; the last one writes ``timeline.svg`` and ``timeline.json`` and returns their names.
     """
-    plan = step_plan(job.graph, job.options.microbatches)
-    track = job.recorder.track(plan, rank=dist.get_rank(), position=position_of(plan, job.communicator.stages))
+    track = job.recorder.track(job.plan, rank=dist.get_rank(), position=position_of(job.plan, job.stages))
     tracks = [track] * dist.get_world_size()
     dist.all_gather_object(tracks, track)
-    if dist.get_rank() != dist.get_world_size() - 1:
+    if dist.get_rank() != job.teller:
         return []
-    recording = Recording(plan, tracks)
-    planned = timeline(simulate(plan, measured_costs(recording)), unit="s", title="planned, with measured costs")
+    recording = Recording(job.plan, tracks)
+    planned = timeline(simulate(job.plan, measured_costs(recording)), unit="s", title="planned, with measured costs")
     measured = timeline(recording, title="measured, last step")
     job.options.out.mkdir(parents=True, exist_ok=True)
     write_svg([planned, measured], job.options.out / "timeline.svg")
@@ -96,7 +95,7 @@ def write_timelines(job: Job) -> list[str]:
 
 
 def measured_costs(recording: Recording) -> Costs:
-    """Per stage the median of what its forwards and backwards took, in seconds."""
+    """Per stage the median of what its forwards and its backwards, or the halves of these, took, in seconds."""
     plan = recording.plan
     took: dict[tuple[ActionKind, int], list[float]] = {}
     for track in recording.tracks:
@@ -104,11 +103,16 @@ def measured_costs(recording: Recording) -> Costs:
         for entry in track.actions:
             action = actions[entry.index]
             took.setdefault((action.kind, action.stage), []).append(entry.end - entry.start)
-    stages = range(plan.graph.num_stages)
-    return Costs(
-        F=tuple(statistics.median(took[ActionKind.F, stage]) for stage in stages),
-        B=tuple(statistics.median(took[ActionKind.B, stage]) for stage in stages),
-    )
+    of_kind = {
+        kind: tuple(_median(took.get((kind, stage))) for stage in range(plan.num_stages))
+        for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+    }
+    return Costs(F=of_kind[ActionKind.F], B=of_kind[ActionKind.B], I=of_kind[ActionKind.I], W=of_kind[ActionKind.W])
+
+
+def _median(seconds: list[float] | None) -> float:
+    """0 of what a stage never did, and what the simulation will not ask for."""
+    return statistics.median(seconds) if seconds else 0.0
 
 
 def read_aloud(job: Job, unseen: Samples) -> Tensor:
@@ -117,10 +121,10 @@ def read_aloud(job: Job, unseen: Samples) -> Tensor:
     Greedy decoding along the pipeline: one forward-only step for each position. Every rank calls it and gets the
     same ``[batch, TEXT_LENGTH]``.
     """
-    from digit_reader.training import run_step
+    from digit_reader.stepping import run_step
 
     options = job.options
-    share = lane_samples(options.batch // options.microbatches, job.grids["language"]) if job.is_last else range(0)
+    share = lane_samples(options.batch // options.microbatches, job.grids[LANGUAGE]) if job.is_last else range(0)
 
     def logits_of(text: Tensor) -> Tensor:
         given = evolve(unseen, texts=text)
@@ -139,14 +143,13 @@ def read_aloud(job: Job, unseen: Samples) -> Tensor:
 
 def show_strips(job: Job, unseen: Samples) -> None:
     """Print a few unseen strips with what was read, decoded greedily. Every rank calls it."""
-    last = dist.get_world_size() - 1
-    job.stage.eval()
+    job.train(training=False)
     written = read_aloud(job, unseen)
     shown = range(min(SHOWN, job.options.batch))
-    pixels = unseen.strips(shown) if job.role.is_first_stage("images") else None
-    found: list[Tensor | None] = [None] * (last + 1)
+    pixels = unseen.strips(shown) if IMAGES in job.modules else None
+    found: list[Tensor | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, pixels)
-    if dist.get_rank() != last:
+    if dist.get_rank() != job.teller:
         return
     strips = next(pixels for pixels in found if pixels is not None)
     for index, (number, strip) in enumerate(zip(unseen.numbers(shown), strips, strict=True)):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from digit_reader import vocabulary
-from digit_reader.strips import Scans, Split, draw_number, draw_strip
+from digit_reader.strips import Pixels, Scans, Split, draw_number, draw_signal, draw_strip
 
 
 @frozen
@@ -34,9 +34,16 @@ class Samples:
 
     def strips(self, indices: range) -> Tensor:
         """Pixels ``[samples, HEIGHT, WIDTH]``; needs the scans."""
+        return self._drawn(draw_strip, indices)
+
+    def signals(self, indices: range) -> Tensor:
+        """Signals ``[samples, SIGNAL]``; needs the scans."""
+        return self._drawn(draw_signal, indices)
+
+    def _drawn(self, draw: Callable[..., Pixels], indices: range) -> Tensor:
         if self.scans is None:
-            raise ValueError("this rank has no scans: only ranks of the image encoder draw strips")
-        return torch.stack([torch.from_numpy(draw_strip(self.scans, seed=self.seed, index=index)) for index in indices])
+            raise ValueError("this rank has no scans: only ranks of an encoder draw what it reads")
+        return torch.stack([torch.from_numpy(draw(self.scans, seed=self.seed, index=index)) for index in indices])
 
     def inputs(self, indices: range) -> Tensor:
         """Token ids ``[samples, TEXT_LENGTH]`` that the language model is given."""

@@ -25,6 +25,9 @@ HEIGHT: Final = SCAN + JITTER
 WIDTH: Final = 52
 """Columns of a strip: five digits with their largest gaps, rounded up to a multiple of 4."""
 
+SIGNAL: Final = SCAN * DIGITS[1]
+"""Samples of a strip's signal: a row sum for every row of every digit, silence behind the last."""
+
 WARP: Final = 0.15
 """How far each number of a copy's affine map lies from the identity's, at most: some 9 degrees, half a pixel."""
 
@@ -74,18 +77,36 @@ def draw_number(split: Split, *, seed: int, index: int) -> int:
 
 def draw_strip(scans: Scans, *, seed: int, index: int) -> Pixels:
     """Strip ``index`` as pixels ``[HEIGHT, WIDTH]``; it shows `draw_number` of the same arguments."""
+    chosen, jitter = _drawn(scans, seed, index)
+    strip = np.zeros((HEIGHT, WIDTH), dtype=np.float32)
+    left = 0
+    for scan, (down, gap) in zip(chosen, jitter, strict=True):
+        left += gap
+        strip[down : down + SCAN, left : left + SCAN] = scan
+        left += SCAN
+    return strip
+
+
+def draw_signal(scans: Scans, *, seed: int, index: int) -> Pixels:
+    """Strip ``index`` as a sound might have it, ``[SIGNAL]``: the ink in each row of its scans, one after another.
+
+    The scans are those of `draw_strip`, so both show the same hand; where a digit lies on the strip is not heard.
+    """
+    chosen, _ = _drawn(scans, seed, index)
+    signal = np.zeros(SIGNAL, dtype=np.float32)
+    for place, scan in enumerate(chosen):
+        signal[place * SCAN : (place + 1) * SCAN] = scan.mean(axis=1)
+    return signal
+
+
+def _drawn(scans: Scans, seed: int, index: int) -> tuple[list[Pixels], npt.NDArray[np.int64]]:
+    """The scans on a strip, and for each how far it lies down and behind the one before."""
     generator = _generator(scans.split, seed, index)
     digits = [int(digit) for digit in str(_number(generator))]
     choice = generator.random(len(digits))
     jitter = generator.integers(0, JITTER, size=(len(digits), 2), endpoint=True)
-    strip = np.zeros((HEIGHT, WIDTH), dtype=np.float32)
-    left = 0
-    for digit, chance, (down, gap) in zip(digits, choice, jitter, strict=True):
-        pool = scans.of_digit[digit]
-        left += gap
-        strip[down : down + SCAN, left : left + SCAN] = pool[int(chance * len(pool))]
-        left += SCAN
-    return strip
+    pools = [scans.of_digit[digit] for digit in digits]
+    return [pool[int(chance * len(pool))] for pool, chance in zip(pools, choice, strict=True)], jitter
 
 
 def _warped(scans: Pixels) -> Pixels:

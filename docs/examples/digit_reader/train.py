@@ -1,4 +1,4 @@
-"""Train the digit reader: `python train.py`, or `torchrun --nproc-per-node 4 train.py`. See options.py."""
+"""Train the digit reader: `python train.py`, or `torchrun --nproc-per-node 4 train.py`. See command_line.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 # The example is a folder of modules, not an installed package; its parent makes it importable by name.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from digit_reader.options import OptionsError, parse_options
+from digit_reader.command_line import parse_options
+from digit_reader.options import OptionsError
 
 
 def main(arguments: list[str]) -> int:

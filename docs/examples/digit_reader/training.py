@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from digit_reader.check import BOUNDS, largest_difference
+from digit_reader.check import BOUNDS, first_step_difference
 from digit_reader.display import Display, Figures, display
 from digit_reader.job import Job, build_job
 from digit_reader.options import Options
 from digit_reader.report import Metrics, show_strips, write_timelines
 from digit_reader.samples import Samples
+from digit_reader.stepping import run_step
 from digit_reader.strips import Split, load_scans
-from pipegrid.schedules import clip_grad_norm_, forward_backward_pipelining_without_interleaving
+from pipegrid.schedules import DisagreementError, JobFailedError, PipelineError, clip_grad_norm_
 
 LEARNING_RATE = 2e-3
 BETAS = (0.9, 0.98)
@@ -40,14 +42,33 @@ def train(options: Options) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     try:
-        needs_scans = options.check or dist.get_rank() in options.place()["images"].ranks
+        grids = options.place()
+        needs_scans = options.check or any(dist.get_rank() in grids[name].ranks for name in options.encoders)
         samples, unseen = (Samples(split, options.seed, load_scans(split) if needs_scans else None) for split in Split)
         job = build_job(options, samples, device)
-        code = _check(job, samples) if options.check else _train(job, unseen)
+        with contextlib.closing(job.monitor):
+            try:
+                code = _check(job, samples) if options.check else _train(job, unseen)
+            except Exception as error:
+                if _is_own(error, job):
+                    raise
+                return 1
         job.communicator.destroy()
         return code
     finally:
         dist.destroy_process_group()
+
+
+def _is_own(error: Exception, job: Job) -> bool:
+    """Whether this rank's failure was the first; the others are told. What stopped one of them, the launcher says."""
+    if not isinstance(error, (PipelineError, DisagreementError, JobFailedError)):  # of these, all know already
+        job.monitor.failed(f"{type(error).__name__}: {error}")
+    first = job.control.failure()
+    if first is None or first.rank == dist.get_rank():
+        return True
+    if job.options.control is None:  # torchrun is the launcher, which knows nothing of plans
+        print(f"rank {dist.get_rank()} was stopped: {error}", file=sys.stderr)
+    return False
 
 
 def _device() -> tuple[torch.device, str]:
@@ -66,26 +87,9 @@ def dist_environment() -> tuple[int, int]:
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def run_step(job: Job, samples: Samples, number: int, *, forward_only: bool = False) -> list[dict[str, Any]]:
-    """One step through the pipeline; on the rank with the loss, what each microbatch's loss function told."""
-    options = job.options
-    return forward_backward_pipelining_without_interleaving(
-        forward_step_func=lambda batches, stage: job.forward_step(samples, batches, stage),
-        data_iterator=samples.microbatches(number, batch=options.batch, microbatches=options.microbatches),
-        model=job.stage,
-        num_microbatches=options.microbatches,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        p2p_communicator=job.communicator,
-        pg_collection=job.groups,
-    )
-
-
 def _check(job: Job, samples: Samples) -> int:
     options = job.options
-    run_step(job, samples, 0)
-    difference = largest_difference(job, samples, range(options.batch))
+    difference = first_step_difference(job, samples)
     bound = BOUNDS[options.dtype]
     if dist.get_rank() == 0:
         verdict = "within" if difference < bound else "PAST"
@@ -99,7 +103,7 @@ def _check(job: Job, samples: Samples) -> int:
 
 def _train(job: Job, unseen: Samples) -> int:
     options = job.options
-    optimizer = torch.optim.AdamW(_parameter_groups(job.stage), lr=LEARNING_RATE, betas=BETAS)
+    optimizer = torch.optim.AdamW(_parameter_groups(job), lr=LEARNING_RATE, betas=BETAS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
     metrics, files = Metrics(), list[str]()
     with _shown(job) as shown:
@@ -129,10 +133,10 @@ def _train(job: Job, unseen: Samples) -> int:
                 if shown is not None:
                     shown.show(figures)
                 since, tallies = time.perf_counter(), torch.zeros(4, dtype=torch.float64)
-    if dist.get_rank() == _teller(job):
+    if dist.get_rank() == job.teller:
         files += metrics.write(options.out)
     show_strips(job, unseen)
-    if dist.get_rank() == _teller(job):
+    if dist.get_rank() == job.teller:
         print(f"exact match on {TEST_STEPS * options.batch} strips of unseen scans: {100 * (accuracy or 0.0):.1f}%")
         print(f"written to {options.out}: {', '.join(sorted(files))}", flush=True)
     return 0
@@ -144,7 +148,7 @@ def _one_step(job: Job, optimizer: torch.optim.Optimizer, number: int) -> torch.
     infos = run_step(job, job.samples, number)
     whole, busy = job.recorder.now - start, job.recorder.computing
     with job.recorder.aside("optimizer"):
-        clip_grad_norm_(job.stage, job.groups, MAX_NORM)
+        clip_grad_norm_(job.modules, job.groups, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
     loss = sum(info["loss"].item() for info in infos)
@@ -159,11 +163,11 @@ def _common_now(job: Job) -> float:
     return now.item()
 
 
-def _parameter_groups(stage: torch.nn.Module) -> list[dict[str, Any]]:
+def _parameter_groups(job: Job) -> list[dict[str, Any]]:
     """Matrices decay; gains and biases do not."""
     decay: list[torch.nn.Parameter] = []
     keep: list[torch.nn.Parameter] = []
-    for parameter in stage.parameters():
+    for parameter in job.parameters():
         (decay if parameter.ndim > 1 else keep).append(parameter)
     return [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": keep, "weight_decay": 0.0}]
 
@@ -175,12 +179,12 @@ def _rate(step: int, steps: int) -> float:
 
 def measure(job: Job, unseen: Samples, steps: int) -> float:
     """The share of unseen strips that are read exactly; the same on every rank."""
-    job.stage.eval()
+    job.train(training=False)
     found = torch.zeros(2, dtype=torch.float64)
     for number in range(steps):
         for info in run_step(job, unseen, number, forward_only=True):
             found += torch.stack((info["exact"], info["samples"].to(info["exact"].device))).double().cpu()
-    job.stage.train()
+    job.train(training=True)
     exact, all_of_them = _over_job(found, job)
     return exact / all_of_them
 
@@ -192,14 +196,9 @@ def _over_job(tallies: torch.Tensor, job: Job) -> list[float]:
     return [float(value) for value in total]
 
 
-def _teller(job: Job) -> int:
-    """The rank that talks: the last one, which has the loss."""
-    return max(job.grids["language"].ranks)
-
-
 @contextlib.contextmanager
 def _shown(job: Job) -> Iterator[Display | None]:
-    if dist.get_rank() != _teller(job):
+    if dist.get_rank() != job.teller:
         yield None
         return
     with display(job.options.steps) as shown:

@@ -1,7 +1,9 @@
 """The invariants of a reshard plan, for all pairs of grids with up to 8 ranks a side.
 
 Dims are tp, cp, dp, pp and one declared extra dim; every strategy; even, uneven and given lanes, packed tokens, no
-rows. A part of it always runs; the whole of it runs nightly.
+rows. 96 grids with 24 placements make 2 304 sides, of 137 kinds; so 18 769 pairs, 281 535 times with every strategy
+and kind of sizes, each both ways; and 9 216 pairs of grids that overlap, with every strategy. That runs nightly, in
+about five minutes of one core; a part of it always runs.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ def prove_all(pairs, kind, strategy):
 def test_there_are_as_many_grids_and_kinds_of_sides_as_said():
     assert len(SHAPES) == 96
     assert len(SHAPES) * len(PLACEMENTS) == len(list(every_side())) == 2304
-    assert len(kinds("source")) == len(kinds("destination", MOST))
-    assert len(disjoint_pairs()) == len(kinds("source")) ** 2
+    assert len(kinds("source")) == len(kinds("destination", MOST)) == 137
+    assert len(disjoint_pairs()) == 18_769
 
 
 def prove_renamed(sides, partner, *, as_source):

@@ -321,13 +321,17 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
     if bridge.is_source:
         with pytest.raises(PendingGradientError, match="recv_backward on rank 0"):
             bridge.recv_backward()
-        with pytest.raises(ShapeError, match="carries one tensor, got NoneType"):
+        with pytest.raises(ShapeError, match="carries one tensor, got NoneType; .* send a tensor without rows"):
             bridge.send_forward(None)
+        with pytest.raises(ShapeError, match="carries one tensor, got dict; concatenate several along their last axis"):
+            bridge.send_forward({"tokens": torch.ones(2, 2, 2), "mask": torch.ones(2, 2, 2)})
         with pytest.raises(ShapeError, match=r"3 axes, got shape \(2, 2\)"):
             bridge.send_forward(torch.ones(2, 2))
         bridge.send_forward(torch.ones(2, 2, 2))
         with pytest.raises(ShapeError, match="was agreed with the first message"):
             bridge.send_forward(torch.ones(1, 2, 2))
+        with pytest.raises(ShapeError, match=r"dtype='float16'.* but .*dtype='float32'.* was agreed"):
+            bridge.send_forward(torch.ones(2, 2, 2, dtype=torch.float16))
     else:
         with pytest.raises(PendingGradientError, match="send_backward on rank 1"):
             bridge.send_backward(torch.ones(2, 2, 2))
@@ -352,8 +356,33 @@ def test_lanes_that_do_not_fit_together_are_named():
     bridge.destroy()
 
 
+@pytest.mark.ranks(3)
+def test_lanes_of_different_dtypes_are_named():
+    bridge = whole_world(grid(dp=2), grid(2, dp=1))
+    if bridge.is_source:
+        dtype = (torch.float32, torch.float64)[torch.distributed.get_rank()]
+        bridge.isend_forward(torch.ones(1, 2, 2, dtype=dtype))
+    else:
+        with pytest.raises(ShapeError, match=r"send different dtypes: \['float32', 'float64'\]; use one"):
+            bridge.recv_forward()
+    torch.distributed.barrier()
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_whole_numbers_are_not_rounded_to_the_wire():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), comm_dtype=torch.bfloat16, backward=False)
+    if bridge.is_source:
+        with pytest.raises(ShapeError, match=r"travels as torch\.bfloat16, which would round the int64 values"):
+            bridge.send_forward(torch.full((1, 1, 1), 2**20 + 1))
+    bridge.destroy()
+
+
 @pytest.mark.ranks(1)
 def test_settings_that_contradict_each_other():
+    for wrong in ("bfloat16", torch.int32):
+        with pytest.raises(BridgeError, match=r"comm_dtype is .*; .* give a floating-point torch\.dtype"):
+            whole_world(grid(dp=1), grid(1), comm_dtype=wrong)
     with pytest.raises(LaneTotalsError, match="hold 4 samples per microbatch, destination lanes"):
         whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 3))
     with pytest.raises(LaneTotalsError, match="lane without samples"):

@@ -80,6 +80,7 @@ class MemoryCommunicator:
     current_stage: int
     graph: object = None
     stages: tuple[int, ...] = ()
+    virtual_pipeline_model_parallel_size: int | None = None
 
     def isend(self, payload, *, edge, direction):
         with self.network.lock:

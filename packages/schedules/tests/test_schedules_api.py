@@ -16,6 +16,7 @@ PLANNING = {
     "PlanSyntaxError",
     "Proof",
     "Step",
+    "TyingError",
     "actions_of",
     "chain",
     "compute_plan",
@@ -37,31 +38,42 @@ PLANNING = {
     "v_half",
     "v_min",
     "verify",
+    "with_reduce",
     "zero_bubble_h1",
     "zero_bubble_h2",
     "zero_bubble_v",
 }
 
 RUNNING = {
+    "DeferralError",
     "Forwarded",
     "GradientError",
     "Hook",
     "LossError",
+    "LossScale",
+    "LossScaleError",
+    "LossScaler",
+    "MainGradError",
     "MessageHook",
     "PipelineConfig",
     "PipelineError",
     "PipelineRuntime",
     "PlanMismatchError",
     "Recorder",
+    "ReductionError",
     "Stage",
     "StageOutputError",
     "StepArgumentError",
+    "TiedParameters",
+    "accumulate_in_main_grad",
     "backward_step",
     "check_first_val_step",
+    "clear_embedding_activation_buffer",
     "clip_grad_norm_",
     "convert_schedule_table_to_order",
     "custom_backward",
     "deallocate_output_tensor",
+    "finish_embedding_wgrad_compute",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
     "forward_step",
@@ -70,10 +82,16 @@ RUNNING = {
     "get_pp_rank_microbatches",
     "get_schedule_table",
     "get_tensor_shapes",
+    "output_linear",
     "position_of",
     "reduce_gradients",
+    "scale_loss",
     "set_current_microbatch",
     "step_plan",
+    "tie_parameters",
+    "tied_stages",
+    "unscale_gradients_",
+    "zero_main_grads",
 }
 
 
@@ -87,7 +105,9 @@ def test_planning_works_with_torch_blocked():
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from pipegrid.schedules import lower, one_f_one_b, verify\n"
-        "print(verify(lower(one_f_one_b(2, 3))).num_messages)\n"
+        "from pipegrid.schedules import LossScale, with_reduce\n"
+        "plan = with_reduce(lower(one_f_one_b(2, 3)), {'word': (0, 1)})\n"
+        "print(verify(plan).num_messages)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.stdout, result.stderr) == ("6\n", "")

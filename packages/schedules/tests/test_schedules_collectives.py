@@ -11,6 +11,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.collectives import check_collectives
 from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.fitting import require_runnable
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.verification import verify
@@ -58,3 +59,23 @@ def test_a_collective_stands_alone_and_moves_something():
         check_collectives(evolve(plan, positions=((*plan.positions[0], bare), plan.positions[1])), 0, able(BRIDGE))
     with pytest.raises(PlanMismatchError, match="in a batch"):
         check_collectives(evolve(plan, positions=(((bare, bare),), plan.positions[1])), 0, able(BRIDGE))
+
+
+def test_plan_and_communicator_agree_on_the_edges_that_carry_gradients():
+    graph = ModuleGraph({"enc": 1, "llm": 1, "gen": 1}, {"enc": ["llm", "gen"], "llm": ["gen"]})
+    trained = lower(multi_module_1f1b(graph, 2))
+    frozen = lower(multi_module_1f1b(graph, 2, forward_only=["enc"]))
+    every = SimpleNamespace(forward_edges=())
+    one = SimpleNamespace(forward_edges=(Edge(0, 2),))
+    both = SimpleNamespace(forward_edges=(Edge(0, 1), Edge(0, 2)))
+    require_runnable(trained, 0, every, ())
+    require_runnable(frozen, 0, both, ())
+    require_runnable(lower(multi_module_1f1b(graph, 2, forward_only=graph.order)), 0, every, ())
+    with pytest.raises(
+        PlanMismatchError, match=r"edge 0>2 \('enc' -> 'gen'\) was declared without backward, but the plan"
+    ):
+        require_runnable(trained, 0, one, ())
+    with pytest.raises(
+        PlanMismatchError, match=r"edge 0>1 \('enc' -> 'llm'\) was declared with backward, but the plan"
+    ):
+        require_runnable(frozen, 0, one, ())

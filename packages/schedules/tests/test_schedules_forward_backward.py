@@ -18,7 +18,7 @@ from pipegrid.schedules.forward_backward import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from pipegrid.schedules.runtime import PipelineError, PlanMismatchError
+from pipegrid.schedules.runtime import PipelineError
 from pipegrid.schedules.seed_stage import AnnouncedShapes, AnnouncedShapesError, StageOutputError
 
 WIDTH = 4
@@ -393,9 +393,24 @@ def test_bad_arguments_are_named(network, memory_communicator):
     with pytest.raises(ValueError, match="Linear has no `config`"):
         call(p2p_communicator=communicator, model=nn.Linear(1, 1))
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
-    with pytest.raises(StepArgumentError, match=r"holds the stages .* of several modules"):
-        call(p2p_communicator=memory_communicator(network, 2, 0, graph, (0, 1)))
-    with pytest.raises(PlanMismatchError, match=r"this rank has stages \[7\]"):
+    both = memory_communicator(network, 2, 0, graph, (0, 1))
+    with pytest.raises(StepArgumentError, match=r"runs the modules \['images', 'language'\]; give model as a dict"):
+        call(p2p_communicator=both)
+    one, other = (build(Case(ModuleGraph({"model": 1}), 4))[0] for _ in range(2))
+    with pytest.raises(StepArgumentError, match=r"model has entries for \['images'\], but this rank runs"):
+        call(p2p_communicator=both, model={"images": one})
+    with pytest.raises(StepArgumentError, match=r"data_iterator has entries for \['audio'\], but this rank runs"):
+        call(p2p_communicator=both, model={"images": one, "language": one}, data_iterator={"audio": iter(())})
+    other.config = PipelineConfig(deadline=1.0)
+    with pytest.raises(StepArgumentError, match="the models on this rank have different configs"):
+        call(p2p_communicator=both, model={"images": one, "language": other})
+    with pytest.raises(
+        StepArgumentError, match=r"holds the stages \[\('images', 0\), \('images', 1\)\], several of one"
+    ):
+        call(p2p_communicator=memory_communicator(network, 2, 0, ModuleGraph({"images": 2, "text": 1}), (0, 1)))
+    with pytest.raises(StepArgumentError, match="holds no stage of any module"):
+        call(p2p_communicator=memory_communicator(network, 2, 0, graph, ()))
+    with pytest.raises(StepArgumentError, match=r"this rank has stages \[7\], but the communicator's graph has"):
         call(p2p_communicator=memory_communicator(network, 2, 0, graph, (7,)))
 
 

@@ -13,6 +13,7 @@ from pipegrid.schedules.gradients import GradientError
 from pipegrid.schedules.reduction import ReductionError, settle_reduction
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
+TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})
 
 
 @frozen
@@ -50,15 +51,15 @@ class Wrapped(nn.Linear):
         raise NotImplementedError
 
 
-def settle(*, model=None, grids=None, collection=None, stage=0, graph=GRAPH, **options):
+def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
     communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
     return settle_reduction(
-        model=model or nn.Linear(1, 1),
+        models=chunks or {stage: model or nn.Linear(1, 1)},
         config=PipelineConfig(**options),
         communicator=communicator,
         graph=graph,
-        stage=stage,
         pg_collection=collection,
+        frozen=frozen,
     )
 
 
@@ -69,6 +70,10 @@ def settle(*, model=None, grids=None, collection=None, stage=0, graph=GRAPH, **o
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}},
             "'images' has 2 data lanes whose gradients nobody",
+        ),
+        (
+            {"grids": {"images": (1, 1), "language": (2, 1)}},
+            "one data lane of module 'images' gets the gradients of 2 lanes' mean losses, .* divide them by 2",
         ),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}, "collection": Groups()},
@@ -109,9 +114,9 @@ def test_a_finalizer_is_asked_first_and_told_the_tokens():
     def finalize(models, num_tokens, pg_collection):
         calls.append((len(models), None if num_tokens is None else int(num_tokens), pg_collection))
 
-    settle(finalize_model_grads_func=finalize)(torch.tensor(7))
-    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)(torch.tensor(7))
-    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)(None)
+    settle(finalize_model_grads_func=finalize)({0: torch.tensor(7)})
+    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)({0: torch.tensor(7)})
+    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)({0: None})
     assert calls == [(1, None, None), (1, 7, None), (1, 0, None)]
 
 
@@ -119,5 +124,48 @@ def test_one_lane_of_two_of_the_loss_is_divided_by_two():
     """The encoder's one lane saw the sum of two lanes' losses, each a mean over its own half."""
     model = nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.ones_like(model.weight)
-    settle(model=model, grids={"images": (1, 1), "language": (2, 1)}, collection=Groups())(None)
+    settle(model=model, grids={"images": (1, 1), "language": (2, 1)}, collection=Groups())({0: None})
     assert model.weight.grad.item() == 0.5
+
+
+def test_chunks_that_share_a_parameter_finish_it_once():
+    """Of a V-shaped schedule, the first rank has both the embedding and the head."""
+    first, last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    last.weight = first.weight
+    first.weight.grad = torch.ones_like(first.weight)
+    grids = {"images": (1, 1), "language": (2, 1)}
+    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, grids=grids, collection=Groups())({0: None, 1: None})
+    assert first.weight.grad.item() == 0.5
+    told = []
+
+    def finalize(models, *_, **__):
+        told.extend(models)
+
+    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, finalize_model_grads_func=finalize)({0: None, 1: None})
+    assert told == [first, last]
+
+
+def test_all_chunks_reduce_by_themselves_or_none():
+    with pytest.raises(ReductionError, match="1 of this rank's 2 chunks of module 'images' reduce by themselves"):
+        settle(chunks={0: Wrapped(1, 1), 1: nn.Linear(1, 1)}, graph=TWO_CHUNKS)
+    settle(chunks={0: Wrapped(1, 1), 1: Wrapped(1, 1)}, graph=TWO_CHUNKS)({0: None, 1: None})
+
+
+def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
+    """A colocated encoder has no loss of its own; the language model's tokens divide the gradients of both."""
+    counted = []
+
+    def finalize(models, num_tokens, pg_collection):
+        counted.append((len(models), int(num_tokens)))
+
+    both = {0: nn.Linear(1, 1), 1: nn.Linear(1, 1)}
+    finish = settle(chunks=both, finalize_model_grads_func=finalize, calculate_per_token_loss=True)
+    finish({0: None, 1: torch.tensor(7)})
+    assert counted == [(2, 7)]
+
+
+def test_a_frozen_module_needs_no_groups():
+    grids = {"images": (2, 1), "language": (1, 1)}
+    with pytest.raises(ReductionError, match="'images' has 2 data lanes whose gradients nobody"):
+        settle(grids=grids)
+    settle(grids=grids, frozen=("images",))({0: None})

@@ -10,13 +10,19 @@ from attrs import define
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import parse_action
+from pipegrid.schedules.catalogue import SCHEDULES
+from pipegrid.schedules.costs import Costs
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.generators import gpipe, multi_module_1f1b, one_f_one_b
+from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.generators import gpipe, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_h1
+from pipegrid.schedules.hooks import ProfilerRanges
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.recorder import Recorder
 from pipegrid.schedules.recording import Recording
-from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, PlanMismatchError
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.search import greedy
+from pipegrid.transport.edge import Edge
 
 
 @define
@@ -78,6 +84,9 @@ PLANS = {
     "1f1b": lower(one_f_one_b(3, 4)),
     "early receives": lower(one_f_one_b(4, 5), receives="early"),
     "one position": lower(multi_module_1f1b(DIAMOND, 3, placement=[0, 0, 0, 0])),
+    **{f"{name}, 3 positions": lower(SCHEDULES[name].plan(3, 4)) for name in SCHEDULES if SCHEDULES[name].trains},
+    "uneven chunks": lower(interleaved_1f1b(3, 5, num_stages=5)),
+    "greedy": lower(greedy(Costs(F=1, I=1.2, W=0.8), num_positions=3, num_microbatches=5)),
     "two stages on each of two positions": lower(multi_module_1f1b(DIAMOND, 3, placement=[0, 1, 0, 1])),
 }
 
@@ -187,3 +196,70 @@ def test_outputs_must_be_those_of_the_edges():
         PipelineError, match=r"position 0, step 1 of \d+: 0F0: .* stage 0 returned outputs for \[\]; .* \['0>1'\]"
     ):
         runtime.step()
+
+
+def test_a_plan_of_computes_alone_must_be_lowered():
+    plan = one_f_one_b(2, 2)
+    with pytest.raises(PlanMismatchError, match=r"computes alone, but its 2 positions feed each other.* lower\(plan\)"):
+        PipelineRuntime(plan, {0: scales(plan)[0]}, None)
+
+
+def test_one_position_needs_no_messages():
+    plan = gpipe(1, 2)
+    stage = scales(plan)[0]
+    PipelineRuntime(plan, {0: stage}, None).step()
+    assert stage.weight.grad is not None
+
+
+def test_a_collective_is_refused_where_the_communicator_has_none():
+    plan = lower(one_f_one_b(2, 2), collectives={Edge(0, 1): "bridge"})
+    with pytest.raises(PlanMismatchError, match=r"0COLLECTIVE0>1@bridge, but a NoneType has no collective"):
+        PipelineRuntime(plan, {0: scales(plan)[0]}, None)
+
+
+class OutOfData(Scale):
+    def forward(self, microbatch, inputs):
+        if microbatch == 1:
+            raise StopIteration
+        return super().forward(microbatch, inputs)
+
+
+def test_after_a_failed_step_the_runtime_says_that_it_must_be_rebuilt():
+    plan = gpipe(1, 2)
+    runtime = PipelineRuntime(plan, {0: OutOfData(plan, 0, scales(plan)[0].weight, [])}, None)
+    with pytest.raises(PipelineError, match="the step failed at position 0, step 2 of 4: 0F1: StopIteration"):
+        runtime.step()
+    for verb in (runtime.step, runtime.eval):
+        with pytest.raises(PipelineError, match=r"failed before: the step failed at position 0, .* [Rr]ebuild"):
+            verb()
+
+
+def test_eval_comes_before_the_first_step_as_well_as_after(network, memory_communicator, in_threads):
+    plan = PLANS["zero_bubble_v, 3 positions"]
+    stages = scales(plan)
+    runtimes = [
+        PipelineRuntime(plan, {s: stages[s] for s in held}, memory_communicator(network, plan.num_stages, position))
+        for position, held in enumerate(plan.stages_at)
+    ]
+    for verb in ("eval", "step", "eval"):
+        in_threads([getattr(runtime, verb) for runtime in runtimes])
+    losses = stages[-1].losses
+    assert sorted(losses[:4]) == sorted(losses[4:8]) == sorted(losses[8:])
+    for stage, expected in zip(stages, expected_gradients(plan), strict=True):
+        assert torch.allclose(stage.weight.grad, expected, rtol=1e-14)
+
+
+def test_a_profile_has_a_range_for_every_action():
+    plan = lower(zero_bubble_h1(1, 2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        PipelineRuntime(plan, {0: scales(plan)[0]}, None, hooks=[ProfilerRanges()]).step()
+    names = {event.name for event in profile.events()}
+    assert {str(action) for action in plan.actions(0)} <= names
+    assert {"0F0", "0I0", "0W0"} <= names
+
+
+def test_a_plan_of_forwards_alone_keeps_nothing(network, memory_communicator, in_threads):
+    plan = lower(SCHEDULES["forward_only"].plan(3, 4))
+    stages = run(plan, network, memory_communicator, in_threads)
+    assert len(stages[-1].losses) == 4
+    assert all(stage.weight.grad is None for stage in stages)

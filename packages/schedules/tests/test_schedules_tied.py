@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -395,6 +398,19 @@ def test_whole_on_two_tp_ranks_beside_one_is_counted_once(ranks):
     module.weight.tensor_model_parallel = True
     with pytest.raises(TyingError, match="is sharded over tp, and the modules that hold it have different tp sizes"):
         tie_parameters("word", {stage: module.weight}, stages=[0, 1], grids=grids, graph=graph)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_never_comes_to_the_reduce_is_waited_for_no_longer_than_the_timeout(ranks):
+    parameter = nn.Parameter(torch.ones(3))
+    box = HyperCommGrid([2], ["pp"])
+    tied = tie_parameters("word", {ranks.rank: parameter}, stages=[0, 1], grids=box, timeout=timedelta(seconds=2))
+    if ranks.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|connection closed"):
+            tied.reduce()
+        assert time.monotonic() - began < 10
+    ranks.barrier()
 
 
 @pytest.mark.ranks(2)

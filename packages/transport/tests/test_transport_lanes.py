@@ -1,5 +1,6 @@
 """Lanes on real ranks: what goes in comes out, in order; handles tell the truth; buffers come back."""
 
+import contextlib
 import gc
 import threading
 import time
@@ -316,12 +317,14 @@ def test_what_is_under_way_cannot_be_released(ranks):
 
 
 @pytest.mark.ranks(2)
-def test_a_steady_exchange_is_one_message_each_way_and_no_host_wait(ranks):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_steady_exchange_is_one_message_each_way_and_no_host_wait(ranks, together):
     with open_lanes([THERE, BACK], config=config()) as lanes:
         mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
 
         def exchange():
-            sent, received = mine.isend(torch.ones(3)), theirs.irecv((3,))
+            with lanes.batch() if together else contextlib.nullcontext():
+                sent, received = mine.isend(torch.ones(3)), theirs.irecv((3,))
             received.wait()
             sent.wait()
 
@@ -367,6 +370,39 @@ class TestBatch:
                 assert handle.sequence == 0
             else:
                 assert lane.irecv().result().tolist() == [1, 1]
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("steady", [False, True])
+    def test_of_a_dead_lane_and_a_sound_one_issues_the_sound_ones_part(self, ranks, steady):
+        specs = [LaneSpec(0, 1, "dies"), LaneSpec(0, 1, "lives")]
+        with open_lanes(specs, config=config()) as lanes:
+            dies, lives = (lanes[spec] for spec in specs)
+            for _ in range(2 if steady else 0):
+                for lane in (dies, lives):
+                    (lane.isend(torch.zeros(2)) if ranks.rank == 0 else lane.irecv()).wait()
+            ranks.barrier()
+            if ranks.rank == 0:
+                with pytest.raises(P2PLaneDeadError), lanes.batch():
+                    lost, sent = dies.isend(torch.ones(2)), lives.isend(torch.ones(2))
+                    dies.abort("while it is held")
+                sent.wait()
+                with pytest.raises(P2PLaneDeadError):
+                    lost.wait()
+            else:
+                assert lives.irecv().result().tolist() == [1, 1]
+
+    @pytest.mark.ranks(2)
+    def test_of_what_was_agreed_before_a_renewal_agrees_anew(self, ranks):
+        with open_lanes([THERE], config=config()) as lanes:
+            lane = lanes[THERE]
+            for n in range(2):
+                (lane.isend(torch.full((2,), float(n))) if ranks.rank == 0 else lane.irecv()).wait()
+            with lanes.batch():
+                handle = lane.isend(torch.full((2,), 2.0)) if ranks.rank == 0 else lane.irecv()
+                lane.renew()
+            handle.wait()
+            assert ranks.rank == 0 or handle.result().tolist() == [2, 2]
+            assert lane.stats.headers == 2
 
     @pytest.mark.ranks(2)
     def test_belongs_to_its_thread(self, ranks):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipegrid.bridges.box import Box
 from pipegrid.bridges.errors import (
     BridgeError,
+    CompletionError,
     DestroyedError,
     LaneTotalsError,
     MissingTensorError,
@@ -21,6 +22,7 @@ from pipegrid.bridges.errors import (
     StageError,
     TilingError,
     UndeclaredDimError,
+    VTPTopologyError,
     WrongSideError,
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
@@ -31,11 +33,14 @@ from pipegrid.bridges.reshard import Completion, Message, ReshardPlan, plan_resh
 from pipegrid.bridges.side import Partial, Replicated, Sharded, Side, boundary_side
 from pipegrid.bridges.sizes import Sizes, axis_names
 from pipegrid.bridges.tiling import check_plan
+from pipegrid.bridges.vtp_topology import VTPTopology
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator
     from pipegrid.bridges.colocated import BridgeDirection, ColocatedBridgeCommunicator, SliceInfo
-    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator, RankModuleInfo
+    from pipegrid.bridges.module_part import RankModuleInfo
+    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
+    from pipegrid.bridges.vtp import VTPCommunicator
 
 __all__ = [
     "Box",
@@ -44,6 +49,7 @@ __all__ = [
     "BridgeError",
     "ColocatedBridgeCommunicator",
     "Completion",
+    "CompletionError",
     "DestroyedError",
     "EdgeOptions",
     "LaneTotalsError",
@@ -69,6 +75,9 @@ __all__ = [
     "StageError",
     "TilingError",
     "UndeclaredDimError",
+    "VTPCommunicator",
+    "VTPTopology",
+    "VTPTopologyError",
     "WrongSideError",
     "axis_names",
     "boundary_side",
@@ -83,8 +92,9 @@ _NEED_TORCH = {
     "BridgeDirection": "colocated",
     "ColocatedBridgeCommunicator": "colocated",
     "MultiModulePipelineCommunicator": "multimodule",
-    "RankModuleInfo": "multimodule",
+    "RankModuleInfo": "module_part",
     "SliceInfo": "colocated",
+    "VTPCommunicator": "vtp",
 }
 
 

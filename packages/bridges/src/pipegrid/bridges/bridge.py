@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,8 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.agreed import Announcement, LaneSize, lane_size, sizes_of
+from pipegrid.bridges.agreed import Announcement
+from pipegrid.bridges.agreement import Agreement
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
@@ -26,11 +26,12 @@ from pipegrid.bridges.errors import (
 )
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
 from pipegrid.bridges.links import Links
-from pipegrid.bridges.reshard import ReshardPlan, plan_reshard, routes
+from pipegrid.bridges.modules import is_in
+from pipegrid.bridges.reshard import ReshardPlan, routes
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
 from pipegrid.bridges.steps import Completing, broadcast_text, group_spec, pack, reduce_partial, start_completions
-from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Strategy, check_strategy
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Strategy
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.lane import Lane
@@ -40,7 +41,6 @@ from pipegrid.transport.protocol import ReceiveHandle
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = "F", "B"
-_MOST_KNOWN = 256  # plans kept for sizes that come back
 
 
 class BridgeCommunicator:
@@ -121,16 +121,21 @@ class BridgeCommunicator:
         dest_stage: int | None = None,
         open: bool = True,  # noqa: A002 -- reads as what it does
     ) -> None:
-        check_strategy(strategy)
+        choice = Choice(strategy, leader_below, links)
         if shapes not in {None, "fixed", "variable"}:
             raise BridgeError(f"shapes is {shapes!r}; use 'fixed' or 'variable'")
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
+            raise BridgeError(
+                f"comm_dtype is {comm_dtype!r}; what travels is rounded to it, so give a floating-point torch.dtype "
+                "such as torch.bfloat16, or None for the tensor's own"
+            )
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name = src_module_name or "src"
         self.dest_module_name = dest_module_name or "dest"
         self.tensor_ndim, self.comm_dtype = tensor_ndim, comm_dtype
         self.axes = axis_names(tensor_ndim, dim_mapping)
         self.strategy: Strategy = strategy
-        self.leader_below, self.links, self.backward = leader_below, links, backward
+        self.backward = backward
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
         self.src: Side = boundary_side(
             src_grid,
@@ -169,7 +174,7 @@ class BridgeCommunicator:
         self._owns_lanes = open
         if open:
             self.attach(open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device))
-        self._known: dict[tuple[tuple[int, Announcement], ...], Passage] = {}
+        self._agreement = Agreement(str(self), self.src, self.dst, self.axes, choice, self.rank, comm_dtype)
         # Fixed shapes: what was agreed. Variable ones: activations whose gradient is still to come.
         self._agreed_src: Passage | None = None
         self._announced: Announcement | None = None
@@ -260,12 +265,12 @@ class BridgeCommunicator:
         )
         if here:
             return True
-        if _holds(grid, self.rank):
+        if is_in(grid, self.rank):
             return False
         other = self.dest_module_name if side == "source" else self.src_module_name
         where = (
             f"the side of {other!r}"
-            if _holds(self.src_grid, self.rank) or _holds(self.dest_grid, self.rank)
+            if is_in(self.src_grid, self.rank) or is_in(self.dest_grid, self.rank)
             else "neither"
         )
         raise WrongSideError(
@@ -337,14 +342,20 @@ class BridgeCommunicator:
         Raises:
             WrongSideError: this rank is not in the source grid.
             NoBackwardError: the tensor requires grad and the edge has no backward.
-            ShapeError: wrong number of axes; or, with fixed shapes, not what was agreed.
+            ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
+                fixed shapes, not the shape and dtype that were agreed.
         """
         if not self._takes_part("source", "send_forward"):
             return None
         if not isinstance(tensor, torch.Tensor):
             raise ShapeError(
-                f"{self} carries one tensor, got {type(tensor).__name__}; where a microbatch has nothing to send, "
-                f"send a tensor without rows"
+                f"{self} carries one tensor, got {type(tensor).__name__}; concatenate several along their last axis, "
+                "and where a microbatch has nothing to send, send a tensor without rows"
+            )
+        if self.comm_dtype is not None and not tensor.is_floating_point():
+            raise ShapeError(
+                f"{self} travels as {self.comm_dtype}, which would round the {_name(tensor.dtype)} values of this "
+                "tensor; send a floating-point tensor, or declare the edge with comm_dtype=None"
             )
         if tensor.requires_grad and not self.backward:
             raise NoBackwardError(
@@ -357,7 +368,7 @@ class BridgeCommunicator:
                 f"{self}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first message; "
                 f"sizes that change need shapes='variable'"
             )
-        known = self._passage({self.rank: announced})
+        known = self._agreement.passage({self.rank: announced})
         if known.forward.source_shape(self.rank) != announced.shape:
             raise ShapeError(
                 f"{self}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} its "
@@ -513,7 +524,7 @@ class BridgeCommunicator:
             group = self.group("complete/F", copies)
             text = broadcast_text(json.dumps(sorted(texts.items())), leader, group, self.device)
             texts = dict(json.loads(text))
-        known = self._passage({rank: Announcement.decode(text) for rank, text in texts.items()})
+        known = self._agreement.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
         if not self.variable:
             self._agreed_dst = known
         return known
@@ -522,44 +533,6 @@ class BridgeCommunicator:
         """Start this rank's completions of a plan."""
         what = f"complete/{_BACKWARD if plan.backward else _FORWARD}"
         return start_completions(plan, out, lambda ranks: self.group(what, ranks), rank=self.rank, dtype=dtype)
-
-    def _passage(self, announced: Mapping[int, Announcement]) -> Passage:
-        """Plans for what some source ranks have announced: all that this rank needs to know."""
-        key = tuple(sorted(announced.items(), key=lambda item: item[0]))
-        if key in self._known:
-            return self._known[key]
-        lanes: dict[int, LaneSize] = {}
-        for rank, one in announced.items():
-            lane, size = self.src.lane_of(rank), lane_size(self.src, self.axes, one)
-            if lanes.setdefault(lane, size) != size:
-                raise ShapeError(
-                    f"{self}: ranks of lane {lane} of {self.src_module_name!r} send different parts: rank {rank} "
-                    f"announced {one}, others {lanes[lane]}; copies are alike and cp cuts evenly"
-                )
-        dtypes = {one.dtype for one in announced.values()}
-        if len(dtypes) != 1:
-            raise ShapeError(f"{self}: source ranks send different dtypes: {sorted(dtypes)}; use one")
-        dtype: torch.dtype = getattr(torch, dtypes.pop())
-        wire = self.comm_dtype or dtype
-        sizes = sizes_of(self.src, self.axes, lanes)
-        forward, backward = (
-            plan_reshard(
-                self.src,
-                self.dst,
-                sizes,
-                backward=back,
-                strategy=self.strategy,
-                itemsize=wire.itemsize,
-                leader_below=self.leader_below,
-                links=self.links,
-                rank=self.rank,
-            )
-            for back in (False, True)
-        )
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        known = self._known[key] = Passage(forward, backward, dtype, wire)
-        return known
 
 
 def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
@@ -571,10 +544,6 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _holds(grid: GridLike, rank: int) -> bool:
-    return grid.rank_offset <= rank < grid.rank_offset + math.prod(grid.shape)
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, NotReplicatedError, ShapeError
+from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
+from pipegrid.bridges.modules import ranks_of
+from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import ReshardPlan, plan_reshard
 from pipegrid.bridges.side import BATCH, GridLike, boundary_side
 from pipegrid.bridges.sizes import Sizes, axis_names
@@ -93,9 +95,13 @@ class ColocatedBridgeCommunicator:
         self._label = f"colocated/{src_module_name}>{dest_module_name}"
         self._extract_parallelism_info()
         self._build_rank_mappings()
-        self._check_replicated, self._check_every, self._calls = check_replicated, check_every, 0
         self._destroyed = False
-        self._make_groups(backend, timeout)
+        self._make_groups(backend, timeout, check_replicated=check_replicated)
+        self._check = (
+            ReplicationCheck(self._src, self._rank, check_every, self._group("check"), self._group("verdict"))
+            if check_replicated
+            else None
+        )
 
     # -- what the two layouts are ---------------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class ColocatedBridgeCommunicator:
                         f"{list(KNOWN_DIMS)} only and will not guess what {dim!r} holds; use a grid (or base view) "
                         f"without it, or a BridgeCommunicator with placements"
                     )
-        src, dst = _ranks(self.src_grid), _ranks(self.dest_grid)
+        src, dst = ranks_of(self.src_grid), ranks_of(self.dest_grid)
         if src != dst:
             raise BridgeError(
                 f"colocated bridge {names}: the source is on ranks {src.start}..{src.stop - 1}, the destination on "
@@ -178,16 +184,16 @@ class ColocatedBridgeCommunicator:
             for slot, tp in itertools.product(range(iter_size), range(sibling_tp_size))
         ]
 
-    def _make_groups(self, backend: str | None, timeout: Any) -> None:
+    def _make_groups(self, backend: str | None, timeout: Any, *, check_replicated: bool) -> None:
         # Slices need the gather groups only; a plan needs one group for its messages and its completions.
         specs = [GroupSpec(tuple(ranks), f"{self._label}/gather", shared=False) for ranks in self.gather_group_ranks]
         if not self._by_slots:
-            specs.append(group_spec(tuple(_ranks(self.src_grid)), self._label, "messages"))
+            specs.append(group_spec(tuple(ranks_of(self.src_grid)), self._label, "messages"))
             for side in (self._src, self._dst):
                 specs += [group_spec(r, self._label, "complete") for r in side.classes.values() if len(r) > 1]
-        if self._check_replicated:
+        if check_replicated:
             specs += [group_spec(r, self._label, "check") for r in self._src.classes.values() if len(r) > 1]
-            specs.append(group_spec(tuple(_ranks(self.src_grid)), self._label, "verdict"))
+            specs.append(group_spec(tuple(ranks_of(self.src_grid)), self._label, "verdict"))
         self._groups = create_groups(specs, backend=backend, timeout=timeout)
         self.gather_pg: dist.ProcessGroup | None = self._group("gather")
 
@@ -249,9 +255,8 @@ class ColocatedBridgeCommunicator:
         axis = self.dim_mapping[BATCH]
         if tensor.ndim <= axis:
             raise ShapeError(f"a tensor of shape {tuple(tensor.shape)} has no batch axis {axis}; fix dim_mapping")
-        if self._is_check_due():
-            self._compare_copies(tensor)
-        self._calls += 1
+        if self._check is not None:
+            self._check.look(tensor, tensor.shape[axis])
         if self.is_fan_out():
             self._check_divisible(tensor.shape[axis])
         if self._by_slots and self.direction is BridgeDirection.EQUAL:
@@ -323,41 +328,6 @@ class ColocatedBridgeCommunicator:
         assert group is not None
         return group
 
-    # -- checking -----------------------------------------------------------------------------------------
-
-    def _is_check_due(self) -> bool:
-        if not self._check_replicated:
-            return False
-        return self._calls == 0 or (self._check_every > 0 and self._calls % self._check_every == 0)
-
-    def _compare_copies(self, tensor: torch.Tensor) -> None:
-        lane = self._src.lane_of(self._rank)
-        rows = tensor.shape[self.dim_mapping[BATCH]]
-        found = torch.tensor([0, rows, -rows], dtype=torch.int64, device=tensor.device)
-        copies = self._group("check")
-        if copies is not None:
-            # The digests' largest and smallest value, in one all-reduce, the same on every copy.
-            digest = _digest(tensor)
-            extremes = torch.stack((digest, -digest))
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=copies)
-            if not torch.equal(extremes[0], -extremes[1]):
-                found[0] = lane + 1
-        # Every rank hears of it, since the others would wait for this lane for ever.
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group("verdict"))
-        wrong, most, least = (int(value) for value in found.tolist())
-        if most != -least:
-            raise LaneTotalsError(
-                f"the lanes of {self.src_module_name!r} hold between {-least} and {most} rows (here: {rows}); "
-                f"a colocated bridge needs equal lanes: pad them, or use a BridgeCommunicator with shapes='variable'"
-            )
-        if wrong:
-            wrong -= 1
-            ranks = [rank for rank in self._src.ranks if self._src.lane_of(rank) == wrong]
-            raise NotReplicatedError(
-                f"the copies of source lane {wrong} of {self.src_module_name!r} (ranks {ranks}) hold different "
-                f"tensors; the bridge takes one of them for all: gather or reduce over tp before communicate()"
-            )
-
 
 class _ColocatedCommunicate(torch.autograd.Function):
     """The bridge as one node of the graph."""
@@ -392,30 +362,14 @@ def _all_gather_along_batch_dim(tensor: torch.Tensor, group: dist.ProcessGroup, 
     return torch.cat(gathered.unbind(0), dim=batch_dim)
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers that differ, but for chance, where two tensors differ in any bit or in shape."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    place = torch.arange(data.numel(), device=data.device) % 65521 + 1
-    shape = torch.tensor(tensor.shape, device=data.device)
-    weights = torch.arange(1, tensor.ndim + 1, device=data.device)
-    return torch.stack((data.sum(), (data * place).sum(), (shape * weights).sum()))
-
-
 def _sizes(grid: GridLike) -> Mapping[str, int]:
     return dict(zip(grid.dim_names, grid.shape, strict=True))
-
-
-def _ranks(grid: GridLike) -> range:
-    count = 1
-    for size in grid.shape:
-        count *= size
-    return range(grid.rank_offset, grid.rank_offset + count)
 
 
 def _positions(grid: GridLike) -> dict[int, tuple[int, int]]:
     """(dp, tp) of every rank; where there is cp or pp too, of every rank all the same."""
     positions = {}
-    for rank in _ranks(grid):
+    for rank in ranks_of(grid):
         rest, coords = rank - grid.rank_offset, {}
         for dim, size in zip(grid.dim_names, grid.shape, strict=True):
             rest, coords[dim] = divmod(rest, size)

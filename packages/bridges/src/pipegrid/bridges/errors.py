@@ -39,8 +39,16 @@ class NotReplicatedError(BridgeError):
     """Ranks that should hold the same values hold different ones."""
 
 
+class CompletionError(RuntimeError):
+    """Copies of a stage could not complete each other: one of them died, was ended, or did not come in time."""
+
+
 class DestroyedError(RuntimeError):
     """A communicator used after `destroy`."""
+
+
+class VTPTopologyError(BridgeError):
+    """Stages of different tensor-parallel sizes that do not fit the world, each other, the layout or the sequence."""
 
 
 class StageError(BridgeError):

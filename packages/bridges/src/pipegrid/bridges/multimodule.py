@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator, lane_config
-from pipegrid.bridges.errors import DestroyedError, MissingTensorError, ShapeError, StageError
+from pipegrid.bridges.dict_exchange import DictExchange, Tensors, results, wait_for
+from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.module_part import ModuleChain, RankModuleInfo
 from pipegrid.bridges.modules import (
     EdgeOptions,
     dim_size,
-    dim_stride,
     is_in,
     module_graph,
     place_of,
@@ -26,86 +26,8 @@ from pipegrid.bridges.positions import Positions, collective_edges, edge_between
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.lane_spec import LaneSpec
-from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
+from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-
-Shape: TypeAlias = Sequence[int]
-Tensors: TypeAlias = dict[str, Any]
-
-
-class ModuleChain:
-    """The lanes between the stages of one module on one rank: `isend` and `irecv` by the module's own edges."""
-
-    def __init__(self, name: str, grid: GridLike, placement: Sequence[int], rank: int, *, backward: bool) -> None:
-        self.name, self.placement, self.backward = name, tuple(placement), backward
-        self._here = place_of(grid, rank)
-        self._grid, self._rank = grid, rank
-        self._lanes: Lanes | None = None
-
-    def _rank_of(self, stage: int) -> int:
-        return self._rank + (self.placement[stage] - self._here) * dim_stride(self._grid, "pp")
-
-    def spec(self, edge: Edge, direction: Direction) -> LaneSpec:
-        """The lane of one of the module's own edges, between this rank's copy of both stages."""
-        ends = self._rank_of(edge.source), self._rank_of(edge.destination)
-        first, second = ends if direction is Direction.FORWARD else ends[::-1]
-        return LaneSpec(first, second, f"{self.name}/{edge}/{direction.value}")
-
-    @property
-    def lane_specs(self) -> tuple[LaneSpec, ...]:
-        """The lanes that touch this rank."""
-        edges = [Edge(stage, stage + 1) for stage in range(len(self.placement) - 1)]
-        directions = Direction if self.backward else (Direction.FORWARD,)
-        specs = [self.spec(edge, direction) for edge in edges for direction in directions]
-        return tuple(spec for spec in specs if self._rank in spec.pair)
-
-    def attach(self, lanes: Lanes) -> None:
-        """Use these lanes."""
-        self._lanes = lanes
-
-    def _lane(self, edge: Edge, direction: Direction) -> Any:
-        spec = self.spec(edge, direction)
-        if self._lanes is None or spec not in self._lanes:
-            raise StageError(
-                f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, "
-                f"which is at place {self._here} of stages placed at {self.placement}"
-                + ("" if self.backward else "; the module was declared without backward")
-            )
-        return self._lanes[spec]
-
-    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
-        """Start sending along an edge of the module's own stage numbers."""
-        handle: Handle = self._lane(edge, direction).isend(payload)
-        return handle
-
-    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
-        """Start receiving along an edge of the module's own stage numbers."""
-        handle: ReceiveHandle = self._lane(edge, direction).irecv(shapes)
-        return handle
-
-
-@define
-class RankModuleInfo:
-    """This rank's part in one module.
-
-    Attributes:
-        pp_rank: its place in the module's pipeline.
-        pp_size: places in the module's pipeline.
-        p2p_communicator: lanes to the module's other places.
-        bridge_comms_as_src_module: bridges to the modules that this one feeds.
-        bridge_comms_as_dest_module: bridges from the modules that feed this one.
-        is_source_stage: this is a first stage of the whole pipeline.
-        is_terminal_stage: this is a last stage of the whole pipeline.
-    """
-
-    pp_rank: int
-    pp_size: int
-    p2p_communicator: ModuleChain | None = None
-    bridge_comms_as_src_module: list[BridgeCommunicator] | None = None
-    bridge_comms_as_dest_module: list[BridgeCommunicator] | None = None
-    is_source_stage: bool | None = True
-    is_terminal_stage: bool | None = True
 
 
 class MultiModulePipelineCommunicator:
@@ -298,6 +220,7 @@ class MultiModulePipelineCommunicator:
         )
         for user in users:
             user.attach(self.lanes)
+        self._dicts = DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
@@ -343,6 +266,11 @@ class MultiModulePipelineCommunicator:
     def collective_edges(self) -> tuple[Edge, ...]:
         """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
         return collective_edges(self.graph, self.positions, self._sides())
+
+    @cached_property
+    def forward_edges(self) -> tuple[Edge, ...]:
+        """The edges declared without backward, ascending; the same on every rank."""
+        return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self._options.items() if not o.backward))
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:
@@ -496,8 +424,8 @@ class MultiModulePipelineCommunicator:
         """
         self._require_verbs(first=is_first_stage)
         with self.batch():
-            receiving = self._receive_forward(tensor_shape)
-        return _results(receiving)
+            receiving = self._dicts.receive_forward(tensor_shape)
+        return results(receiving)
 
     def send_forward(self, output_dict: Tensors, is_last_stage: bool = False) -> None:
         """Send the outputs of this rank's modules, by name, to wherever each module's next stage is.
@@ -511,22 +439,22 @@ class MultiModulePipelineCommunicator:
         """
         self._require_verbs(last=is_last_stage)
         with self.batch():
-            sending = self._send_forward(output_dict)
-        _wait(sending)
+            sending = self._dicts.send_forward(output_dict)
+        wait_for(sending)
 
     def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> Tensors:
         """The next gradients of this rank's outputs, by module; the sum where a module feeds several."""
         self._require_verbs(last=is_last_stage)
         with self.batch():
-            receiving = self._receive_backward(tensor_shape)
-        return _results(receiving)
+            receiving = self._dicts.receive_backward(tensor_shape)
+        return results(receiving)
 
     def send_backward(self, grad_dict: Tensors, is_first_stage: bool = False) -> None:
         """Send back the gradients of what `recv_forward` gave, under the same names."""
         self._require_verbs(first=is_first_stage)
         with self.batch():
-            sending = self._send_backward(grad_dict)
-        _wait(sending)
+            sending = self._dicts.send_backward(grad_dict)
+        wait_for(sending)
 
     def send_forward_recv_backward(
         self, output_dict: Tensors, tensor_shape: Any = None, is_last_stage: bool = False
@@ -534,10 +462,10 @@ class MultiModulePipelineCommunicator:
         """`send_forward` and `recv_backward`, all posted before any is waited for."""
         self._require_verbs(last=is_last_stage)
         with self.batch():
-            sending = self._send_forward(output_dict)
-            receiving = self._receive_backward(tensor_shape)
-        received = _results(receiving)
-        _wait(sending)
+            sending = self._dicts.send_forward(output_dict)
+            receiving = self._dicts.receive_backward(tensor_shape)
+        received = results(receiving)
+        wait_for(sending)
         return received
 
     def send_backward_recv_forward(
@@ -546,13 +474,11 @@ class MultiModulePipelineCommunicator:
         """`send_backward` and `recv_forward`, all posted before any is waited for."""
         self._require_verbs(first=is_first_stage)
         with self.batch():
-            sending = self._send_backward(grad_dict)
-            receiving = self._receive_forward(tensor_shape)
-        received = _results(receiving)
-        _wait(sending)
+            sending = self._dicts.send_backward(grad_dict)
+            receiving = self._dicts.receive_forward(tensor_shape)
+        received = results(receiving)
+        wait_for(sending)
         return received
-
-    # -- underneath -------------------------------------------------------------------------------------
 
     def _require_verbs(self, *, first: bool = False, last: bool = False) -> None:
         self._require_alive()
@@ -560,146 +486,4 @@ class MultiModulePipelineCommunicator:
             raise StageError(f"is_first_stage=True on rank {self.rank}, which holds no first stage of the pipeline")
         if last and not self.is_pp_last_stage:
             raise StageError(f"is_last_stage=True on rank {self.rank}, which holds no last stage of the pipeline")
-        for name, info in self.rank_module_map.items():
-            if len(self.stage_placement[name]) > info.pp_size:
-                raise StageError(
-                    f"module {name!r} has {len(self.stage_placement[name])} stages on {info.pp_size} places; dicts by "
-                    f"module cannot tell them apart: use isend and irecv with edges"
-                )
-            for bridge in info.bridge_comms_as_dest_module or ():
-                if bridge.src_module_name in self.rank_module_map:
-                    raise StageError(
-                        f"rank {self.rank} holds {bridge.src_module_name!r} as well as {name!r}, which it feeds; a "
-                        f"verb that exchanges with both at once would wait for itself: use isend and irecv with edges"
-                    )
-
-    def _receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
-        found: dict[str, list[ReceiveHandle]] = {}
-        for name, info in self.rank_module_map.items():
-            if info.pp_rank > 0:
-                edge = Edge(info.pp_rank - 1, info.pp_rank)
-                found[name] = [
-                    self._chains[name].irecv(
-                        edge=edge, direction=Direction.FORWARD, shapes=_shape(shapes, name, inside=True)
-                    )
-                ]
-            for bridge in info.bridge_comms_as_dest_module or ():
-                source = bridge.src_module_name
-                handle = bridge.irecv_forward(_shape(shapes, source))
-                found[source] = [] if handle is None else [handle]
-        return found
-
-    def _receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
-        found: dict[str, list[ReceiveHandle]] = {}
-        for name, info in self.rank_module_map.items():
-            if not self._has_backward[name]:
-                continue
-            if info.pp_rank < info.pp_size - 1:
-                edge = Edge(info.pp_rank, info.pp_rank + 1)
-                found[name] = [
-                    self._chains[name].irecv(
-                        edge=edge, direction=Direction.BACKWARD, shapes=_shape(shapes, name, inside=True)
-                    )
-                ]
-            for bridge in info.bridge_comms_as_src_module or ():
-                if bridge.backward:
-                    handle = bridge.irecv_backward(_shape(shapes, name))
-                    found.setdefault(name, []).extend([] if handle is None else [handle])
-        return found
-
-    def _send_forward(self, outputs: Tensors) -> list[Handle]:
-        sending: list[Handle] = []
-        self._check_entries(
-            outputs,
-            {name for name, info in self.rank_module_map.items() if not info.is_terminal_stage},
-            set(self.rank_module_map),
-        )
-        for name, info in self.rank_module_map.items():
-            if info.pp_rank < info.pp_size - 1:
-                edge = Edge(info.pp_rank, info.pp_rank + 1)
-                sending.append(self._chains[name].isend(outputs[name], edge=edge, direction=Direction.FORWARD))
-            for bridge in info.bridge_comms_as_src_module or ():
-                handle = bridge.isend_forward(outputs[name])
-                sending += [] if handle is None else [handle]
-        return sending
-
-    def _send_backward(self, grads: Tensors) -> list[Handle]:
-        sending: list[Handle] = []
-        needed, known = set(), set()
-        for name, info in self.rank_module_map.items():
-            if info.pp_rank > 0:
-                known.add(name)
-                needed |= {name} if self._has_backward[name] else set()
-            for bridge in info.bridge_comms_as_dest_module or ():
-                known.add(bridge.src_module_name)
-                needed |= {bridge.src_module_name} if bridge.backward else set()
-        self._check_entries(grads, needed, known)
-        for name, info in self.rank_module_map.items():
-            if name in needed and info.pp_rank > 0:
-                edge = Edge(info.pp_rank - 1, info.pp_rank)
-                sending.append(self._chains[name].isend(grads[name], edge=edge, direction=Direction.BACKWARD))
-            for bridge in info.bridge_comms_as_dest_module or ():
-                if bridge.backward:
-                    handle = bridge.isend_backward(grads[bridge.src_module_name])
-                    sending += [] if handle is None else [handle]
-        return sending
-
-    def _check_entries(self, tensors: Tensors, needed: set[str], known: set[str]) -> None:
-        if not isinstance(tensors, Mapping):
-            raise ShapeError(
-                f"a multi-module communicator exchanges dicts by module name, got {type(tensors).__name__}"
-            )
-        if not needed <= set(tensors) <= known:
-            raise MissingTensorError(
-                f"rank {self.rank} was given tensors for {sorted(tensors)}; it needs {sorted(needed)}"
-                + (f" and may have {sorted(known - needed)}" if known - needed else "")
-            )
-
-
-def _results(receiving: Mapping[str, Sequence[ReceiveHandle]]) -> Tensors:
-    """What arrived, by name; several gradients of one output are summed."""
-    received: Tensors = {}
-    for name, handles in receiving.items():
-        parts = [handle.result() for handle in handles]
-        if len(parts) > 1:
-            received[name] = sum(part.detach() for part in parts[1:]) + parts[0].detach()
-        elif parts:
-            received[name] = parts[0]
-    return received
-
-
-def _wait(sending: Iterable[Handle]) -> None:
-    for handle in sending:
-        handle.wait()
-
-
-def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:
-    """What is expected for one entry: of a dict its own, of one shape that of stages inside of modules."""
-    if isinstance(shapes, Mapping):
-        return shapes.get(name)
-    return shapes if inside else None
-
-
-Tensor2dOr3d: TypeAlias = torch.Tensor | list[torch.Tensor] | None
-
-
-def _prepare_tensor_for_comm(tensor: Tensor2dOr3d) -> Tensor2dOr3d:
-    """Expand a 2-d tensor to 3-d with a last axis of size 1; lists element by element, anything else as it is.
-
-    For peers that speak 3-d only. Nothing here needs it: lanes carry any number of axes.
-    """
-    return _each(tensor, lambda t: t.unsqueeze(-1) if t.ndim == 2 else t)
-
-
-def _restore_tensor_from_comm(tensor: Tensor2dOr3d) -> Tensor2dOr3d:
-    """Undo `_prepare_tensor_for_comm`: drop a last axis of size 1 of a 3-d tensor.
-
-    A tensor that had the shape ``[a, b, 1]`` before cannot be told from an expanded one, and loses its axis.
-    """
-    return _each(tensor, lambda t: t.squeeze(-1) if t.ndim == 3 and t.shape[-1] == 1 else t)
-
-
-def _each(tensor: Tensor2dOr3d, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensor2dOr3d:
-    if tensor is None:
-        return None
-    return [change(part) for part in tensor] if isinstance(tensor, list) else change(tensor)
+        self._dicts.require(self.stage_placement)

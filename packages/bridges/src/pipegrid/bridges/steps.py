@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,9 @@ class Completing:
     """One completion under way on this rank: started at construction, `finish` waits and copies.
 
     All ranks of the completion construct in the same order; nothing blocks before `finish`.
+
+    Attributes:
+        buffer: what comes from the others, until it is copied.
     """
 
     def __init__(
@@ -94,17 +98,28 @@ class Completing:
             own[: sizes[mine]].copy_(pack(out, step.boxes[mine], dtype))
         self._broadcast = step.root is not None
         if step.root is not None:
-            self._buffer = own
+            self.buffer = own
             self._work = dist.broadcast(own, src=step.root, group=group, async_op=True)
         else:
-            self._buffer = torch.empty(len(step.ranks) * width, dtype=dtype, device=out.device)
+            self.buffer = torch.empty(len(step.ranks) * width, dtype=dtype, device=out.device)
             self._own = own  # kept alive until the gather is done
-            self._work = gather_flat(self._buffer, own, group, async_op=True)
+            self._work = gather_flat(self.buffer, own, group, async_op=True)
         self._width = width
 
     def is_completed(self) -> bool:
         """Whether `finish` would not block."""
         return self._work is None or self._work.is_completed()
+
+    def wait(self, seconds: float) -> bool:
+        """Hold the host until `finish` would not block, at most so long; whether it would not. On gloo only."""
+        if self._work is None:
+            return True
+        try:
+            # A collective's wait that times out leaves it as it is, unlike that of a transfer between two ranks.
+            self._work.wait(timedelta(seconds=max(seconds, 1e-3)))
+        except RuntimeError:
+            return bool(self._work.is_completed())
+        return True
 
     def finish(self) -> None:
         """Wait for the collective and write the others' boxes. Once."""
@@ -112,9 +127,7 @@ class Completing:
             self._work.wait()
         for index, (giver, boxes) in enumerate(zip(self._step.ranks, self._step.boxes, strict=True)):
             if giver != self._rank and boxes:
-                part = (
-                    self._buffer if self._broadcast else self._buffer[index * self._width : (index + 1) * self._width]
-                )
+                part = self.buffer if self._broadcast else self.buffer[index * self._width : (index + 1) * self._width]
                 unpack(part, boxes, self._out)
 
 

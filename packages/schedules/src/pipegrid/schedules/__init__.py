@@ -26,7 +26,7 @@ from pipegrid.schedules.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError
+from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError, StepArgumentError
 from pipegrid.schedules.generators import (
     UShapeCounts,
     dualpipe_v,
@@ -47,6 +47,7 @@ from pipegrid.schedules.generators import (
 from pipegrid.schedules.loss_scale import LossScale, LossScaleError
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.perfetto import write_perfetto
+from pipegrid.schedules.placing import step_plan
 from pipegrid.schedules.plan import Group, Lane, Plan, Step, actions_of, chain, compute_plan
 from pipegrid.schedules.plan_csv import from_csv, to_csv
 from pipegrid.schedules.plan_json import from_json, to_json
@@ -61,13 +62,13 @@ from pipegrid.schedules.verification import Proof, verify
 
 if TYPE_CHECKING:
     from pipegrid.schedules.forward_backward import (
-        StepArgumentError,
         forward_backward_no_pipelining,
+        forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
-        step_plan,
     )
     from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
+    from pipegrid.schedules.hooks import Hook, MessageHook, ProfilerRanges
     from pipegrid.schedules.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
     from pipegrid.schedules.monitor import JobFailedError, Monitor, MonitorError
@@ -81,14 +82,13 @@ if TYPE_CHECKING:
     from pipegrid.schedules.reduction import ReductionError
     from pipegrid.schedules.runtime import (
         Forwarded,
-        Hook,
-        MessageHook,
         PipelineError,
         PipelineRuntime,
         Stage,
         position_of,
     )
     from pipegrid.schedules.seed_stage import StageOutputError
+    from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
         backward_step,
@@ -133,6 +133,7 @@ __all__ = [
     "PlanError",
     "PlanMismatchError",
     "PlanSyntaxError",
+    "ProfilerRanges",
     "Proof",
     "Recorded",
     "Recorder",
@@ -140,6 +141,7 @@ __all__ = [
     "ReductionError",
     "Simulation",
     "Span",
+    "SplitBackwardError",
     "Stage",
     "StageOutputError",
     "Step",
@@ -170,6 +172,7 @@ __all__ = [
     "find_schedule",
     "finish_embedding_wgrad_compute",
     "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_only",
     "forward_step",
@@ -219,21 +222,21 @@ __all__ = [
 ]
 
 _TORCH_HALF = {
-    "StepArgumentError": "forward_backward",
     "forward_backward_no_pipelining": "forward_backward",
+    "forward_backward_pipelining_with_interleaving": "forward_backward",
     "forward_backward_pipelining_without_interleaving": "forward_backward",
     "get_forward_backward_func": "forward_backward",
-    "step_plan": "forward_backward",
     "GradientError": "gradients",
     "clip_grad_norm_": "gradients",
     "reduce_gradients": "gradients",
     "JobFailedError": "monitor",
     "Monitor": "monitor",
     "MonitorError": "monitor",
+    "Hook": "hooks",
+    "MessageHook": "hooks",
+    "ProfilerRanges": "hooks",
     "Recorder": "recorder",
     "Forwarded": "runtime",
-    "Hook": "runtime",
-    "MessageHook": "runtime",
     "PipelineError": "runtime",
     "PipelineRuntime": "runtime",
     "Stage": "runtime",
@@ -253,6 +256,7 @@ _TORCH_HALF = {
     "TiedParameters": "tied_parameters",
     "tie_parameters": "tied_parameters",
     "tied_stages": "tied_parameters",
+    "SplitBackwardError": "splitting_refused",
     "LossError": "steps",
     "backward_step": "steps",
     "custom_backward": "steps",

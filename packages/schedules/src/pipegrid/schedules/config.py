@@ -50,6 +50,8 @@ class PipelineConfig(P2PConfig):
         defer_embedding_wgrad_compute: the output layer's weight gradient waits until the last backward has sent its
             gradient on (`output_linear`).
         wgrad_deferral_limit: at most so many microbatches wait; 0 sets no limit.
+        microbatch_group_size_per_vp_stage: with interleaving, how many microbatches a chunk runs before the next chunk
+            has its turn; None is the number of ranks.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
         monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
@@ -71,6 +73,7 @@ class PipelineConfig(P2PConfig):
     tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: int = field(default=0)
+    microbatch_group_size_per_vp_stage: int | None = None
     job_group: Any = None
     hooks: tuple[Any, ...] = ()
     monitor: Any = None

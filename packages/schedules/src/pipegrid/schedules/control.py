@@ -56,10 +56,11 @@ class DisagreementError(ValueError):
 
 @frozen
 class Failure:
-    """The first failure of the job: whose, and what it said."""
+    """The first failure of the job: whose, what it said, and whether it is that ranks run different steps."""
 
     rank: int
     text: str
+    disagreement: bool = False
 
 
 @define
@@ -103,9 +104,9 @@ class Control:
 
     # Failures
 
-    def record(self, text: str) -> Failure:
+    def record(self, text: str, *, disagreement: bool = False) -> Failure:
         """Record a failure of this rank; the first one of the job, which is another's where that came before."""
-        mine = json.dumps([self.rank, text])
+        mine = json.dumps([self.rank, text, disagreement])
         return Failure(*json.loads(self.store.compare_set("failure", "", mine)))
 
     def failure(self) -> Failure | None:
@@ -124,24 +125,24 @@ class Control:
             return
         said = {rank: self.store.get(f"step/{step}/{rank}").decode() for rank in self.ranks}
         if len(set(said.values())) > 1:
-            self.record(disagreement(step, said))
+            self.record(_difference(step, said), disagreement=True)
         self.store.set(f"step/{step}/compared", "1")
         # All ranks have come to this step, so none looks at the one before any more.
         for key in (*map(str, self.ranks), "count", "compared"):
             self.store.delete_key(f"step/{step - 1}/{key}")
 
-    def agree(self, step: int, what: str, *, seconds: float) -> None:
-        """Announce, and wait until all ranks have.
+    def agree(self, step: int, what: str, *, seconds: float) -> Failure | None:
+        """Announce, and wait until all ranks have: the job's first failure, if there is one by then.
 
         Raises:
-            DisagreementError: another rank runs something else, or did not come in time.
+            DisagreementError: a rank did not come in time.
         """
         self.announce(step, what)
         end = time.monotonic() + seconds
         while not self.store.check([f"step/{step}/compared"]):
             failure = self.failure()
             if failure is not None:
-                raise DisagreementError(failure.text)
+                return failure
             if time.monotonic() > end:
                 missing = [rank for rank in self.ranks if not self.store.check([f"step/{step}/{rank}"])]
                 raise DisagreementError(
@@ -149,12 +150,10 @@ class Control:
                     f"what they run; nothing was heard of {_listed(missing)}. Call step() equally often on every rank"
                 )
             time.sleep(_POLL_SECONDS / 10)
-        failure = self.failure()
-        if failure is not None:
-            raise DisagreementError(failure.text)
+        return self.failure()
 
 
-def disagreement(step: int, said: dict[int, str]) -> str:
+def _difference(step: int, said: dict[int, str]) -> str:
     """In words: who runs what."""
     groups: dict[str, list[int]] = {}
     for rank, what in said.items():

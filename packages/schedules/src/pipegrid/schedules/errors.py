@@ -49,3 +49,7 @@ class PlanSyntaxError(PlanError):
 
 class PlanMismatchError(ValueError):
     """What was given to run does not match the plan."""
+
+
+class StepArgumentError(ValueError):
+    """The arguments of a step function contradict each other."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define
 
-from pipegrid.schedules.control import Control, ControlStore, Failure, where_all_stand
+from pipegrid.schedules.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
 from pipegrid.schedules.device_marks import DeviceMarks
 from pipegrid.schedules.plan_text import to_text
 
@@ -104,19 +104,21 @@ class Monitor:
             DisagreementError: ranks run different plans; nothing was sent.
             JobFailedError: the job has failed already.
         """
+        what = self._name(plan)
+        changed = self._plan is None or self._plan[1] != what
+        self._plan = plan, what
+        self._steps += 1
+        if self._failure is None and changed:
+            self._failure = self._control.agree(self._steps, what, seconds=self._agree_seconds)
+        elif self._failure is None:
+            self._control.announce(self._steps, what)
+        if self._failure is not None and self._failure.disagreement:
+            raise DisagreementError(self._failure.text)
         if self._failure is not None:
             raise JobFailedError(
                 f"rank {self._failure.rank} failed before this step: {self._failure.text}. Rebuild the communicator, "
                 "the runtime and the monitor, with a store of another label"
             )
-        what = self._name(plan)
-        changed = self._plan is None or self._plan[1] != what
-        self._plan = plan, what
-        self._steps += 1
-        if changed:
-            self._control.agree(self._steps, what, seconds=self._agree_seconds)
-        else:
-            self._control.announce(self._steps, what)
         self._watched = _Watched(where, abort, since=time.monotonic())
         if self._thread is None:
             # The thread must not keep the monitor alive: whoever drops it ends it.
@@ -130,9 +132,9 @@ class Monitor:
             self._watched.running = False
 
     def failed(self, text: str) -> str:
-        """This rank's step failed: tell all, end its transfers, and return what to say of it.
+        """This rank's step failed: tell all, end its transfers, and return what to say beside ``text``.
 
-        That is: ``text``, the first failure of the job where it was another's, and where every rank stood.
+        That is: the first failure of the job where it was another's, and where every rank stood.
         """
         watched, self._watched = self._watched, None
         try:
@@ -142,10 +144,10 @@ class Monitor:
                 watched.abort(text)
             positions = self._control.positions(seconds=2 * self.interval + 1)
         except RuntimeError as error:  # the store's server is gone: its process was the first to fail, perhaps
-            return f"{text}. Where the other ranks stood is not known: the control store does not answer ({error})"
+            return f". Where the other ranks stood is not known: the control store does not answer ({error})"
         own = first == Failure(self._control.rank, text)
         cause = "" if own else f". The first failure of the job was recorded by rank {first.rank}: {first.text}"
-        return f"{text}{cause}. Where the ranks stood:\n{where_all_stand(positions)}\n"
+        return f"{cause}. Where the ranks stood:\n{where_all_stand(positions)}"
 
     def close(self) -> None:
         """End the thread. Twice is harmless."""

@@ -7,7 +7,7 @@ known beforehand is checked beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from pipegrid.schedules.gradients import collection_of, lanes_group, reduce_grad
 from pipegrid.schedules.tied_parameters import TiedParameters, mark_of
 from pipegrid.transport.opening import resolve_device
 
-Finish = Callable[[torch.Tensor | None], None]
-"""Called once after the last backward, with the tokens that this rank's losses counted (None without a loss)."""
+Finish = Callable[[Mapping[int, torch.Tensor | None]], None]
+"""Called once after the last backward, with the tokens that the loss of each stage counted (None without a loss)."""
 
 
 class ReductionError(ValueError):
@@ -27,56 +27,104 @@ class ReductionError(ValueError):
 
 
 def settle_reduction(
-    *, model: torch.nn.Module, config: Any, communicator: Any, graph: ModuleGraph, stage: int, pg_collection: Any
+    *,
+    models: Mapping[int, torch.nn.Module],
+    config: Any,
+    communicator: Any,
+    graph: ModuleGraph,
+    pg_collection: Any,
+    frozen: Collection[str] = (),
 ) -> Finish:
-    """Decide how the gradients of ``model``, which is ``stage`` of ``graph``, are finished.
+    """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
     ``config.finalize_model_grads_func`` is asked first; then a wrapper that reduces by itself (it has ``no_sync``) is
-    trusted where that is right; then `reduce_gradients` does it over the groups of ``pg_collection``.
+    trusted where that is right; then `reduce_gradients` does it over the groups of ``pg_collection``. The ``frozen``
+    modules get no gradient; their ranks only take part in counting tokens.
 
     Raises:
         ReductionError: a wrapper that would average by the wrong number, or at the wrong time; per-token loss that
-            nobody would divide by the tokens; data lanes without their group.
+            nobody would divide by the tokens; data lanes without their group, or that nobody would divide by.
     """
     per_token = bool(option(config, "calculate_per_token_loss"))
-    module = graph.module_of(stage)[0]
-    collection = None if pg_collection is None else collection_of(pg_collection, module)
+    names = {stage: graph.module_of(stage)[0] for stage in models}
+    collections = {
+        name: None if pg_collection is None else collection_of(pg_collection, name) for name in names.values()
+    }
+
+    def tokens(counted: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None:
+        if not per_token:
+            return None
+        parts = [_tokens(counted[stage], model, collections[names[stage]]) for stage, model in models.items()]
+        return sum(parts[1:], start=parts[0])
+
     finalize = option(config, "finalize_model_grads_func")
     if finalize is not None:
-        return lambda counted: finalize(
-            [model], _tokens(counted, model, collection) if per_token else None, pg_collection=pg_collection
-        )
-    own, of_loss = _lanes_by_grid(communicator, graph, module)
-    if hasattr(model, "no_sync"):
-        _require_trustworthy(model, graph, per_token=per_token, own=own, of_loss=of_loss)
+        return lambda counted: finalize(list(models.values()), tokens(counted), pg_collection=pg_collection)
+    _require_all_or_none(models, names)
+    reduced: dict[str, list[torch.nn.Module]] = {}
+    of_loss = None
+    for stage, model in models.items():
+        name = names[stage]
+        if name in frozen and not per_token:
+            continue
+        own, of_loss = _lanes_by_grid(communicator, graph, name)
+        if hasattr(model, "no_sync"):
+            _require_trustworthy(model, graph, per_token=per_token, own=own, of_loss=of_loss)
+        elif collections[name] is None:
+            _require_nothing_to_do(name, per_token=per_token, own=own, of_loss=of_loss)
+        else:
+            _require_group(name, collections[name], own)
+            reduced.setdefault(name, []).append(model)
+    if not reduced:
         return _nothing
-    if collection is None:
-        if per_token:
-            raise ReductionError(
-                "calculate_per_token_loss leaves sums over tokens as gradients, and nobody would divide them: pass "
-                "pg_collection, or set finalize_model_grads_func"
-            )
-        if own is not None and own > 1:
-            raise ReductionError(
-                f"module {module!r} has {own} data lanes whose gradients nobody would sum: pass pg_collection, or set "
-                "finalize_model_grads_func"
-            )
-        return _nothing
-    group = lanes_group(collection, module)
-    found = 1 if group is None else group.size()
-    if own is not None and found != own:
-        raise ReductionError(
-            f"module {module!r} has {own} data lanes (dp x cp), but the group to sum their gradients has {found} "
-            "ranks: "
-            'make it before the collection: grid.create_pg("dp"), or grid.create_pg(["dp", "cp"]) with cp'
-        )
     return lambda counted: reduce_gradients(
-        model,
-        collection,
-        num_tokens=_tokens(counted, model, collection) if per_token else None,
+        {name: held[0] if len(held) == 1 else torch.nn.ModuleList(held) for name, held in reduced.items()},
+        collections,
+        num_tokens=tokens(counted),
         loss_lanes=of_loss,
         job_group=option(config, "job_group"),
     )
+
+
+def _require_all_or_none(models: Mapping[int, torch.nn.Module], names: Mapping[int, str]) -> None:
+    """Chunks of one module may share a parameter, which must be finished once, and in one way."""
+    wrapped: dict[str, list[bool]] = {}
+    for stage, model in models.items():
+        wrapped.setdefault(names[stage], []).append(hasattr(model, "no_sync"))
+    for name, found in wrapped.items():
+        if len(set(found)) > 1:
+            raise ReductionError(
+                f"{sum(found)} of this rank's {len(found)} chunks of module {name!r} reduce by themselves (have "
+                "no_sync), the others do not: wrap all of them or none"
+            )
+
+
+def _require_nothing_to_do(name: str, *, per_token: bool, own: int | None, of_loss: int | None) -> None:
+    if per_token:
+        raise ReductionError(
+            "calculate_per_token_loss leaves sums over tokens as gradients, and nobody would divide them: pass "
+            "pg_collection, or set finalize_model_grads_func"
+        )
+    if own is not None and own > 1:
+        raise ReductionError(
+            f"module {name!r} has {own} data lanes whose gradients nobody would sum: pass pg_collection, or set "
+            "finalize_model_grads_func"
+        )
+    if of_loss is not None and of_loss > 1:
+        raise ReductionError(
+            f"the one data lane of module {name!r} gets the gradients of {of_loss} lanes' mean losses, and nobody "
+            f"would divide them by {of_loss}: pass pg_collection, or set finalize_model_grads_func"
+        )
+
+
+def _require_group(name: str, collection: Any, own: int | None) -> None:
+    group = lanes_group(collection, name)
+    found = 1 if group is None else group.size()
+    if own is not None and found != own:
+        raise ReductionError(
+            f"module {name!r} has {own} data lanes (dp x cp), but the group to sum their gradients has {found} "
+            'ranks: make it before the collection: grid.create_pg("dp"), or grid.create_pg(["dp", "cp"]) with cp'
+        )
 
 
 def settle_ties(*, models: Sequence[torch.nn.Module], config: Any, stages: Sequence[int]) -> tuple[TiedParameters, ...]:
@@ -118,7 +166,7 @@ def settle_ties(*, models: Sequence[torch.nn.Module], config: Any, stages: Seque
     return ties
 
 
-def _nothing(counted: torch.Tensor | None) -> None:
+def _nothing(counted: Mapping[int, torch.Tensor | None]) -> None:
     """The wrapper has reduced, or there is nothing to reduce."""
     del counted
 

@@ -105,6 +105,9 @@ class SeedStage:
     In a graph of one module, what travels is a tensor (or whatever payload the user's function returns). In a
     graph of several, it is a dict: received by the name of the module it comes from, returned by the name of
     the module it belongs to.
+
+    ``window``: how many forwards the rank runs before its first backward. ``forwards``: per microbatch, how many
+    forwards of any of its chunks the rank runs before this one; by default the microbatch's number.
     """
 
     forward_step_func: Callable[..., Any]
@@ -118,7 +121,8 @@ class SeedStage:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
-    outstanding: int = 1
+    window: int = 1
+    forwards: tuple[int, ...] = ()
     vp_stage: int | None = None
     shapes: AnnouncedShapes | None = None
     infos: list[Any] = field(factory=list)
@@ -178,8 +182,9 @@ class SeedStage:
         return dict.fromkeys(outgoing, output[module])
 
     def _checkpoint(self, microbatch: int) -> bool | None:
-        """Of each window of microbatches in flight, the first few keep their activations as the model says."""
+        """Of each window of forwards in flight, the first few keep their activations as the model says."""
         partial = option(self.config, "num_microbatches_with_partial_activation_checkpoints")
         if partial is None:
             return None
-        return bool(microbatch % self.outstanding >= partial)
+        forward = self.forwards[microbatch] if self.forwards else microbatch
+        return bool(forward % self.window >= partial)

@@ -33,6 +33,10 @@ def _is_count(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _is_seconds(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
@@ -65,6 +69,9 @@ class P2PConfig:
         deadline: seconds after which a transfer that somebody waits for (or a send that was posted) has
             failed.
         open_deadline: seconds that all members have to open their lanes.
+        receives_ahead: receives that a lane keeps posted beyond those that were asked for, so that a message finds
+            its buffer ready however late the receiver is. Each costs the memory of one message, also between steps.
+            Where shapes are fixed and every lane has a communicator of its own, on gloo; elsewhere it is ignored.
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
 
     Raises:
@@ -89,6 +96,7 @@ class P2PConfig:
     strict: bool = field(default=False, validator=_FLAG)
     deadline: float = field(default=300.0, validator=_SECONDS)
     open_deadline: float = field(default=300.0, validator=_SECONDS)
+    receives_ahead: int = field(default=0, validator=_require(_is_number, "an integer of at least 0"))
     max_ctas: int | None = field(default=4, validator=_COUNT)
 
     def __attrs_post_init__(self) -> None:

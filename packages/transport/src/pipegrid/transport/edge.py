@@ -7,7 +7,7 @@ import enum
 from attrs import frozen
 
 
-@frozen(order=True)
+@frozen(order=True, cache_hash=True)  # a runtime looks up lanes by it, for every message
 class Edge:
     """Data flows from stage ``source`` to stage ``destination`` (global numbers); gradients flow back."""
 

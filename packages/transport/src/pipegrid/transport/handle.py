@@ -49,6 +49,7 @@ class Transfer:
     works: Sequence[Any] | None = None  # once the backend has it
     tensors: Sequence[Tensor] = ()  # kept while the backend may use them
     signature: Signature | None = None  # None: what stands on the lane
+    start: Callable[[Any], None] | None = None  # how to issue it, where it was made the steady way inside a batch
     stream: torch.cuda.Stream | None = None
     waited = False  # somebody has waited for it
     due = math.inf

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import attrgetter
 
 from pipegrid.transport.config import P2PConfig
@@ -14,6 +13,28 @@ from pipegrid.transport.remote_lane import RemoteLane
 from pipegrid.transport.wire import post
 
 _by_lane = attrgetter("lane.spec")
+
+
+class Batch:
+    """A batch under way. A context manager: see `Issuer.batch`."""
+
+    __slots__ = ("_issuer", "_thread")
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self._thread: int | None = None  # None: inside another batch
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        if thread not in self._issuer.held:
+            self._thread = thread
+            self._issuer.held[thread] = []
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._thread is not None:
+            held = self._issuer.held.pop(self._thread)
+            if kind is None:
+                self._issuer.issue_held(held)
 
 
 class Issuer:
@@ -32,22 +53,30 @@ class Issuer:
         self._in_batches = config.strict or config.communicators == "shared"
         self.held: dict[int, list[Transfer]] = {}
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> Batch:
         """Hold what this thread starts inside, and issue it together at the end; nothing of it, if that raises.
 
         Batches inside a batch belong to it.
         """
-        thread = threading.get_ident()
-        if thread in self.held:
-            yield
-            return
-        held = self.held[thread] = []
-        try:
-            yield
-        finally:
-            del self.held[thread]
-        self._issue(sorted(held, key=_by_lane))
+        return Batch(self)
+
+    def issue_held(self, transfers: Sequence[Transfer]) -> None:
+        """Issue what was held: what can be issued alone, then the rest in the order of lanes."""
+        errors: list[BaseException] = []
+        rest: list[Transfer] = []
+        for transfer in transfers:
+            if transfer.start is None or not transfer.lane.starts_alone(transfer):
+                rest.append(transfer)
+                continue
+            transfer.state = State.PENDING
+            try:
+                transfer.start(transfer)
+            except P2PError as error:  # the others are issued all the same: see `_issue`
+                errors.append(error)
+        if rest:
+            self._issue(sorted(rest, key=_by_lane))
+        if errors:
+            raise errors[0]
 
     def issue(self, transfer: Transfer) -> None:
         """Start a transfer now, or at the end of the batch that this thread is in."""
@@ -114,7 +143,7 @@ class Issuer:
         remote = [
             (lane, transfer)
             for transfer in transfers
-            if isinstance(lane := transfer.lane, RemoteLane) and transfer.state is State.PENDING
+            if isinstance(lane := transfer.lane, RemoteLane) and transfer.state is State.PENDING and not transfer.works
         ]
         outcomes = post([lane.parcel(transfer) for lane, transfer in remote])
         for (lane, transfer), outcome in zip(remote, outcomes, strict=True):

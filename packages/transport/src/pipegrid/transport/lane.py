@@ -200,6 +200,11 @@ class Lane(abc.ABC):
     def launch(self, transfer: Transfer) -> None:
         """Hand an admitted transfer to the backend, if it is ready for it."""
 
+    def starts_alone(self, transfer: Transfer) -> bool:
+        """Whether a transfer that was held in a batch can be issued by its own ``start``, in no order with others."""
+        del transfer
+        return False
+
     def _number(self, transfer: Transfer) -> None:
         self.require_alive()
         if transfer.sending:

@@ -7,8 +7,8 @@ import itertools
 import json
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
+from pipegrid.transport.gloo_loop import one_loop
 from pipegrid.transport.issue import Issuer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lane_spec import LaneSpec
@@ -47,14 +48,12 @@ class Lanes(dict[LaneSpec, Lane]):
         # At exit, too: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, ends, Progress(ends, issuer), groups)
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch, at the end.
 
         In the order of lanes, whatever the order of calls. If the block raises, nothing is issued.
         """
-        with self._issuer.batch():
-            yield
+        return self._issuer.batch()
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""
@@ -204,6 +203,8 @@ def _connect(
     specs: Sequence[LaneSpec], rank: int, *, backend: str, device: torch.device, config: P2PConfig
 ) -> tuple[dict[LaneSpec, tuple[Communicator, int]], list[Any]]:
     """A communicator, and an index in it, for each lane of this rank; and all groups that were made."""
+    if not specs:
+        return {}, []
     bundles: dict[tuple[object, ...], list[LaneSpec]] = {}
     for spec in specs:
         key = spec.pair if config.communicators == "shared" else (spec.pair, spec)
@@ -211,13 +212,15 @@ def _connect(
     data = {_group_spec(bundle, "data"): bundle for bundle in bundles.values()}
     streamed = backend != "gloo"
     timeout = timedelta(seconds=config.open_deadline)
-    made = create_groups(data, rank=rank, backend=backend, timeout=timeout, pg_options=_options(backend, config))
+    gloo, loop = one_loop()
+    data_backend, options = (backend, _options(backend, config)) if streamed else (gloo, loop)
+    made = create_groups(data, rank=rank, backend=data_backend, timeout=timeout, pg_options=options)
     groups = list(made.values())
     try:
         control = made
         if streamed:
             twins = {_group_spec(bundle, "control"): spec for spec, bundle in data.items()}
-            pairs = create_groups(twins, rank=rank, backend="gloo", timeout=timeout)
+            pairs = create_groups(twins, rank=rank, backend=gloo, timeout=timeout, pg_options=loop)
             groups += pairs.values()
             control = {twins[twin]: group for twin, group in pairs.items()}
     except BaseException:

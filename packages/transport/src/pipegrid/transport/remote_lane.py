@@ -104,7 +104,7 @@ class RemoteLane(Lane):
 
     def launch(self, transfer: Transfer) -> None:
         """See `Lane.launch`."""
-        if transfer.is_ready:
+        if transfer.is_ready and not transfer.works:
             (outcome,) = post([self.parcel(transfer)])
             self.launched(transfer, outcome)
 

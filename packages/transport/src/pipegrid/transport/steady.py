@@ -8,52 +8,64 @@ headers, batches and structures, is `RemoteLane`'s and does the same.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipegrid.transport.handle import ReceiveTransfer, Transfer
+from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.payload import dtype_of
-from pipegrid.transport.recipe import Recipe
+from pipegrid.transport.recipe import Recipe, Wish
 from pipegrid.transport.signature import Signature
 
 if TYPE_CHECKING:
     from pipegrid.transport.waited_lane import WaitedLane
 
-SteadySend: TypeAlias = Callable[[Any], Transfer | None]
-SteadyReceive: TypeAlias = Callable[[Any], ReceiveTransfer | None]
 
+class SteadySend(NamedTuple):
+    """How to send one tensor of a signature that stands.
 
-def steady_send(lane: WaitedLane, standing: Signature) -> tuple[SteadySend, int]:
-    """How to send one tensor of a signature that stands, and how many bytes that is.
-
-    What is returned gives None, and does nothing, where a payload is something else or must wait for its batch.
+    Attributes:
+        send: a handle for a payload; None, and nothing done, where the payload is something else.
+        start: issue a transfer that `send` made inside a batch.
+        nbytes: bytes of a message.
     """
+
+    send: Callable[[Any], Transfer | None]
+    start: Callable[[Any], None]
+    nbytes: int
+
+
+class SteadyReceive(NamedTuple):
+    """How to receive one tensor of a signature that stands.
+
+    Attributes:
+        receive: a handle, where shapes are those of the signature; None, and nothing done, where they are not.
+        start: issue a transfer that `receive` made inside a batch.
+        nbytes: bytes of a message.
+    """
+
+    receive: Callable[[Any], ReceiveTransfer | None]
+    start: Callable[[Any], None]
+    nbytes: int
+
+
+def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
+    """See `SteadySend`."""
     (spec,) = standing.tensors
     shape, dtype, device = torch.Size(spec.shape), dtype_of(spec), lane.device
     communicator = lane.wire.communicator
-    post, peer, tag = communicator.data.send, communicator.peer, lane.wire.data_tag(sending=True)
-    issuer = lane.issuer
+    post: Callable[..., Any] = communicator.data.send
+    peer, tag = communicator.peer, lane.wire.data_tag(sending=True)
+    issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
     lock, held, append = issuer.lock, issuer.held, lane.queue.append
 
-    def send(payload: Any) -> Transfer | None:
-        if (
-            held
-            or lane.error is not None
-            or not isinstance(payload, Tensor)
-            or payload.shape != shape
-            or payload.dtype is not dtype
-            or payload.device != device
-            or not payload.is_contiguous()
-        ):
-            return None
-        transfer = Transfer(lane)
-        transfer.tensors = tensors = [payload.detach() if payload.requires_grad else payload]
+    def start(transfer: Transfer) -> None:
         with lock:
             try:
-                transfer.works = (post(tensors, peer, tag),)
+                transfer.works = (post(transfer.tensors, peer, tag),)
             except RuntimeError as error:
                 lane.explain(error, transfer)
                 raise lane.error or error from error
@@ -62,41 +74,77 @@ def steady_send(lane: WaitedLane, standing: Signature) -> tuple[SteadySend, int]
             append(transfer)
         if issuer.asleep:
             issuer.wake.set()
+
+    def send(payload: Any) -> Transfer | None:
+        if (
+            lane.error is not None
+            or not isinstance(payload, Tensor)
+            or payload.shape != shape
+            or payload.dtype is not dtype
+            or payload.device != device
+            or not payload.is_contiguous()
+        ):
+            return None
+        transfer = Transfer(lane)
+        transfer.tensors = [payload.detach() if payload.requires_grad else payload]
+        if held:
+            batch = held.get(this_thread())
+            if batch is not None:
+                transfer.state, transfer.start, transfer.signature = state, start, standing
+                batch.append(transfer)
+                return transfer
+        start(transfer)
         return transfer
 
-    return send, math.prod(shape) * dtype.itemsize
+    return SteadySend(send, start, math.prod(shape) * dtype.itemsize)
 
 
-def steady_receive(lane: WaitedLane, recipe: Recipe) -> tuple[SteadyReceive, int]:
-    """How to receive one tensor of a signature that stands, and how many bytes that is.
-
-    What is returned gives None, and does nothing, where something else is expected or it must wait for its batch.
-    """
+def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
+    """See `SteadyReceive`."""
     (spec,) = recipe.signature.tensors
     shape, dtype = torch.Size(spec.shape), dtype_of(spec)
     communicator = lane.wire.communicator
-    post, peer, tag = communicator.data.recv, communicator.peer, lane.wire.data_tag(sending=False)
-    issuer = lane.issuer
+    post: Callable[..., Any] = communicator.data.recv
+    peer, tag = communicator.peer, lane.wire.data_tag(sending=False)
+    issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
     lock, held, append, tally = issuer.lock, issuer.held, lane.queue.append, lane.tally
     must_wish = lane.config.shape_mode == "given"
 
-    def receive(shapes: Any) -> ReceiveTransfer | None:
-        if held or lane.error is not None or (must_wish if shapes is None else shape != shapes):
-            return None
-        transfer = ReceiveTransfer(lane)
+    ahead, posted = lane.config.receives_ahead, lane.posted
+
+    def put() -> None:
+        buffers = recipe.buffers(tally)
+        posted.append((buffers, (post(buffers, peer, tag),)))
+
+    def start(transfer: ReceiveTransfer) -> None:
         transfer.recipe = recipe
         with lock:
-            transfer.tensors = buffers = recipe.buffers(tally)
             try:
-                transfer.works = (post(buffers, peer, tag),)
+                # The one that is asked for, and those ahead of it: the sender learns of them before it needs to.
+                while len(posted) <= ahead:
+                    put()
             except RuntimeError as error:
                 lane.explain(error, transfer)
                 raise lane.error or error from error
+            transfer.tensors, transfer.works = posted.popleft()
             transfer.sequence = lane.received
             lane.received += 1
             append(transfer)
         if issuer.asleep:
             issuer.wake.set()
+
+    def receive(shapes: Any) -> ReceiveTransfer | None:
+        if lane.error is not None or (must_wish if shapes is None else shape != shapes):
+            return None
+        transfer = ReceiveTransfer(lane)
+        if held:
+            batch = held.get(this_thread())
+            if batch is not None:
+                transfer.state, transfer.start = state, start
+                transfer.wish = None if shapes is None else Wish.of(shapes)
+                batch.append(transfer)
+                return transfer
+        start(transfer)
         return transfer
 
-    return receive, math.prod(shape) * dtype.itemsize
+    return SteadyReceive(receive, start, math.prod(shape) * dtype.itemsize)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
+
+from torch import Tensor
 
 from pipegrid.transport.errors import P2PError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
@@ -24,7 +27,10 @@ class WaitedLane(RemoteLane):
         super().__init__(*arguments, **options)
         self._steady_send: SteadySend | None = None
         self._steady_receive: SteadyReceive | None = None
-        self._steady_bytes = 0
+        # Receives that the backend has, and that nobody has asked for yet: buffers and works.
+        self.posted: deque[tuple[list[Tensor], tuple[Any, ...]]] = deque()
+        # Those of shapes that were given up since. Nothing is sent to them; gloo cannot take them back.
+        self._given_up: list[Any] = []
 
     # Starting: messages of one tensor whose shape stands have a way of their own
 
@@ -32,7 +38,7 @@ class WaitedLane(RemoteLane):
         """See `Lane.isend`."""
         steady = self._steady_send
         if steady is not None:
-            transfer = steady(payload)
+            transfer = steady.send(payload)
             if transfer is not None:
                 return transfer
         return super().isend(payload)
@@ -41,7 +47,7 @@ class WaitedLane(RemoteLane):
         """See `Lane.irecv`."""
         steady = self._steady_receive
         if steady is not None:
-            transfer = steady(shapes)
+            transfer = steady.receive(shapes)
             if transfer is not None:
                 return transfer
         return super().irecv(shapes, attended=attended)
@@ -49,17 +55,34 @@ class WaitedLane(RemoteLane):
     def _sends_stand(self) -> None:
         standing = self._outgoing.standing
         if standing is not None and self._steady_send is None and self._can_be_steady(standing):
-            self._steady_send, self._steady_bytes = steady_send(self, standing)
+            self._steady_send = steady_send(self, standing)
 
     def _receives_stand(self, recipe: Recipe) -> None:
         standing = self._incoming.standing
         if standing is not None and self._steady_receive is None and self._can_be_steady(standing):
-            self._steady_receive, self._steady_bytes = steady_receive(self, recipe)
+            self._steady_receive = steady_receive(self, recipe)
+
+    def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
+        if not self.posted:
+            super()._prepare(transfer, signature)
+            return
+        # What was posted ahead comes first, whatever form this receive is to have.
+        transfer.recipe = self._recipe_of(transfer, signature)
+        tensors, transfer.works = self.posted.popleft()
+        transfer.tensors = tensors
+        self.tally.messages += 1
+        self.tally.transfers += len(tensors)
+        self.tally.bytes += sum(tensor.nbytes for tensor in tensors)
 
     def _can_be_steady(self, standing: Signature) -> bool:
         """Whether messages of that signature are of one plain tensor, and posted one by one as they are started."""
         in_batches = self.config.strict or self.config.communicators == "shared"
         return not in_batches and standing.tree == 0 and travels_as_it_is(standing.tensors[0])
+
+    def starts_alone(self, transfer: Transfer) -> bool:
+        """See `Lane.starts_alone`: made the steady way, which still holds."""
+        steady = self._steady_send if transfer.sending else self._steady_receive
+        return steady is not None and transfer.start is steady.start and self.error is None
 
     def renew(self) -> None:
         """See `Lane.renew`."""
@@ -68,6 +91,8 @@ class WaitedLane(RemoteLane):
         tally = self.tally
         tally.messages, tally.transfers, tally.bytes = stats.messages, stats.transfers, stats.bytes
         self._steady_send = self._steady_receive = None
+        self._given_up += self.posted
+        self.posted.clear()
 
     @property
     def stats(self) -> LaneStats:
@@ -75,15 +100,21 @@ class WaitedLane(RemoteLane):
         tally = self.tally
         # Everything that has a number and was not counted, took the steady way.
         steady = self.sent + self.received - len(self._deferred) - tally.messages
+        way = self._steady_send or self._steady_receive
         return LaneStats(
             messages=tally.messages + steady,
             transfers=tally.transfers + steady,
-            bytes=tally.bytes + steady * self._steady_bytes,
+            bytes=tally.bytes + (steady * way.nbytes if way is not None else 0),
             headers=tally.headers,
             host_syncs=tally.host_syncs,
             allocations=tally.allocations,
             live=self.received - tally.released,
         )
+
+    def _cut(self, error: P2PError, kind: str) -> None:
+        super()._cut(error, kind)
+        self.posted.clear()
+        self._given_up.clear()
 
     # Waiting
 

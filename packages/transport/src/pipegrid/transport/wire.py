@@ -69,9 +69,9 @@ class Communicator:
         before and after a renewal that one side did not make, and, where lanes share the communicator, messages
         that the two sides did not issue in the same order. NCCL has no tags.
         """
-        epoch %= _EPOCHS
         if self.lanes == 1:
-            return _CONTROL_TAGS + epoch
+            return _CONTROL_TAGS + epoch % (_NEVER_SENT - _CONTROL_TAGS)
+        epoch %= _EPOCHS
         number = next(self._sent if sending else self._received) % _ORDER_NUMBERS
         return self.lanes * (_CONTROL_TAGS + number * _EPOCHS + epoch) + index
 

@@ -1,0 +1,97 @@
+"""Column- and row-parallel linear layers for tests, with and without sequence parallelism (axis 0 is the sequence).
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (the functions f and g); Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models", section 4.2.2 (their sequence-parallel counterparts).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def summed(tensor, group):
+    total = tensor.clone()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def gathered(tensor, group):
+    """The parts of all ranks of the group, joined along the sequence."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def own_part(tensor, group):
+    return tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)].contiguous()
+
+
+class Enter(torch.autograd.Function):
+    """f: from what a stage holds at its boundary to the input of a column-parallel layer."""
+
+    @staticmethod
+    def forward(ctx, x, group, cut):
+        ctx.group, ctx.cut = group, cut
+        return gathered(x, group) if cut else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = summed(gradient, ctx.group)
+        return own_part(total, ctx.group) if ctx.cut else total, None, None
+
+
+class Leave(torch.autograd.Function):
+    """g: from the partial sums of a row-parallel layer to what a stage holds at its boundary."""
+
+    @staticmethod
+    def forward(ctx, x, group, cut):
+        ctx.group, ctx.cut = group, cut
+        total = summed(x, group)
+        return own_part(total, group) if cut else total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gathered(gradient, ctx.group) if ctx.cut else gradient, None, None
+
+
+class Block(nn.Module):
+    """``x + gelu(x A + a) B + b``: A and a cut by columns, B by rows, b whole; the weights depend on ``number`` only.
+
+    Args:
+        number: of the block in the model.
+        width: of x.
+        group: the tensor-parallel ranks; None is the unsharded block.
+        cut: the input and the output are this rank's part of the sequence.
+    """
+
+    def __init__(self, number, width, group=None, *, cut=False):
+        super().__init__()
+        self.group, self.cut = group, cut and group is not None
+        generator = torch.Generator().manual_seed(number)
+
+        def drawn(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64) / width**0.5
+
+        inner = 12
+        whole = {"A": drawn(width, inner), "a": drawn(inner), "B": drawn(inner, width), "b": drawn(width)}
+        for name, value in whole.items():
+            self.register_parameter(name, nn.Parameter(self.share(name, value).clone()))
+
+    def share(self, name, value):
+        """This rank's shard of a whole parameter, or of its gradient."""
+        if self.group is None or name == "b":
+            return value
+        dim = {"A": 1, "a": 0, "B": 0}[name]
+        return value.chunk(dist.get_world_size(self.group), dim)[dist.get_rank(self.group)]
+
+    def forward(self, x):
+        inner = nn.functional.gelu(Enter.apply(x, self.group, self.cut) @ self.A + self.a)
+        return x + Leave.apply(inner @ self.B, self.group, self.cut) + self.b
+
+    def gradient(self, name):
+        """The gradient of this rank's shard: of ``b``, each rank of a cut sequence has seen a part of the rows."""
+        found = self.get_parameter(name).grad
+        return summed(found, self.group) if name == "b" and self.cut else found

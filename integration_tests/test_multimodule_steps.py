@@ -1,0 +1,268 @@
+"""Graphs of modules on grids of their own, trained by the step function: after three steps, one process's weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import field, frozen
+from torch import nn
+
+from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.schedules import PipelineConfig, forward_backward_pipelining_without_interleaving, step_plan, verify
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+
+STEPS, MICROBATCHES, BATCH, LENGTH, WIDTH = 3, 5, 4, 2, 5
+
+
+@frozen
+class Job:
+    """``places`` has the offset and the dims of each module's grid, ``flow`` the modules that each module feeds.
+
+    ``frozen`` modules have no backward; ``images`` says how many rows each data lane of a source has, by microbatch.
+    """
+
+    ranks: int
+    places: dict
+    flow: dict
+    frozen: tuple[str, ...] = ()
+    images: tuple[tuple[int, ...], ...] = field(default=())
+
+
+JOBS = {
+    "two encoders of unequal depth": Job(
+        7,
+        {"image": (0, {"pp": 2}), "audio": (2, {}), "llm": (3, {"tp": 2, "pp": 2})},
+        {"image": ["llm"], "audio": ["llm"]},
+    ),
+    "one module with two destinations": Job(
+        5, {"enc": (0, {}), "one": (1, {"dp": 2}), "two": (3, {"dp": 2})}, {"enc": ["one", "two"]}
+    ),
+    "a skip edge": Job(
+        4,
+        {"enc": (0, {}), "llm": (1, {"pp": 2}), "gen": (3, {})},
+        {"enc": ["llm", "gen"], "llm": ["gen"]},
+    ),
+    "a diamond": Job(
+        6,
+        {"enc": (0, {"dp": 2}), "one": (2, {"pp": 2}), "two": (4, {}), "llm": (5, {})},
+        {"enc": ["one", "two"], "one": ["llm"], "two": ["llm"]},
+    ),
+    "encoder, language, generator": Job(
+        5,
+        {"enc": (0, {"dp": 2}), "llm": (2, {"pp": 2}), "gen": (4, {})},
+        {"enc": ["llm"], "llm": ["gen"]},
+    ),
+    "encoder dp 4, language dp 2": Job(6, {"enc": (0, {"dp": 4}), "llm": (4, {"dp": 2})}, {"enc": ["llm"]}),
+    "encoder dp 2, language dp 4": Job(6, {"enc": (0, {"dp": 2}), "llm": (2, {"dp": 4})}, {"enc": ["llm"]}),
+    "a colocated encoder": Job(2, {"enc": (0, {"dp": 2}), "llm": (0, {"pp": 2})}, {"enc": ["llm"]}),
+    "a colocated encoder with copies": Job(
+        4, {"enc": (0, {"tp": 2, "dp": 2}), "llm": (0, {"dp": 2, "pp": 2})}, {"enc": ["llm"]}
+    ),
+    "colocated and separate modules": Job(
+        5,
+        {"image": (0, {"tp": 2}), "audio": (2, {}), "llm": (0, {"pp": 2}), "gen": (3, {"dp": 2})},
+        {"image": ["llm", "gen"], "audio": ["llm"], "llm": ["gen"]},
+    ),
+    "a frozen encoder": Job(4, {"enc": (0, {"pp": 2}), "llm": (2, {"pp": 2})}, {"enc": ["llm"]}, frozen=("enc",)),
+    "a frozen colocated encoder": Job(
+        2, {"enc": (0, {"dp": 2}), "llm": (0, {"pp": 2})}, {"enc": ["llm"]}, frozen=("enc",)
+    ),
+    "microbatches without images": Job(
+        4,
+        {"image": (0, {"dp": 2}), "llm": (2, {"pp": 2})},
+        {"image": ["llm"]},
+        images=((2, 1), (0, 0), (0, 3), (1, 0), (0, 0)),
+    ),
+}
+
+
+def config_for(job, *, per_token, strict):
+    return PipelineConfig(
+        pipeline_dtype=torch.float64,
+        calculate_per_token_loss=per_token,
+        variable_seq_lengths=bool(job.images),
+        strict=strict,
+        deallocate_pipeline_outputs=not strict,
+        deadline=30.0,
+        open_deadline=30.0,
+    )
+
+
+class Stage(nn.Module):
+    """A layer over the sum of what arrives; where there are images, the language model has data of its own."""
+
+    def __init__(self, number, config=None):
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.config = config
+        self.received = {}
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, arrived):
+        # As many images as there happen to be join every sample.
+        rows = len(arrived[0])
+        x = sum(part if len(part) == rows else part.sum(0, keepdim=True) for part in arrived)
+        return torch.tanh(x @ self.weight)
+
+
+def data(step, microbatch, name, rows=BATCH):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + len(name))
+    return torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def tokens(step, microbatch):
+    """Which tokens count: more in some microbatches and lanes than in others."""
+    generator = torch.Generator().manual_seed(5000 + 100 * step + microbatch)
+    return torch.randint(0, 2, (BATCH, LENGTH), generator=generator)
+
+
+def loss_of(output, counted, *, per_token):
+    if per_token:
+        return (output.square().mean(dim=-1) * counted).sum(), counted.sum(), None
+    return output.square().mean(), None
+
+
+def descend(parameters):
+    """An optimizer that shows a wrong factor of a gradient, as Adam would not."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def in_one_process(job, graph, *, per_token):
+    """The weights of all stages after the steps."""
+    stages = [Stage(number) for number in range(graph.num_stages)]
+    trained = [s.weight for n, s in enumerate(stages) if graph.module_of(n)[0] not in job.frozen]
+    optimizer = descend(trained)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        counted = len(graph.sinks) * sum(tokens(step, m).sum() for m in range(MICROBATCHES))
+        total = counted if per_token else MICROBATCHES
+        for m in range(MICROBATCHES):
+            made = {}
+            for number, stage in enumerate(stages):
+                arrived = [made[edge.source] for edge in graph.stage_edges if edge.destination == number]
+                made[number] = stage([*own_data(job, graph, number, step, m), *arrived])
+                if graph.module_of(number)[0] in job.frozen:
+                    made[number] = made[number].detach()
+            for name in graph.sinks:
+                loss = loss_of(made[graph.stage(name, -1)], tokens(step, m), per_token=per_token)[0]
+                (loss / total).backward(retain_graph=True)
+        optimizer.step()
+    return [stage.weight.detach() for stage in stages]
+
+
+def own_data(job, graph, number, step, m):
+    """What a stage reads by itself, for the whole batch."""
+    name, index = graph.module_of(number)
+    if index:
+        return []
+    if name in graph.sources:
+        return [data(step, m, name, rows=sum(job.images[m])) if job.images else data(step, m, name)]
+    return [data(step, m, "text")] if job.images else []
+
+
+def share(job, graph, number, step, m, grid):
+    """What this rank reads of `own_data`."""
+    for whole in own_data(job, graph, number, step, m):
+        if len(whole) == BATCH:
+            lane = lane_samples(BATCH, grid)
+            yield whole[lane.start : lane.stop]
+        else:
+            mine = grid.coords(torch.distributed.get_rank())["dp"]
+            yield whole.split(job.images[m])[mine]
+
+
+def step_of(job, comm, grids, step, *, per_token):
+    """The forward step function of every stage of this rank."""
+
+    def forward_step(microbatches, model):
+        m = next(microbatches)
+        name, _ = comm.graph.module_of(model.number)
+        own = list(share(job, comm.graph, model.number, step, m, grids[name]))
+        arrived = [*own, *model.received.values()]
+        if len(arrived) == 1 and len(arrived[0]) == 0:
+            return {name: arrived[0]}, None  # nothing to do for this microbatch
+        output = model(arrived)
+        if any(edge.source == model.number for edge in comm.graph.stage_edges):
+            return {name: output}, None
+        lane = lane_samples(BATCH, grids[name])
+        return output, lambda y: loss_of(y, tokens(step, m)[lane.start : lane.stop], per_token=per_token)
+
+    return forward_step
+
+
+def train(job, *, per_token, strict):
+    """Three steps on this rank's stages; the communicator, and the stages."""
+    grids = {}
+    for name, (offset, dims) in job.places.items():
+        sizes = {dim: dims.get(dim, 1) for dim in ("tp", "dp", "pp")}
+        grids[name] = HyperCommGrid(list(sizes.values()), list(sizes), rank_offset=offset)
+        for dim in ("tp", "dp"):
+            grids[name].create_pg(dim)
+    config = config_for(job, per_token=per_token, strict=strict)
+    edges = {(s, d): EdgeOptions(backward=False) for s in job.frozen for d in job.flow[s]}
+    comm = MultiModulePipelineCommunicator(grids, {name: job.flow.get(name, []) for name in grids}, config, edges=edges)
+    plan = step_plan(
+        comm.graph,
+        MICROBATCHES,
+        placement=comm.positions.placement,
+        collectives=comm.collective_edges,
+        frozen=comm.frozen_modules,
+    )
+    verify(plan, lanes="shared")
+    models = {}
+    for number in comm.stages:
+        stage = models[comm.graph.module_of(number)[0]] = Stage(number, config)
+        stage.number = number
+    optimizers = [descend(model.parameters()) for model in models.values()]
+    for step in range(STEPS):
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=step_of(job, comm, grids, step, per_token=per_token),
+            data_iterator={name: iter(range(MICROBATCHES)) for name in models},
+            model=models if len(models) > 1 else next(iter(models.values())),
+            num_microbatches=MICROBATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            p2p_communicator=comm,
+            pg_collection={name: ProcessGroupCollection.from_grid(grids[name]) for name in models},
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return comm, models
+
+
+def check(job, *, per_token, strict):
+    comm, models = train(job, per_token=per_token, strict=strict)
+    expected = in_one_process(job, comm.graph, per_token=per_token)
+    for name, model in models.items():
+        assert torch.allclose(model.weight.detach(), expected[model.number], rtol=1e-10, atol=1e-13)
+        moved = not torch.equal(model.weight.detach(), Stage(model.number).weight.detach())
+        assert moved == (name not in job.frozen)
+    comm.destroy()
+
+
+TOKENS = ("encoder dp 4, language dp 2", "encoder dp 2, language dp 4", "a colocated encoder", "a frozen encoder")
+
+
+def cases(names):
+    return [pytest.param(name, marks=pytest.mark.ranks(JOBS[name].ranks)) for name in names]
+
+
+@pytest.mark.parametrize("job", cases(JOBS))
+def test_weights_after_three_steps_of_a_mean_loss(job):
+    check(JOBS[job], per_token=False, strict=True)
+
+
+@pytest.mark.parametrize("job", cases(TOKENS))
+def test_weights_after_three_steps_of_a_token_weighted_loss(job):
+    check(JOBS[job], per_token=True, strict=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
+@pytest.mark.parametrize("job", cases(JOBS))
+def test_weights_after_three_steps_where_sends_are_buffered_and_outputs_freed(job, per_token):
+    check(JOBS[job], per_token=per_token, strict=False)

@@ -1,0 +1,192 @@
+"""Stages of different tensor-parallel sizes, trained by the runtime, against one process: loss and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrid.bridges import VTPCommunicator, VTPTopology
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.schedules import Forwarded, PipelineRuntime, lower, multi_module_1f1b, verify
+from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.forward_backward import forward_backward_pipelining_without_interleaving
+from pipegrid.topology import GroupSpec, create_groups
+from pipegrid.transport import P2PConfig
+
+from .tensor_parallel import Block
+
+MICROBATCHES, WIDTH = 4, 6
+SHAPE = (12, 2, WIDTH)  # [sequence, batch, hidden]
+
+# tp sizes -> other arguments of the topology
+ALWAYS = [
+    ([1, 2], {}),
+    ([2, 1], {}),
+    ([2, 3, 2], {}),
+    ([1, 4], {}),
+    ([2, 4, 4], {}),
+    ([1, 2], {"ring": True}),
+    ([2, 3], {"sequence_parallel": True}),
+]
+NIGHTLY = [
+    ([2, 1, 2], {"ring": True}),
+    ([1, 2, 1, 2], {"ring": True}),
+    ([1, 1, 2, 1, 1], {"ring": True}),
+    ([1, 2], {"dp": 2}),
+    ([2, 1], {"dp": 2, "ring": True}),
+    ([2, 4, 1], {"sequence_parallel": (False, True, False)}),
+    ([4, 2, 3], {"sequence_parallel": True, "ring": True}),
+]
+
+
+def ranks_of(sizes, options):
+    return sum(sizes) * options.get("dp", 1)
+
+
+def jobs():
+    for sizes, options in [*ALWAYS, *NIGHTLY]:
+        for strict in (False, True):
+            always = (sizes, options) in ALWAYS and (not strict or sizes == [2, 1])
+            marks = [pytest.mark.ranks(ranks_of(sizes, options), deadline=120)]
+            marks += [] if always else [pytest.mark.nightly]
+            yield pytest.param(sizes, options, strict, marks=marks, id=f"{sizes} {options} strict={strict}")
+
+
+def microbatch(index, replica):
+    """A microbatch of one replica, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 * replica + index)
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+
+
+def loss_of(y):
+    return (y**2).sum() / (MICROBATCHES * SHAPE[0] * SHAPE[1] * WIDTH)
+
+
+def in_one_process(num_stages, replica=0):
+    """The losses of all microbatches, and the whole blocks with their gradients."""
+    blocks = [Block(stage, WIDTH) for stage in range(num_stages)]
+    losses = []
+    for index in range(MICROBATCHES):
+        loss = loss_of(nn.Sequential(*blocks)(microbatch(index, replica)))
+        loss.backward()
+        losses.append(loss.item())
+    return losses, blocks
+
+
+class TPStage:
+    """A plan stage: one block, and the loss on the last one."""
+
+    def __init__(self, stage, comm, group):
+        self.stage, self.comm = stage, comm
+        held = comm.topology.replica(comm.replica)[comm.stage]
+        self.cut, self.group = held.parts > 1, group
+        self.block = Block(stage, WIDTH, group, cut=self.cut)
+        self.outgoing = [edge for edge in comm.graph.stage_edges if edge.source == stage]
+        self.losses = []
+
+    def forward(self, index, inputs):
+        x = next(iter(inputs.values()), None)
+        if x is None:
+            x = microbatch(index, self.comm.replica)
+            if self.cut:
+                x = x.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+        y = self.block(x)
+        if self.outgoing:
+            return Forwarded({self.outgoing[0]: y})
+        loss = loss_of(y)  # of this rank's rows, where the sequence is cut
+        self.losses.append(loss.detach())
+        return Forwarded({}, loss)
+
+
+def tp_group(comm):
+    """The tensor-parallel group of this rank's stage; None for one rank."""
+    ranks = comm.get_vtp_stage_ranks()[comm.stage]
+    if len(ranks) == 1:
+        return None
+    spec = GroupSpec(tuple(ranks), "tp")
+    return create_groups([spec])[spec]
+
+
+def difference(found, expected, scale):
+    """||a - b|| / max(||b||, 1e-3 ||all gradients|| / sqrt(number of tensors))."""
+    return float((found - expected).norm() / max(expected.norm(), scale))
+
+
+@pytest.mark.parametrize(("sizes", "options", "strict"), list(jobs()))
+def test_loss_and_every_gradient_are_those_of_one_process(sizes, options, strict):
+    topology = VTPTopology(sizes, **options, sequence_length=SHAPE[0])
+    config = P2PConfig(pipeline_dtype=torch.float64, strict=strict, deadline=60.0, open_deadline=60.0)
+    comm = VTPCommunicator(topology, config)
+    plan = lower(multi_module_1f1b(comm.graph, MICROBATCHES, placement=topology.placement))
+    verify(plan)
+    group = tp_group(comm)
+    stages = {stage: TPStage(stage, comm, group) for stage in comm.stages}
+    runtime = PipelineRuntime(plan, stages, comm)
+    runtime.eval()
+    runtime.step()
+    losses, blocks = in_one_process(topology.num_plan_stages, comm.replica)
+    gradients = [parameter.grad for block in blocks for parameter in block.parameters()]
+    scale = 1e-3 * float(sum(g.norm() ** 2 for g in gradients)) ** 0.5 / len(gradients) ** 0.5
+    for stage, held in stages.items():
+        for name, parameter in blocks[stage].named_parameters():
+            expected = held.block.share(name, parameter.grad)
+            assert difference(held.block.gradient(name), expected, scale) < 1e-10, (stage, name)
+        if held.losses:
+            assert len(held.losses) == 2 * MICROBATCHES  # evaluated, then trained
+            found = torch.stack(held.losses)
+            if held.cut:
+                dist.all_reduce(found, group=group)
+            assert found.tolist() == pytest.approx([*losses, *losses], rel=1e-10)
+    comm.close()
+
+
+class Model(nn.Module):
+    """What the step functions run: a block that is given its input."""
+
+    def __init__(self, block, config):
+        super().__init__()
+        self.block, self.config, self.received = block, config, [None]
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+
+def step(iterator, model):
+    x = model.received[0]
+    return model.block(microbatch(next(iterator), 0) if x is None else x), loss_func
+
+
+def loss_func(y):
+    loss = loss_of(y) * MICROBATCHES  # the step function divides by their number
+    return loss, {"loss": loss.item()}
+
+
+@pytest.mark.ranks(3)
+def test_the_step_function_of_the_seeds_runs_over_it():
+    layout = PipelineParallelLayerLayout.from_str("Et|tL", 2)
+    config = PipelineConfig(pipeline_dtype=torch.float64)
+    comm = VTPCommunicator(VTPTopology([1, 2], layout=layout), config)
+    model = Model(Block(comm.stage, WIDTH, tp_group(comm)), config)
+    arguments = {
+        "forward_step_func": step,
+        "model": model,
+        "num_microbatches": MICROBATCHES,
+        "seq_length": SHAPE[0],
+        "micro_batch_size": SHAPE[1],
+        "p2p_communicator": comm,
+    }
+    evaluated = forward_backward_pipelining_without_interleaving(
+        data_iterator=iter(range(MICROBATCHES)), forward_only=True, **arguments
+    )
+    infos = forward_backward_pipelining_without_interleaving(data_iterator=iter(range(MICROBATCHES)), **arguments)
+    losses, blocks = in_one_process(2)
+    assert infos == evaluated
+    if comm.stage == 1:
+        assert [info["loss"] for info in infos] == pytest.approx([MICROBATCHES * loss for loss in losses], rel=1e-10)
+    for name, parameter in blocks[comm.stage].named_parameters():
+        torch.testing.assert_close(
+            model.block.gradient(name), model.block.share(name, parameter.grad), rtol=1e-10, atol=1e-14
+        )
+    comm.close()

@@ -1,0 +1,78 @@
+"""Whether ranks that should hold the same values do: a comparison of digests, and the same verdict for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+
+from pipegrid.bridges.errors import LaneTotalsError, NotReplicatedError
+from pipegrid.bridges.side import Side
+
+
+@define(eq=False)
+class ReplicationCheck:
+    """Compares the copies of each lane of ``side``, and the rows of its lanes, in the first call and now and then.
+
+    Attributes:
+        side: whose ranks call `look`, all of them each time.
+        rank: this one.
+        every: compare again every so many calls; 0 is never again.
+        copies: the group of this rank's copies; None where it is the only one.
+        everyone: the group of the whole side, which hears of what is wrong anywhere: the others would wait for ever.
+    """
+
+    side: Side
+    rank: int
+    every: int
+    copies: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None
+    _calls: int = field(default=0, init=False)
+
+    def look(self, tensor: torch.Tensor, rows: int) -> None:
+        """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis.
+
+        Raises:
+            NotReplicatedError: the copies of some lane differ.
+            LaneTotalsError: lanes have different numbers of rows.
+        """
+        due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)
+        self._calls += 1
+        if due:
+            self._compare(tensor, rows)
+
+    def _compare(self, tensor: torch.Tensor, rows: int) -> None:
+        found = torch.tensor([0, rows, -rows], dtype=torch.int64, device=tensor.device)
+        if self.copies is not None:
+            # The digests' largest and smallest value, in one all-reduce, the same on every copy.
+            own = digest(tensor)
+            extremes = torch.stack((own, -own))
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.copies)
+            if not torch.equal(extremes[0], -extremes[1]):
+                found[0] = self.side.lane_of(self.rank) + 1
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
+        wrong, most, least = (int(value) for value in found.tolist())
+        if most != -least:
+            raise LaneTotalsError(
+                f"the lanes of {self.side.name!r} hold between {-least} and {most} rows (here: {rows}); a colocated "
+                f"bridge needs equal lanes: pad them, or use a BridgeCommunicator with shapes='variable'"
+            )
+        if wrong:
+            raise NotReplicatedError(
+                f"the copies of source lane {wrong - 1} of {self.side.name!r} (ranks {self._ranks_of(wrong - 1)}) hold "
+                "different tensors; the bridge takes one of them for all: gather or reduce over tp before communicate()"
+            )
+
+    def _ranks_of(self, lane: int) -> Sequence[int]:
+        return [rank for rank in self.side.ranks if self.side.lane_of(rank) == lane]
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers that differ, but for chance, where two tensors differ in any bit or in shape."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    place = torch.arange(data.numel(), device=data.device) % 65521 + 1
+    shape = torch.tensor(tensor.shape, device=data.device)
+    weights = torch.arange(1, tensor.ndim + 1, device=data.device)
+    return torch.stack((data.sum(), (data * place).sum(), (shape * weights).sum()))

@@ -1,0 +1,248 @@
+"""Which rank is where when stages have different tensor-parallel sizes, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegrid.bridges.errors import BridgeError, ShapeError, TilingError, VTPTopologyError
+from pipegrid.bridges.vtp_boundary import VTPBoundary, VTPStage
+from pipegrid.bridges.vtp_topology import VTPTopology
+from pipegrid.transport.edge import Direction, Edge
+
+F, B = Direction.FORWARD, Direction.BACKWARD
+
+
+# -- who is where -------------------------------------------------------------------------------------
+
+
+def test_ranks_are_consecutive_stage_after_stage():
+    topology = VTPTopology([2, 4, 4])
+    assert topology.stage_ranks == ((0, 1), (2, 3, 4, 5), (6, 7, 8, 9))
+    assert topology.place_of(5) == (1, 0)
+    assert [str(boundary.edge) for boundary in topology.boundaries(0)] == ["0>1", "1>2"]
+
+
+def test_replicas_of_a_stage_lie_side_by_side_and_exchange_with_their_own():
+    topology = VTPTopology([1, 2], dp=2)
+    assert topology.stage_ranks == ((0, 1), (2, 3, 4, 5))
+    assert [topology.place_of(rank) for rank in range(6)] == [(0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1)]
+    (boundary,) = topology.boundaries(1)
+    assert (boundary.source.ranks, boundary.destination.ranks) == ((1,), (4, 5))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_a_ring_has_one_boundary_more_and_stage_0_twice(stages):
+    topology = VTPTopology(range(1, stages + 1), ring=True)
+    assert topology.placement == (*range(stages), 0)
+    around = topology.boundaries(0)[-1]
+    assert around.edge == Edge(stages - 1, stages)
+    assert (around.source.ranks, around.destination.ranks) == (topology.stage_ranks[-1], (0,))
+
+
+def test_ranks_may_lie_anywhere():
+    topology = VTPTopology([1, 2], ranks=[[7], [3, 1]], world_size=8)
+    assert topology.place_of(1) == (1, 0)
+    with pytest.raises(
+        VTPTopologyError, match=r"rank 0 holds no stage of tp_sizes \[1, 2\] on ranks \[\[7\], \[3, 1\]\]"
+    ):
+        topology.place_of(0)
+
+
+sizes = st.lists(st.integers(1, 8), min_size=1, max_size=6)
+
+
+@given(sizes, st.integers(1, 3))
+def test_every_rank_has_one_place_and_every_place_its_ranks(tp_sizes, dp):
+    topology = VTPTopology(tp_sizes, dp=dp)
+    world = dp * sum(tp_sizes)
+    topology.check_world(world)
+    assert sorted(itertools.chain.from_iterable(topology.stage_ranks)) == list(range(world))
+    for replica in range(dp):
+        for index, stage in enumerate(topology.replica(replica)):
+            assert len(stage.ranks) == tp_sizes[index]
+            assert {topology.place_of(rank) for rank in stage.ranks} == {(index, replica)}
+
+
+@pytest.mark.parametrize(
+    ("ring", "stage", "is_end_stage", "hears", "tells"),
+    [
+        (False, 0, False, False, True),
+        (False, 1, False, True, True),
+        (False, 2, False, True, False),
+        (True, 0, False, False, True),
+        (True, 0, True, True, False),
+        (True, 1, False, True, True),
+        (True, 2, False, True, True),
+    ],
+)
+def test_who_hears_and_tells_activations(ring, stage, is_end_stage, hears, tells):
+    topology = VTPTopology([1, 1, 1], ring=ring)
+    assert topology.hears_forward(stage, is_end_stage=is_end_stage) is hears
+    assert topology.tells_forward(stage, is_end_stage=is_end_stage) is tells
+
+
+# -- what is refused: the value, the rule, the remedy ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tp_sizes": []}, r"tp_sizes is empty; give the tensor-parallel size of each stage, like \[2, 4, 4\]"),
+        ({"tp_sizes": 4}, "tp_sizes is 4; give the tensor-parallel size of each stage"),
+        ({"tp_sizes": "24"}, "tp_sizes is '24'; give"),
+        ({"tp_sizes": [2, 0]}, r"tp_sizes\[1\] is 0; give an integer of at least 1"),
+        ({"tp_sizes": [2, 1.5]}, r"tp_sizes\[1\] is 1.5; give an integer"),
+        ({"tp_sizes": [True]}, r"tp_sizes\[0\] is True; give an integer"),
+        ({"dp": 0}, "dp is 0; give an integer of at least 1"),
+        ({"ring": "yes"}, "ring is 'yes'; it is True or False"),
+        ({"tp_sizes": [2], "ring": True}, "a ring of 1 stage.* two stages or more, or ring=False"),
+        ({"world_size": 8}, r"tp_sizes \[2, 4, 4\] with dp=1 need 10 ranks, .* has 8; a world of 10 would fit$"),
+        ({"world_size": 20}, "a world of 10 would fit, and so would dp=2; to leave ranks 10 to 19 to others, .*ranks="),
+        ({"ranks": [[0, 1], [2, 3, 4, 5]]}, r"ranks lists 2 stages, but tp_sizes \[2, 4, 4\] has 3; give one list per"),
+        (
+            {"ranks": [[0, 1], [2, 3, 4], [6]]},
+            r"stage 1 was given the 3 ranks \[2, 3, 4\], but its tp size 4 .* needs 4",
+        ),
+        ({"ranks": [[0, 1], [1, 2, 3, 4], [6, 7, 8, 9]]}, "rank 1 is given twice, in stage 0 and in stage 1; a rank"),
+        ({"ranks": [[0, -1], [1, 2, 3, 4], [6, 7, 8, 9]]}, "stage 0 was given rank -1; ranks are global, counted from"),
+        ({"ranks": 3}, "ranks is 3; give a list of global ranks for each stage"),
+        ({"ranks": [[0, 1], [2, 3, 4, 5], [6, 7, 8, 12]], "world_size": 10}, "rank 12 .* a world of 13 would fit"),
+        ({"layout": ["Et", "tL"]}, r"the layout has 2 stages, but tp_sizes \[2, 4, 4\] are of 3; give a layout of 3"),
+        ({"layout": SimpleNamespace(stages=(("t",),) * 3), "ring": True}, "3 stages, .* one more for the way round"),
+        ({"sequence_parallel": [True]}, "sequence_parallel has 1 values, .* there are 3 stages; give one per stage"),
+        ({"sequence_axis": -1}, "sequence_axis is -1; count the axes from 0"),
+        (
+            {"sequence_parallel": [True, True, False], "sequence_length": 10},
+            "a sequence of 10 cannot be cut in 4 equal parts for the tensor-parallel ranks of stage 1; pad it to 12",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_value_rule_and_remedy(arguments, text):
+    with pytest.raises(VTPTopologyError, match=text):
+        VTPTopology(**{"tp_sizes": [2, 4, 4], **arguments})
+    assert issubclass(VTPTopologyError, BridgeError)
+    assert issubclass(VTPTopologyError, ValueError)
+
+
+def test_what_fits_is_taken():
+    VTPTopology([2, 4, 4], layout=3, world_size=10, sequence_length=12, sequence_parallel=True)
+    VTPTopology([2, 4, 4], layout=["Et", "t", "t", "tL"], ring=True)
+    VTPTopology([2, 4, 4], dp=2, world_size=20)
+    VTPTopology([2, 4, 4], sequence_length=7)  # nobody cuts it
+
+
+def test_an_unknown_argument_is_named():
+    with pytest.raises(TypeError, match="sequence_paralel"):
+        VTPTopology([2, 4], sequence_paralel=True)
+
+
+# -- a boundary: each byte crosses once -----------------------------------------------------------------
+
+
+def boundary(a, b, cuts=(False, False), axis=0):
+    source = VTPStage("stage 0", tuple(range(a)), cuts[0])
+    destination = VTPStage("stage 1", tuple(range(100, 100 + b)), cuts[1])
+    return VTPBoundary(Edge(0, 1), source, destination, axis)
+
+
+def cells(view, box):
+    """The elements of a box, by their number in the tensor that is seen as ``view``."""
+    spans = [range(start, start + extent) for start, extent in zip(box.start, box.shape, strict=True)]
+    return [(i * view[1] + j) * view[2] + k for i, j, k in itertools.product(*spans)]
+
+
+def held(at, stage, rank, whole):
+    """The elements of the whole tensor that the rank holds, by number, in the order in which it stores them."""
+    before, length, after = math.prod(whole[: at.axis]), whole[at.axis], math.prod(whole[at.axis + 1 :])
+    share = length // stage.parts
+    first = share * stage.ranks.index(rank) if stage.parts > 1 else 0
+    return [
+        (i * length + j) * after + k for i in range(before) for j in range(first, first + share) for k in range(after)
+    ]
+
+
+def play(at, whole, direction):
+    """What every receiving rank has after messages and completion, and how many elements crossed."""
+    givers, takers = (at.source, at.destination) if direction is F else (at.destination, at.source)
+    crossing = {rank: at.crossing(whole, direction, rank) for rank in (*givers.ranks, *takers.ranks)}
+    crossed = 0
+    got = {}
+    for rank in takers.ranks:
+        here = crossing[rank]
+        out = [None] * math.prod(here.shape)
+        for peer, boxes in here.peers.items():
+            assert peer in at.peers(rank, direction)
+            theirs = held(at, givers, peer, whole)
+            sent = [theirs[c] for box in crossing[peer].peers[rank] for c in cells(crossing[peer].view, box)]
+            places = [c for box in boxes for c in cells(here.view, box)]
+            assert len(sent) == len(places)
+            crossed += len(sent)
+            for place, element in zip(places, sent, strict=True):
+                assert out[place] is None
+                out[place] = element
+        got[rank] = out
+    for rank in takers.ranks:
+        step = crossing[rank].completion
+        for giver, boxes in zip(step.ranks, step.boxes, strict=True) if step else ():
+            for box in boxes:
+                for place in cells(crossing[rank].view, box):
+                    assert giver == rank or got[rank][place] is None
+                    got[rank][place] = got[giver][place]
+    return got, crossed
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.tuples(st.booleans(), st.booleans()),
+    st.integers(0, 1),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([F, B]),
+)
+def test_every_element_crosses_once_and_arrives_everywhere(a, b, cuts, axis, lengths, width, direction):
+    at = boundary(a, b, cuts, axis)
+    whole = [width, width + 1]
+    whole[axis] = lengths * math.lcm(at.source.parts, at.destination.parts)
+    got, crossed = play(at, tuple(whole), direction)
+    assert crossed == math.prod(whole)
+    taker = at.receiver(direction)
+    for rank, elements in got.items():
+        assert elements == held(at, taker, rank, whole)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 90))
+def test_copies_share_the_sending_and_the_receiving(a, b, numel):
+    at = boundary(a, b)
+    for rank in at.source.ranks:
+        sent = sum(box.numel for boxes in at.crossing((numel,), F, rank).peers.values() for box in boxes)
+        assert abs(sent - numel / a) <= len(at.peers(rank, F))  # but for rounding, once for each message
+    for rank in at.destination.ranks:
+        got = sum(box.numel for boxes in at.crossing((numel,), F, rank).peers.values() for box in boxes)
+        assert abs(got - numel / b) <= len(at.peers(rank, F))
+
+
+@pytest.mark.parametrize("cuts", [(True, True), (False, True)])
+def test_a_boundary_whose_receivers_hold_parts_needs_no_gather(cuts):
+    at = boundary(2, 4, cuts)
+    assert all(at.crossing((8, 3), F, rank).completion is None for rank in at.destination.ranks)
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused():
+    at = boundary(2, 4, (True, True))
+    assert at.whole((4, 3), 0) == (8, 3)
+    with pytest.raises(ShapeError, match="a sequence of 6 cannot be cut in 4 equal parts .* of stage 1; pad it to 8"):
+        at.whole((3, 3), 0)
+    with pytest.raises(ShapeError, match="cuts the sequence on axis 0, but a tensor of shape .* has no such axis"):
+        at.whole((), 0)
+
+
+def test_a_boundary_joins_ranks_that_are_on_one_side_each():
+    with pytest.raises(TilingError, match=r"ranks \[1\] are on both sides of boundary 0>1"):
+        VTPBoundary(Edge(0, 1), VTPStage("stage 0", (0, 1)), VTPStage("stage 1", (1, 2)))

@@ -1,0 +1,73 @@
+"""Graphs whose backward cannot be split, refused with the name of the module that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+_REMEDY = (
+    "or choose a schedule whose backwards are whole (B in place of I and W: gpipe, 1f1b, interleaved_1f1b, looped_bfs)"
+)
+
+
+class SplitBackwardError(ValueError):
+    """A stage's backward cannot be run in two halves."""
+
+
+def require_splittable(trunk: Iterable[Node], stage: int, model: Any) -> None:
+    """Refuse a graph with a node that cannot run while others of the graph are kept for later.
+
+    Args:
+        trunk: the nodes that lead to the stage's inputs.
+        stage: its number.
+        model: its module, for the names in the message; anything else will do.
+
+    Raises:
+        SplitBackwardError: reentrant checkpointing, or a compiled module.
+    """
+    for node in trunk:
+        kind = node.name()
+        if kind == "CheckpointFunctionBackward":
+            raise SplitBackwardError(
+                f"stage {stage}: {_checkpointed(node, model)} is checkpointed with use_reentrant=True, which runs a "
+                "whole backward of its own and cannot be split into I and W; checkpoint it with use_reentrant=False, "
+                f"{_REMEDY}"
+            )
+        if kind == "CompiledFunctionBackward":
+            raise SplitBackwardError(
+                f"stage {stage}: {_compiled(model)} is compiled, which makes its backward one node that cannot be "
+                f"split into I and W; leave it uncompiled, compile it with backend='eager', {_REMEDY}"
+            )
+
+
+def _checkpointed(node: Node, model: Any) -> str:
+    """What a reentrant checkpoint runs: a module (or a method of one) by its name in the stage, else the function."""
+    function = getattr(node, "run_function", None)
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, torch.nn.Module):
+        return _named(owner, model)
+    return f"function {getattr(function, '__name__', function)!r}"
+
+
+def _named(module: torch.nn.Module, model: Any) -> str:
+    for name, found in _modules(model):
+        if found is module and name:
+            return f"module {name!r} ({type(module).__name__})"
+    return f"module {type(module).__name__}"
+
+
+def _compiled(model: Any) -> str:
+    """The compiled modules of a stage; `torch.compile` wraps a module, and `Module.compile` marks it."""
+    names = [
+        f"{name.removesuffix('_orig_mod').rstrip('.') or 'the whole stage'!r} ({type(module).__name__})"
+        for name, module in _modules(model)
+        if name.endswith("_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    ]
+    return f"module {', '.join(names)}" if names else "a function or module"
+
+
+def _modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    return list(model.named_modules()) if isinstance(model, torch.nn.Module) else []

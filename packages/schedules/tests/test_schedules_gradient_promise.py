@@ -1,0 +1,210 @@
+"""The gradient of a pipelined step is that of the same step on one process: every schedule, size, loss and stage.
+
+A sample of the whole matrix runs always, the matrix nightly.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from attrs import frozen
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipegrid.schedules.actions import ActionKind
+from pipegrid.schedules.catalogue import SCHEDULES
+from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.search import greedy
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
+        self.double()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Bend(nn.Module):
+    """No parameters."""
+
+    def forward(self, x):
+        return torch.sin(x) * 2
+
+
+@frozen
+class Case:
+    schedule: str
+    positions: int
+    microbatches: int
+    loss: str
+    checkpointed: bool
+    special: str
+
+    def plan(self):
+        if self.schedule == "greedy":
+            costs = Costs(F=1, I=1.1, W=0.7, latency=0.1)
+            return lower(greedy(costs, num_positions=self.positions, num_microbatches=self.microbatches))
+        receives = "early" if self.schedule == "early receives" else "late"
+        name = "1f1b" if self.schedule == "early receives" else self.schedule
+        return lower(SCHEDULES[name].plan(self.positions, self.microbatches), receives=receives)
+
+    def models(self, num_stages):
+        """The stages' modules; the special one is the second, and there is at least one more with parameters."""
+        models = [Layer(stage) for stage in range(num_stages)]
+        if self.special == "frozen":
+            models[1].requires_grad_(requires_grad=False)
+        elif self.special == "without parameters":
+            models[1] = Bend()
+        elif self.special == "empty":
+            models[1] = nn.Identity()
+        return models
+
+
+def tokens(microbatch):
+    return 2 + (3 * microbatch) % 5
+
+
+def data(microbatch):
+    generator = torch.Generator().manual_seed(50 + microbatch)
+    return torch.randn(tokens(microbatch), WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss_of(case, output):
+    return (output**2).sum() if case.loss == "tokens" else (output**2).mean() / case.microbatches
+
+
+def finish(case, models):
+    """A sum over tokens is divided by their number once, at the end."""
+    if case.loss == "tokens":
+        total = sum(map(tokens, range(case.microbatches)))
+        for parameter in itertools.chain(*(model.parameters() for model in models)):
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+
+
+@frozen
+class Computation:
+    case: Case
+    model: nn.Module
+    outgoing: tuple
+
+    def forward(self, microbatch, inputs):
+        x = next(iter(inputs.values())) if inputs else data(microbatch)
+        y = checkpoint(self.model, x, use_reentrant=False) if self.case.checkpointed else self.model(x)
+        return Forwarded(dict.fromkeys(self.outgoing, y), None if self.outgoing else loss_of(self.case, y))
+
+
+def pipelined(case, plan, network, memory_communicator, in_threads):
+    models = case.models(plan.num_stages)
+    stages = [
+        Computation(case, model, tuple(edge for edge in plan.graph.stage_edges if edge.source == stage))
+        for stage, model in enumerate(models)
+    ]
+    in_threads(
+        [
+            PipelineRuntime(
+                plan,
+                {stage: stages[stage] for stage in held},
+                memory_communicator(network, plan.num_stages, position),
+                deallocate_outputs=case.microbatches % 2 == 1,
+            ).step
+            for position, held in enumerate(plan.stages_at)
+        ]
+    )
+    finish(case, models)
+    return models
+
+
+def reference(case, num_stages):
+    models = case.models(num_stages)
+    for microbatch in range(case.microbatches):
+        x = data(microbatch)
+        for model in models:
+            x = model(x)
+        loss_of(case, x).backward()
+    finish(case, models)
+    return models
+
+
+def gradients(models):
+    return [parameter.grad for model in models for parameter in model.parameters()]
+
+
+def difference(found, expected):
+    """The design's measure, the largest over all tensors; some gradients are zero in exact arithmetic."""
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if b is not None]
+    floor = 1e-3 * torch.cat([b.flatten() for _, b in pairs]).norm() / len(pairs) ** 0.5
+    return max(((a - b).norm() / torch.maximum(b.norm(), floor)).item() for a, b in pairs)
+
+
+def in_order(plan):
+    """Whether every stage adds up its gradients microbatch by microbatch, as one process does."""
+    added = {stage: [] for stage in range(plan.num_stages)}
+    for position in range(plan.num_positions):
+        for action in plan.actions(position):
+            if action.kind in (ActionKind.B, ActionKind.W):
+                added[action.stage].append(action.microbatch)
+    return all(order == sorted(order) for order in added.values())
+
+
+def check(case, *fixtures):
+    plan = case.plan()
+    found = gradients(pipelined(case, plan, *fixtures))
+    expected = gradients(reference(case, plan.num_stages))
+    assert [a is None for a in found] == [b is None for b in expected]
+    assert difference(found, expected) < 1e-10
+    if in_order(plan):
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+NAMES = [*(name for name, schedule in SCHEDULES.items() if schedule.trains), "greedy", "early receives"]
+MATRIX = [
+    Case(name, positions, microbatches, loss, checkpointed, special)
+    for name in NAMES
+    for positions in (2, 3, 4)
+    for microbatches in (1, positions, 3 * positions, 2 * positions + 1)
+    for loss in ("mean", "tokens")
+    for checkpointed in (False, True)
+    for special in ("none", "frozen", "without parameters", "empty")
+]
+SAMPLE = MATRIX[::35]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_gradients_are_those_of_one_process(case, network, memory_communicator, in_threads):
+    check(case, network, memory_communicator, in_threads)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_one_process_in_every_case(name, memory_communicator, in_threads, network):
+    for case in MATRIX:
+        if case.schedule == name:
+            network.lanes.clear()
+            check(case, network, memory_communicator, in_threads)
+
+
+def test_the_sample_has_every_value_of_everything():
+    for field in ("schedule", "positions", "loss", "checkpointed", "special"):
+        assert {getattr(case, field) for case in SAMPLE} == {getattr(case, field) for case in MATRIX}
+    sizes = {(case.microbatches > case.positions) - (case.microbatches < case.positions) for case in SAMPLE}
+    assert sizes == {-1, 0, 1}
+    split = [case for case in SAMPLE if case.schedule.startswith(("zero", "v_", "dual", "greedy"))]
+    assert {case.special for case in split if case.checkpointed} == {case.special for case in MATRIX}
+
+
+def test_the_order_of_sums_is_the_same_for_most_schedules():
+    assert sum(in_order(case.plan()) for case in SAMPLE) > len(SAMPLE) / 2

@@ -1,0 +1,534 @@
+"""I and W together are the whole backward, bit for bit, and nothing in them runs twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights, cut
+from pipegrid.schedules.splitting_refused import SplitBackwardError, require_splittable
+
+WIDTH = 6
+
+
+class Scale(torch.autograd.Function):
+    """A custom Function computes both its halves whenever it runs."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        Scale.runs += 1
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class FusedLinear(torch.autograd.Function):
+    """Accumulates into ``main_grad`` itself, and returns nothing for its weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        weight.main_grad += grad.t() @ x
+        return grad @ weight, None
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.gate, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+        self.dropout = nn.Dropout(0.25)
+        self.forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        y = self.norm(x)
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(y)) * self.gate(y)))
+
+
+class Plain(nn.Module):
+    inputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return [x]
+
+
+class Checkpointed(Plain):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return [x]
+
+
+class NestedCheckpoints(Plain):
+    def inner(self, x):
+        return self.blocks[1](checkpoint(self.blocks[0], x, use_reentrant=False))
+
+    def forward(self, x):
+        return [checkpoint(self.inner, x, use_reentrant=False)]
+
+
+class Custom(nn.Module):
+    inputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 1)
+
+    def forward(self, x):
+        return [self.last(Scale.apply(self.first(x), self.weight))]
+
+
+class CustomCheckpointed(Custom):
+    def inner(self, x):
+        return super().forward(x)[0]
+
+    def forward(self, x):
+        return [checkpoint(self.inner, x, use_reentrant=False)]
+
+
+class Shared(nn.Module):
+    """One layer used twice in a row, one norm used twice, and a weight that a custom Function shares."""
+
+    inputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.own = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.layer(x)))
+        return [self.norm(self.layer(self.own(Scale.apply(x, self.norm.weight))))]
+
+
+class Wide(nn.Module):
+    """Several inputs, one of them unused and one of integers; several outputs, one an input and one without grad."""
+
+    inputs = 3
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.cell, self.slope = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.PReLU(WIDTH)
+
+    def forward(self, x, y, unused):
+        top, bottom = (self.first(x) * self.second(y)).chunk(2)
+        out, (hidden, _) = self.cell(x[None])
+        return [top, out[0] + hidden.sum(), self.slope(bottom), x, torch.zeros(2)]
+
+
+class Derived(nn.Module):
+    """Weights that are computed from parameters, some of them by a custom Function."""
+
+    inputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.direction, self.size = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.rand(WIDTH) + 1)
+
+    def forward(self, x):
+        weight = Scale.apply(self.direction, self.size)
+        return [torch.tanh(torch.nn.functional.linear(x, weight / weight.norm(), self.size * 2))]
+
+
+class InPlace(nn.Module):
+    """Parts of an activation are overwritten, by a parameter too."""
+
+    inputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.column = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        x = self.layer(x) * 1
+        x[:, 1] = self.column
+        x[:, 2].mul_(3)
+        return [x.sin_()]
+
+
+class Mixed(nn.Module):
+    """Convolution, batch norm, attention, a product of two trunk tensors, a scatter."""
+
+    inputs = 2
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x, y):
+        x = self.norm(self.convolution(x[None]))
+        y, weights = self.attention(x, y[None], y[None])
+        z = self.bilinear(x[0], y[0])
+        return [torch.cat([z, (x[0] @ y[0].t()) @ z]), weights.amax(-1), z.index_select(0, torch.tensor([1, 1, 3]))]
+
+
+class Frozen(nn.Module):
+    """Parameters that are not trained."""
+
+    inputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return [self.head(self.layer(x).sin())]
+
+
+class Empty(nn.Module):
+    inputs = 1
+
+    def forward(self, x):
+        return [x]
+
+
+class First(nn.Module):
+    """A first stage: nothing to send back."""
+
+    inputs = 0
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.block = nn.Embedding(4, WIDTH), Block()
+
+    def forward(self):
+        return [self.block(self.table(torch.tensor([0, 3, 3, 1])))]
+
+
+MODELS = [
+    Plain,
+    Checkpointed,
+    NestedCheckpoints,
+    Custom,
+    CustomCheckpointed,
+    Shared,
+    Wide,
+    Derived,
+    InPlace,
+    Mixed,
+    Frozen,
+    Empty,
+    First,
+]
+
+
+class CountOps(TorchDispatchMode):
+    """How often each operator ran, or, where it is told which of its results are wanted, how many it computed.
+
+    Views, which compute nothing, are left out.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            mask = args[-1] if args and isinstance(args[-1], list) else [True]
+            self.counts[str(func)] += sum(mask) if isinstance(mask[0], bool) else 1
+        return func(*args, **(kwargs or {}))
+
+
+def made(kind):
+    torch.manual_seed(5)
+    return kind().double()
+
+
+def forwarded(model):
+    """The model's outputs that require grad, a gradient for each, and its inputs."""
+    torch.manual_seed(7)
+    inputs = [torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(model.inputs)]
+    outputs = [tensor for tensor in model(*inputs) if tensor.requires_grad]
+    return outputs, [torch.randn_like(tensor) for tensor in outputs], inputs
+
+
+def whole(kind):
+    model = made(kind)
+    outputs, gradients, inputs = forwarded(model)
+    with CountOps() as ops:
+        torch.autograd.backward(outputs, gradients)
+    return model, [tensor.grad for tensor in inputs], ops.counts
+
+
+def first_half(model):
+    outputs, gradients, inputs = forwarded(model)
+    roots = [get_gradient_edge(tensor) for tensor in outputs]
+    del outputs
+    return backward_inputs(roots, gradients, inputs)
+
+
+def same(one, other):
+    return one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_both_halves_are_the_whole_backward_bit_for_bit(kind):
+    expected, expected_inputs, _ = whole(kind)
+    model = made(kind)
+    gradients, half = first_half(model)
+    backward_weights(half)
+    assert all(map(same, gradients, expected_inputs))
+    assert all(same(p.grad, e.grad) for p, e in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+# An LSTM and a PReLU compute both halves in one operator; gradients of a shared parameter are added up twice.
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in (Wide, Shared)])
+def test_nothing_is_computed_twice(kind):
+    _, _, expected = whole(kind)
+    model = made(kind)
+    outputs, gradients, inputs = forwarded(model)
+    with CountOps() as ops:
+        _, half = backward_inputs([get_gradient_edge(tensor) for tensor in outputs], gradients, inputs)
+        backward_weights(half)
+    # The engine's accumulators clone what others still hold; sums and products are what counts.
+    for counts in (ops.counts, expected):
+        for name in [
+            name for name in counts if name.split(".")[1] in ("detach", "clone", "new_empty_strided", "copy_")
+        ]:
+            del counts[name]
+    assert ops.counts == expected
+
+
+def products(counts):
+    return sum(count for name, count in counts.items() if name in ("aten.mm.default", "aten.addmm.default"))
+
+
+def test_each_half_has_half_of_the_matrix_products():
+    model = made(Plain)
+    outputs, gradients, inputs = forwarded(model)
+    roots = [get_gradient_edge(tensor) for tensor in outputs]
+    with CountOps() as first:
+        _, half = backward_inputs(roots, gradients, inputs)
+    with CountOps() as second:
+        backward_weights(half)
+    assert products(first.counts) == products(second.counts) == 6
+    assert not any("gelu" in name for name in second.counts)
+
+
+def test_at_i_no_parameter_that_waits_has_a_gradient():
+    model = made(Plain)
+    _, half = first_half(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    backward_weights(half)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [Custom, CustomCheckpointed])
+def test_a_custom_function_runs_once_and_whole_at_i(kind):
+    model = made(kind)
+    Scale.runs = 0
+    _, half = first_half(model)
+    assert Scale.runs == 1
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"weight"}
+    backward_weights(half)
+    assert Scale.runs == 1
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_function_that_accumulates_by_itself_leaves_nothing_for_w():
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    weight.main_grad = torch.zeros_like(weight)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    output = FusedLinear.apply(x, weight)
+    gradient = torch.randn_like(output)
+    _, half = backward_inputs([get_gradient_edge(output)], [gradient], [x])
+    assert half.calls == ()
+    backward_weights(half)
+    assert torch.equal(weight.main_grad, gradient.t() @ x.detach())
+    assert weight.grad is None
+
+
+def test_a_shared_layer_is_computed_at_i_and_the_others_wait():
+    model = made(Shared)
+    _, half = first_half(model)
+    waiting = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert waiting == {"own.weight", "own.bias"}
+    backward_weights(half)
+    assert model.own.weight.grad is not None
+
+
+def test_without_inputs_everything_waits_for_w():
+    model = made(First)
+    gradients, half = first_half(model)
+    assert gradients == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+    backward_weights(half)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, NestedCheckpoints])
+def test_a_checkpointed_region_is_recomputed_once_for_both_halves(kind):
+    _, expected, _ = whole(kind)
+    once = made(kind)
+    outputs, gradients, _ = forwarded(once)
+    torch.autograd.backward(outputs, gradients)
+    model = made(kind)
+    _, half = first_half(model)
+    assert all(block.forwards >= 2 for block in model.blocks)
+    backward_weights(half)
+    assert [block.forwards for block in model.blocks] == [block.forwards for block in once.blocks]
+    assert len(expected) == 1
+
+
+def test_hooks_on_parameters_fire_once_as_in_a_whole_backward():
+    model = made(Custom)
+    fired = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: fired.append(("tensor", name)))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(("accumulated", name)))
+    keep = [get_gradient_edge(parameter).node for parameter in model.parameters()]
+    for node, (name, _) in zip(keep, model.named_parameters(), strict=True):
+        node.register_hook(lambda *_, name=name: fired.append(("node", name)))
+    _, half = first_half(model)
+    kinds = ["tensor", "accumulated", "node"]
+    assert fired == [(kind, "weight") for kind in kinds]
+    backward_weights(half)
+    assert Counter(fired) == {(kind, name): 1 for kind in kinds for name, _ in model.named_parameters()}
+
+
+def test_a_hook_that_changes_an_activations_gradient_counts_once():
+    def run(split):
+        torch.manual_seed(0)
+        layer, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        hidden = layer(x)
+        hidden.register_hook(lambda grad: 3 * grad)
+        output = head(hidden.tanh())
+        if split:
+            _, half = backward_inputs([get_gradient_edge(output)], [torch.ones_like(output)], [x])
+            backward_weights(half)
+        else:
+            torch.autograd.backward(output, torch.ones_like(output))
+        return layer.weight.grad
+
+    assert torch.equal(run(split=True), run(split=False))
+
+
+def storage(tensor):
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def test_i_frees_what_only_the_input_half_needed_and_w_the_rest():
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    hidden = first(x).exp()  # saved by exp for its input half, and by nothing else
+    bent = hidden.sin()  # saved by the last layer for its weight
+    output = last(bent)
+    root, gradient = get_gradient_edge(output), torch.ones_like(output)
+    of_hidden, of_bent, of_output = storage(hidden), storage(bent), storage(output)
+    del hidden, bent, output
+    assert of_output.expired(), "nothing saved the output; its root is enough to start from"
+    assert not of_hidden.expired()
+    _, half = backward_inputs([root], [gradient], [x])
+    del root
+    assert of_hidden.expired()
+    assert not of_bent.expired()
+    backward_weights(half)
+    del half
+    assert of_bent.expired()
+
+
+def test_recomputed_tensors_are_kept_for_w_and_then_go():
+    seen = []
+
+    def region(x):
+        hidden = first(x).exp()
+        bent = hidden.sin()
+        seen.append((storage(hidden), storage(bent)))
+        return last(bent)
+
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    output = checkpoint(region, x, use_reentrant=False).sum()
+    assert all(ref.expired() for ref in seen[0]), "a checkpointed forward keeps nothing inside"
+    _, half = backward_inputs([get_gradient_edge(output)], [torch.ones_like(output)], [x])
+    del output
+    of_hidden, of_bent = seen[1]
+    assert of_hidden.expired()
+    assert not of_bent.expired()
+    backward_weights(half)
+    del half
+    assert of_bent.expired()
+    assert len(seen) == 2
+
+
+def test_layers_side_by_side_take_one_call_of_the_engine():
+    parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    output = parts[0](x) * parts[1](x) * parts[2](x).exp()
+    root = get_gradient_edge(output)
+    owners = cut([root], [get_gradient_edge(x)]).deferred
+    assert len(owners) == 3
+    assert {len(owner.sinks) for owner in owners} == {2}
+    _, half = backward_inputs([root], [torch.ones_like(output)], [x])
+    assert len(half.calls) == 1
+
+
+def test_w_of_nothing_does_nothing():
+    backward_weights(WeightHalf())
+
+
+class Reentrant(Plain):
+    def forward(self, x):
+        return [checkpoint(self.blocks[1], self.blocks[0](x), use_reentrant=True)]
+
+
+def refused(model, *, stage=3):
+    outputs, _, inputs = forwarded(model)
+    trunk = cut(map(get_gradient_edge, outputs), map(get_gradient_edge, inputs)).trunk
+    require_splittable(trunk, stage, model)
+
+
+def test_reentrant_checkpointing_is_refused_by_name():
+    with pytest.raises(SplitBackwardError, match=r"stage 3: module 'blocks.1' \(Block\) is checkpointed with use_re"):
+        refused(made(Reentrant))
+    x = torch.randn(2, requires_grad=True)
+    output = checkpoint(torch.sin, x, use_reentrant=True)
+    trunk = cut([get_gradient_edge(output)], [get_gradient_edge(x)]).trunk
+    with pytest.raises(SplitBackwardError, match=r"stage 0: function 'sin' is checkpointed"):
+        require_splittable(trunk, 0, None)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
+def test_a_compiled_module_is_refused_by_name():
+    model = made(Plain)
+    model.blocks[1] = torch.compile(model.blocks[1], backend="aot_eager")
+    with pytest.raises(SplitBackwardError, match=r"stage 3: module 'blocks.1' \(Block\) is compiled"):
+        refused(model)
+
+
+def test_what_can_be_split_is_not_refused():
+    for kind in MODELS:
+        refused(made(kind))

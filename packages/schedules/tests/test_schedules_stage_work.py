@@ -1,0 +1,328 @@
+"""What a stage holds and for how long, what may travel between stages, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import define, evolve, field
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.actions import ActionKind
+from pipegrid.schedules.catalogue import SCHEDULES
+from pipegrid.schedules.generators import gpipe, multi_module_1f1b, zero_bubble_h1
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.verification import verify
+from pipegrid.transport.edge import Direction
+
+WIDTH = 8
+
+
+@define
+class Function:
+    """A stage that is a function of what arrives (None where nothing does), by the stage's own edges."""
+
+    plan: object
+    stage: int
+    function: object
+    model: nn.Module | None = None
+    incoming: list = field(init=False)
+    outgoing: list = field(init=False)
+
+    def __attrs_post_init__(self):
+        edges = self.plan.graph.stage_edges
+        self.incoming = [edge for edge in edges if edge.destination == self.stage]
+        self.outgoing = [edge for edge in edges if edge.source == self.stage]
+
+    def forward(self, microbatch, inputs):
+        result = self.function(microbatch, *(inputs[edge] for edge in self.incoming))
+        if self.outgoing:
+            return Forwarded(dict.fromkeys(self.outgoing, result))
+        return Forwarded({}, result)
+
+
+def step(plan, functions, network, memory_communicator, in_threads, *, hooks=None, **options):
+    in_threads(
+        [
+            PipelineRuntime(
+                plan,
+                {stage: Function(plan, stage, functions[stage]) for stage in held},
+                memory_communicator(network, plan.num_stages, position),
+                hooks=[hooks[position]] if hooks else (),
+                **options,
+            ).step
+            for position, held in enumerate(plan.stages_at)
+        ]
+    )
+
+
+# How much is live
+
+
+@define
+class Watch:
+    """The most bytes live on one position after any of its actions, of each of two sorts of activation."""
+
+    sizes: list = field(factory=list)
+    most: list = field(factory=lambda: [0, 0])
+
+    def note(self, sort, tensor):
+        self.sizes.append((sort, tensor.nbytes, StorageWeakRef(tensor.untyped_storage())))
+
+    def before(self, action):
+        pass
+
+    def after(self, action):
+        self.sizes = [entry for entry in self.sizes if not entry[2].expired()]
+        for sort in (0, 1):
+            live = sum(size for kind, size, _ in self.sizes if kind == sort)
+            self.most[sort] = max(self.most[sort], live)
+
+
+@define
+class Weighty:
+    """Makes two activations of 512 bytes: one that only the weight half reads, one that only the input half does."""
+
+    stage: int
+    watch: Watch
+    weight: torch.Tensor = field(factory=lambda: torch.eye(WIDTH, dtype=torch.float64).requires_grad_())
+    last: bool = False
+
+    def __call__(self, microbatch, x=None):
+        if x is None:
+            x = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+        multiplied = torch.neg(x)
+        self.watch.note(0, multiplied)
+        bent = (multiplied @ self.weight).exp()
+        self.watch.note(1, bent)
+        return bent.neg().sum() if self.last else bent.neg()
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.trains])
+def test_as_many_bytes_are_live_as_the_plan_predicts(name, network, memory_communicator, in_threads):
+    plan = lower(SCHEDULES[name].plan(3, 7))
+    proof = verify(plan)
+    watches = [Watch() for _ in plan.positions]
+    functions = [
+        Weighty(stage, watches[plan.placement[stage][0]], last=stage == plan.num_stages - 1)
+        for stage in range(plan.num_stages)
+    ]
+    step(plan, functions, network, memory_communicator, in_threads, hooks=watches)
+    size = 8 * WIDTH * WIDTH * plan.num_chunks
+    assert [watch.most[0] / size for watch in watches] == list(proof.peak_live)
+    # The first stage has no input to differentiate: all of it waits for W.
+    assert [watch.most[1] / size for watch in watches][1:] == list(proof.peak_live_inputs)[1:]
+
+
+def test_an_output_that_nothing_saved_goes_when_it_is_sent(network, memory_communicator, in_threads):
+    plan = lower(gpipe(2, 3))
+    watches = [Watch(), Watch()]
+    weight = torch.ones(WIDTH, requires_grad=True)
+
+    def first(microbatch):
+        output = (torch.ones(WIDTH, WIDTH) * weight).neg()
+        watches[0].note(0, output)
+        return output
+
+    step(plan, [first, lambda m, x: x.sum()], network, memory_communicator, in_threads, hooks=watches)
+    assert watches[0].most[0] <= 2 * 4 * WIDTH * WIDTH, "one being sent, one being made"
+
+
+# Deallocation
+
+
+FAN_OUT = ModuleGraph({"images": 1, "one": 1, "two": 1}, {"images": ["one", "two"]})
+
+
+@pytest.mark.parametrize("placement", [[0, 1, 2], [0, 0, 1]], ids=["all sent", "one handed over"])
+def test_an_output_for_several_stages_is_freed_once_all_have_it(placement, network, memory_communicator, in_threads):
+    plan = lower(multi_module_1f1b(FAN_OUT, 3, placement=placement))
+    weight = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    held = []
+
+    def images(microbatch):
+        held.append(torch.ones(WIDTH, dtype=torch.float64) * weight)
+        return held[-1]
+
+    functions = [images, lambda m, x: (x**2).sum(), lambda m, x: 3 * x.sum()]
+    step(plan, functions, network, memory_communicator, in_threads, deallocate_outputs=True)
+    assert [tensor.numel() for tensor in held] == [1, 1, 1]
+    assert torch.equal(weight.grad, torch.full_like(weight, 3 * (2 * 2 + 3)))
+
+
+def test_a_view_cannot_be_freed(network, memory_communicator):
+    plan = lower(gpipe(2, 1))
+    weight = torch.ones(4, 4, requires_grad=True)
+    runtime = PipelineRuntime(
+        plan,
+        {0: Function(plan, 0, lambda m: (weight * 2)[0])},
+        memory_communicator(network, 2, 0),
+        deallocate_outputs=True,
+    )
+    with pytest.raises(PipelineError, match=r"0F0: ValueError: an output of shape \(4,\) is a view"):
+        runtime.step()
+
+
+# What is not differentiated
+
+
+FROZEN = ModuleGraph({"encoder": 2, "head": 2}, {"encoder": ["head"]})
+
+
+def test_nothing_is_differentiated_for_stages_that_run_no_backward(network, memory_communicator, in_threads):
+    plan = lower(multi_module_1f1b(FROZEN, 4, forward_only=["encoder"]))
+    weights = [torch.full((WIDTH,), 1.5, requires_grad=True) for _ in range(4)]
+    received = []
+
+    def first(microbatch):
+        return torch.ones(WIDTH) * weights[0]
+
+    def stage(number):
+        def function(microbatch, x):
+            received.append((number, x.requires_grad, torch.is_grad_enabled()))
+            return x * weights[number] if number < 3 else (x * weights[number]).sum()
+
+        return function
+
+    step(plan, [first, *map(stage, (1, 2, 3))], network, memory_communicator, in_threads)
+    assert set(received) == {(1, False, False), (2, False, True), (3, True, True)}
+    assert [weight.grad is None for weight in weights] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
+def test_a_frozen_stage_passes_gradients_on(name, network, memory_communicator, in_threads):
+    plan = lower(SCHEDULES[name].plan(3, 4))
+    weights = [torch.full((WIDTH,), 2.0, requires_grad=stage != 1) for stage in range(3)]
+    functions = [
+        lambda m: torch.ones(WIDTH) * weights[0],
+        lambda m, x: x * weights[1],
+        lambda m, x: (x * weights[2]).sum(),
+    ]
+    step(plan, functions, network, memory_communicator, in_threads)
+    assert weights[0].grad.tolist() == [4 * 2.0 * 2.0] * WIDTH
+    assert weights[1].grad is None
+
+
+# What travels
+
+
+def pack(weight, microbatch):
+    """A payload of everything: gradient flows through "x" and the list; rows differ between microbatches."""
+    x = torch.ones(2 + microbatch, WIDTH, dtype=torch.float64)
+    return {
+        "x": x * weight,
+        "ids": torch.arange(2 + microbatch),
+        "mask": torch.tensor([True, False]),
+        "nothing": None,
+        "list": [weight.sum() * 2, (x.detach() * 3,)],
+    }
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v"])
+def test_payloads_of_many_tensors_whose_lengths_vary(name, network, memory_communicator, in_threads):
+    plan = lower(SCHEDULES[name].plan(2, 5))
+    last = plan.num_stages - 1
+
+    def build():
+        weights = [torch.full((WIDTH,), 1.5 + s, dtype=torch.float64, requires_grad=True) for s in range(last + 1)]
+
+        def function(stage):
+            def forward(microbatch, payload=None):
+                if payload is None:
+                    return pack(weights[0], microbatch)
+                assert payload["ids"].tolist() == list(range(2 + microbatch))
+                assert payload["mask"].dtype is torch.bool
+                assert payload["nothing"] is None
+                x = (payload["x"] * weights[stage] * payload["list"][0]).sin()
+                if stage == last:
+                    return x[payload["ids"]].sum() + payload["list"][1][0].sum()
+                return {**payload, "x": x}
+
+            return forward
+
+        return weights, [function(stage) for stage in range(last + 1)]
+
+    weights, functions = build()
+    step(plan, functions, network, memory_communicator, in_threads)
+    expected, others = build()
+    for microbatch in range(5):
+        payload = others[0](microbatch)
+        for other in others[1:]:
+            payload = other(microbatch, payload)
+        payload.backward()
+    for weight, other in zip(weights, expected, strict=True):
+        assert torch.allclose(weight.grad, other.grad, rtol=1e-12)
+
+
+# Checkpointing and randomness
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "split"])
+def test_dropout_is_the_same_in_the_recomputation(halves):
+    def gradients(*, checkpointed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+        entry = nn.Linear(WIDTH, WIDTH).double()
+        plan = multi_module_1f1b(ModuleGraph({"model": 2}), 3, placement=[0, 0])
+        plan = lower(split(plan) if halves else plan)
+
+        def last(microbatch, x):
+            y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            return (nn.functional.dropout(y, 0.3) ** 2).sum()
+
+        torch.manual_seed(1)
+        functions = [lambda m: entry(torch.ones(3, WIDTH, dtype=torch.float64) * (m + 1)), last]
+        PipelineRuntime(plan, {s: Function(plan, s, functions[s]) for s in range(2)}, None).step()
+        return [parameter.grad for parameter in (*entry.parameters(), *model.parameters())]
+
+    for checkpointed, plain in zip(gradients(checkpointed=True), gradients(checkpointed=False), strict=True):
+        assert torch.equal(checkpointed, plain)
+
+
+def split(plan):
+    """The plan of one position with each backward in its two halves."""
+    halves = {ActionKind.B: (ActionKind.I, ActionKind.W)}
+    (actions,) = plan.positions
+    return evolve(plan, positions=[[evolve(a, kind=kind) for a in actions for kind in halves.get(a.kind, (a.kind,))]])
+
+
+# What is refused
+
+
+def test_a_stage_that_cannot_be_split_is_refused_at_its_first_forward(network, memory_communicator):
+    plan = lower(zero_bubble_h1(2, 2))
+    model = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    stage = Function(plan, 1, lambda m, x: checkpoint(model[1], x, use_reentrant=True).sum(), model)
+    (edge,) = plan.graph.stage_edges
+    network.lane(edge, Direction.FORWARD).put(torch.ones(WIDTH, requires_grad=True))
+    with pytest.raises(PipelineError, match=r"1F0: SplitBackwardError: stage 1: module '1' \(Linear\) is checkpointed"):
+        PipelineRuntime(plan, {1: stage}, memory_communicator(network, 2, 1)).step()
+    assert network.messages == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.ones(2), r"0F0: LossError: the loss of stage 0 for microbatch 0 is a tensor of shape \(2,\)"),
+        (None, r"0F0: PlanMismatchError: the forward of stage 0 returned no loss for microbatch 0"),
+    ],
+)
+def test_a_loss_is_one_number(loss, message):
+    plan = gpipe(1, 1)
+    with pytest.raises(PipelineError, match=message):
+        PipelineRuntime(plan, {0: Function(plan, 0, lambda m: loss)}, None).step()
+
+
+def test_a_gradient_of_the_wrong_shape_names_the_action(network, memory_communicator):
+    plan = lower(gpipe(2, 1))
+    weight = torch.ones(WIDTH, requires_grad=True)
+    runtime = PipelineRuntime(
+        plan, {0: Function(plan, 0, lambda m: torch.ones(WIDTH) * weight)}, memory_communicator(network, 2, 0)
+    )
+    (edge,) = plan.graph.stage_edges
+    network.lane(edge, Direction.BACKWARD).put(torch.ones(3))
+    with pytest.raises(PipelineError, match=r"0B0: RuntimeError: Mismatch in shape"):
+        runtime.step()

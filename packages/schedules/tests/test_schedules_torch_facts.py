@@ -1,0 +1,133 @@
+"""What the split backward takes for granted about torch, so that a new torch says so here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import checkpoint
+
+
+def product(rows=3, width=4):
+    """``(x @ weight).tanh()``, and the node of the matrix product."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((rows, width), (width, width))
+    )
+    output = (x @ weight).tanh()
+    return x, weight, output, output.grad_fn.next_functions[0][0]
+
+
+def test_a_gradient_can_be_taken_in_the_middle_while_it_flows_on():
+    x, weight, output, node = product()
+    ones = torch.ones_like(output)
+    flowed, taken = torch.autograd.grad([output], [x, GradientEdge(node, 0)], [ones], retain_graph=True)
+    assert torch.allclose(taken, 1 - output**2)
+    assert torch.equal(flowed, taken @ weight.t())
+
+
+def test_it_is_taken_before_the_hooks_of_the_tensor_there():
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    middle = x * weight
+    middle.register_hook(lambda grad: 3 * grad)
+    flowed, taken = torch.autograd.grad(
+        [middle * 1], [x, GradientEdge(middle.grad_fn, 0)], [torch.ones(2)], retain_graph=True
+    )
+    assert flowed.tolist() == [3, 3]
+    assert taken.tolist() == [1, 1]
+
+
+def test_a_backward_from_a_node_to_some_leaves_leaves_the_others_alone():
+    x, weight, output, node = product()
+    sink = get_gradient_edge(weight)
+    torch.autograd.backward([GradientEdge(node, 0)], [torch.ones_like(output)], inputs=[sink])
+    assert torch.equal(weight.grad, x.detach().t() @ torch.ones_like(output))
+    assert x.grad is None
+
+
+def test_an_edge_is_enough_of_a_freed_output_to_start_a_backward():
+    x, _, output, _ = product()
+    expected = torch.autograd.grad(output, x, torch.ones_like(output), retain_graph=True)
+    edge, ones = get_gradient_edge(output), torch.ones_like(output)
+    del output
+    assert torch.equal(torch.autograd.grad([edge], [x], [ones])[0], expected[0])
+
+
+def test_what_a_node_saved_can_be_seen_and_freed():
+    _, _, output, _ = product()
+    saved = output.grad_fn._raw_saved_result
+    assert torch.equal(saved.data, output)
+    assert saved.unpack_hook is None
+    saved.register_hooks(lambda tensor: None, lambda packed: pytest.fail("unpacked"))
+    assert saved.data is None
+
+
+def test_what_was_not_saved_shows_as_none():
+    x = torch.randn(3, 4, requires_grad=True)
+    saved = (x @ torch.ones(4, 4)).grad_fn._raw_saved_self
+    assert saved.data is None
+    with pytest.raises(RuntimeError, match="value None is forbidden"):
+        saved.register_hooks(lambda tensor: None, lambda packed: None)
+
+
+def test_a_hooked_tensor_shows_what_its_hook_packed():
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "packed", lambda packed: None):
+        _, _, output, _ = product()
+    assert output.grad_fn._raw_saved_result.data == "packed"
+    assert output.grad_fn._raw_saved_result.unpack_hook is not None
+
+
+def test_a_group_recomputes_a_checkpoint_once_and_gives_each_tensor_once():
+    runs = []
+
+    def region(x, weight):
+        runs.append(1)
+        return (x @ weight).tanh()
+
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    output = checkpoint.checkpoint(region, x, weight, use_reentrant=False)
+    node = output.grad_fn.next_functions[0][0]
+    holder = node._raw_saved_self.data
+    assert type(holder) is checkpoint._Holder
+    assert holder.handles == {}
+    group = checkpoint.GraphExecGroup()
+    ones = torch.ones_like(output)
+    with group:
+        torch.autograd.grad([output], [x], [ones], retain_graph=True)
+    assert holder.handles == {group: None}
+    with group, pytest.raises(checkpoint.CheckpointError, match="already unpacked once"):
+        torch.autograd.backward([GradientEdge(node, 0)], [ones], inputs=[weight])
+    assert len(runs) == 2
+
+
+def test_a_custom_function_always_computes_all_its_gradients():
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert ctx.needs_input_grad == (True, True)
+            return grad, grad
+
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    output = Both.apply(x, weight)
+    assert isinstance(output.grad_fn, torch.autograd.function.FunctionCtx)
+    seen = []
+    output.grad_fn.register_hook(lambda grad_inputs, grad_outputs: seen.append(grad_inputs))
+    torch.autograd.grad([output], [x], [torch.ones(2)])
+    assert [grad.tolist() for grad in seen[0]] == [[1, 1], [1, 1]]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_node_of_cpp_without_a_class_of_its_own_shows_as_cpp_function():
+    function = torch.jit.script(doubled)
+    x = torch.ones(2, requires_grad=True)
+    outputs = [function(x) for _ in range(3)]  # the profiled graph comes after the first runs
+    assert type(outputs[-1].grad_fn).__name__ == "CppFunction"
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).tanh()

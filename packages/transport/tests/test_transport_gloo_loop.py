@@ -1,0 +1,73 @@
+"""All gloo groups of a rank's lanes are served by one thread; and the names of torch that this stands on."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport import LaneSpec, open_lanes
+from pipegrid.transport.gloo_loop import BACKEND, one_loop
+
+SPECS = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 0, "a"), LaneSpec(1, 0, "b")]
+
+
+def loops():
+    """How many threads of this process serve gloo's connections, by the name that gloo gives them."""
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        pytest.skip("this system does not list threads in /proc/self/task")
+    return sum((task / "comm").read_text().strip() == "gloo_tcp_loop" for task in tasks.iterdir())
+
+
+@pytest.mark.ranks(2)
+def test_lanes_that_are_opened_together_share_one_thread(ranks):
+    before = loops()
+    with open_lanes(SPECS) as lanes:
+        assert loops() == before + 1
+        other = open_lanes([LaneSpec(0, 1, "c")])
+        assert loops() == before + 2
+        other.close()
+        assert len({id(lane.group) for lane in lanes.values()}) == len(SPECS)
+        # Each has a connection of its own all the same.
+        if ranks.rank == 0:
+            lanes[SPECS[0]].abort("only this one")
+            lanes[SPECS[1]].isend(torch.ones(3)).wait()
+        else:
+            assert lanes[SPECS[1]].irecv().result().tolist() == [1, 1, 1]
+
+
+@pytest.mark.ranks(2)
+def test_a_group_on_a_loop_is_an_ordinary_group(ranks):
+    with open_lanes(SPECS) as lanes:
+        group = lanes[SPECS[0]].group
+        assert (dist.get_backend(group), dist.get_process_group_ranks(group)) == (BACKEND, [0, 1])
+        total = torch.tensor(ranks.rank + 1)
+        dist.all_reduce(total, group=group)
+        assert total == 3
+
+
+def test_torchs_own_variable_names_the_interfaces(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    _, loop = one_loop()
+    assert len(loop._devices) == 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RuntimeError):
+        one_loop()
+
+
+def test_options_of_gloo_have_the_fields_that_we_set():
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timedelta(seconds=3)
+    options.group_name, options.global_ranks_in_group = "lane", [4, 7]
+    assert (options._threads, options._timeout, len(options._devices)) == (1, timedelta(seconds=3), 1)
+
+
+def test_the_backend_is_registered_once_and_takes_no_device_from_gloo():
+    assert one_loop()[0] == one_loop()[0] == BACKEND
+    assert dist.Backend.backend_list.count(BACKEND) == 1
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+    assert set(dist.Backend.default_device_backend_map) & set("cpu") == set()

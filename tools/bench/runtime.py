@@ -1,0 +1,162 @@
+"""The runtime beside torch.distributed.pipelining: the same stages, plans and machine, in one run, over gloo.
+
+    python tools/bench/runtime.py [--quick] [--only overhead emulated real memory] [--schedules 1f1b ...]
+
+Four ranks on this machine. For each schedule our `PipelineRuntime` on our plan, and torch's own class of that name
+on the same modules, microbatches and loss; both start from the same point, and the gradients of both are compared
+first. Where torch does not run a schedule, or its gradients are wrong, the table says so. Ratios are medians over
+rounds, in each of which all take a step by turns, since identical runs on a shared machine vary by half.
+
+- overhead: empty stages, also against the floor: a hand-written loop of the same messages and the same calls of
+  autograd, and nothing else. Bounds: 1.3 of the floor; 0.9 of torch for 1F1B, 0.6 for the others.
+- emulated: stages that sleep for F, I and W. The best step is to be within 3% of what `simulate` says, given what
+  an action and a hop took in that step, and at most torch's best.
+- real: a transformer of some 10 million parameters. Bound: 1.0 of torch.
+- memory: the peak of the bytes that autograd keeps; it is to be the plan's own figure.
+
+Exits with 1 where a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import queue
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from runtime_parts import emulated, memory, overhead, real
+from runtime_parts.rows import RANKS, ROWS, Row
+
+PATIENCE_SECONDS = 300.0
+
+
+@frozen
+class Part:
+    """One of the tables.
+
+    ``measure(row, rank)`` runs on every rank, ``report(row, what the ranks measured)`` in the parent.
+    """
+
+    measure: Callable[[Row, int], Any]
+    header: Callable[[], Iterator[str]]
+    report: Callable[[Row, Sequence[Any]], tuple[bool, list[str]]]
+
+
+def parts(quick: bool) -> dict[str, Part]:
+    """The tables by name; ``quick``: as small as shows that they work."""
+    empty = {"microbatches": 8 if quick else 64, "rounds": 2 if quick else 15}
+    sleeping = {"microbatches": 8 if quick else 16, "rounds": 1 if quick else 6, "seconds": 0.002 if quick else 0.006}
+    training = {"microbatches": 8, "rounds": 1 if quick else 15}
+    return {
+        "overhead": Part(
+            lambda row, rank: overhead.measure(row, rank, **empty),
+            lambda: overhead.header(**empty),
+            lambda row, ranks: overhead.report(row, ranks, microbatches=empty["microbatches"]),
+        ),
+        "emulated": Part(
+            lambda row, rank: emulated.measure(row, rank, **sleeping),  # type: ignore[arg-type]
+            lambda: emulated.header(**sleeping),  # type: ignore[arg-type]
+            lambda row, ranks: emulated.report(row, ranks, microbatches=int(sleeping["microbatches"])),
+        ),
+        "real": Part(
+            lambda row, rank: real.measure(row, rank, **training),
+            lambda: real.header(**training),
+            real.report,
+        ),
+        "memory": Part(
+            lambda row, rank: memory.measure(row, rank, microbatches=12),
+            lambda: memory.header(microbatches=12),
+            lambda row, ranks: memory.report(row, ranks, microbatches=12),
+        ),
+    }
+
+
+def _run(rank: int, path: str, options: argparse.Namespace, results: Any) -> None:
+    """One rank: everything that was asked for, in order."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=FileStore(path, RANKS), rank=rank, world_size=RANKS)
+    table = parts(options.quick)
+    for name in options.only:
+        for row in _rows(options):
+            results.put((rank, table[name].measure(row, rank)))
+    dist.destroy_process_group()
+
+
+def _rows(options: argparse.Namespace) -> list[Row]:
+    return [row for row in ROWS if row.name in options.schedules]
+
+
+class _Reports:
+    """What the ranks report, row by row: some are a row ahead of others."""
+
+    def __init__(self, results: Any, processes: Iterable[Any]) -> None:
+        self._results = results
+        self._processes = processes
+        self._waiting: list[deque[Any]] = [deque() for _ in range(RANKS)]
+
+    def next(self) -> list[Any]:
+        """What each rank reports of the next row.
+
+        Raises:
+            RuntimeError: a rank died, or nothing came for too long.
+        """
+        waited = 0.0
+        while not all(self._waiting):
+            try:
+                rank, result = self._results.get(timeout=1.0)
+            except queue.Empty:
+                waited += 1.0
+                if waited > PATIENCE_SECONDS or any(process.exitcode for process in self._processes):
+                    late = [rank for rank, reports in enumerate(self._waiting) if not reports]
+                    raise RuntimeError(f"ranks {late} did not report; look at their output above") from None
+            else:
+                self._waiting[rank].append(result)
+                waited = 0.0
+        return [reports.popleft() for reports in self._waiting]
+
+
+def main() -> int:
+    """Measure and print; 1 where a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    table = parts(quick=False)
+    names = [row.name for row in ROWS]
+    parser.add_argument("--quick", action="store_true", help="a few small steps of everything; its figures say little")
+    parser.add_argument("--only", nargs="+", choices=list(table), default=list(table), help="which tables")
+    parser.add_argument("--schedules", nargs="+", choices=names, default=names, help="which rows")
+    options = parser.parse_args()
+    table = parts(options.quick)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}", flush=True)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    good = True
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = (str(Path(directory) / "store"), options, results)
+        processes = [context.Process(target=_run, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
+        for process in processes:
+            process.start()
+        reports = _Reports(results, processes)
+        for name in options.only:
+            print()
+            print("\n".join(table[name].header()), flush=True)
+            for row in _rows(options):
+                met, lines = table[name].report(row, reports.next())
+                good &= met
+                print("\n".join(lines), flush=True)
+        for process in processes:
+            process.join()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Overhead: empty stages, so that all that is left is what a runtime does per action."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runtime_parts.compared import Compared, compare
+from runtime_parts.job import Job
+from runtime_parts.rows import RANKS, Row
+from runtime_parts.table import against, number, shown
+from runtime_parts.timing import Outcome, notes, steps
+
+FLOOR_BOUND = 1.3
+WIDTH = 8
+
+
+class Scale(nn.Module):
+    """As little as has a backward with two halves: each element times a weight."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        self.weight = nn.Parameter(1.0 + 0.1 * torch.randn(1, WIDTH, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the input's shape."""
+        return x * self.weight
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+def job(row: Row, rank: int, microbatches: int) -> Job:
+    """Empty stages; every microbatch with values of its own, so that one that was mistaken for another shows."""
+    plan = row.plan(microbatches)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, microbatches, WIDTH, generator=generator)
+    modules = {stage: Scale(stage) for stage in plan.stages_at[rank]}
+    return Job(row, plan, rank, modules, inputs.split(1), targets.split(1), _loss, (1, WIDTH))
+
+
+def measure(row: Row, rank: int, *, microbatches: int, rounds: int) -> Outcome:
+    """On each rank."""
+    compared = compare(job(row, rank, microbatches), floor=True)
+    if not isinstance(compared, Compared):
+        return compared
+    outcome = compared.time(rounds)
+    compared.ours.close()
+    return outcome
+
+
+def header(*, microbatches: int, rounds: int) -> Iterator[str]:
+    """What the table says."""
+    yield (
+        f"overhead: empty stages, {RANKS} ranks, {microbatches} microbatches; microseconds per action (of the position "
+        f"with most), medians over {rounds} rounds by turns"
+    )
+    yield (
+        f"  {'schedule':<18}{'actions':>8}{'ours':>9}{'torch':>9}{'floor':>9}{'ms/microbatch':>15}"
+        f"{'ours/floor':>16}{'ours/torch':>16}"
+    )
+
+
+def report(row: Row, outcomes: Sequence[Outcome], *, microbatches: int) -> tuple[bool, list[str]]:
+    """Whether the bounds hold, and the lines of the row."""
+    remarks = notes(outcomes)
+    if not steps(outcomes, "ours"):
+        return False, [f"  {row.name}", *shown(remarks)]
+    plan = row.plan(microbatches)
+    actions = max(sum(1 for _ in plan.actions(position)) for position in range(plan.num_positions))
+    ours, theirs, floor = (steps(outcomes, name) for name in ("ours", "torch", "floor"))
+    to_floor, to_torch = ratio(ours, floor), ratio(ours, theirs)
+    cells = "".join(
+        number(1e6 * statistics.median(times) / actions if times else None) for times in (ours, theirs, floor)
+    )
+    cells += number(1e3 * statistics.median(ours) / microbatches, 15, 2)
+    cells += against(to_floor, FLOOR_BOUND) + against(to_torch, row.torch_bound)
+    good = all(
+        value is None or value <= bound for value, bound in ((to_floor, FLOOR_BOUND), (to_torch, row.torch_bound))
+    )
+    return good, [f"  {row.name:<18}{actions:>8}{cells}", *shown(remarks)]
+
+
+def ratio(ours: Sequence[float], others: Sequence[float]) -> float | None:
+    """The median over the rounds; None without any."""
+    if not others:
+        return None
+    return statistics.median(mine / other for mine, other in zip(ours, others, strict=True))

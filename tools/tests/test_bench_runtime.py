@@ -1,0 +1,56 @@
+"""The bench of the runtime runs, small: every table has a figure for each of its runners, and gradients agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 300
+
+
+def bench(*options: str) -> str:
+    """What the bench prints; that a bound is missed is no failure here, where nothing is measured in earnest."""
+    result = subprocess.run(
+        [sys.executable, ROOT / "tools" / "bench" / "runtime.py", "--quick", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert result.returncode in (0, 1), result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def tables() -> str:
+    return bench("--only", "overhead", "emulated", "memory", "--schedules", "1f1b", "zero_bubble_v")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_overhead_has_three_figures_side_by_side_and_two_ratios(tables, schedule):
+    row = rf"^  {schedule} +\d+( +\d+\.\d){{3}} +\d+\.\d\d( +\d+\.\d\d (<=|> ) [\d.]+){{2}}$"
+    assert re.search(row, tables, re.MULTILINE), tables
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_emulated_compute_stands_beside_its_simulation_and_torch(tables, schedule):
+    row = rf"^  {schedule} +\d+\.\d +\d+\.\d +[+-]\d+\.\d% (<=|> ) 3% +\d+\.\d +\d+\.\d\d\d (<=|> ) 1   \d+, \d+$"
+    assert re.search(row, tables, re.MULTILINE), tables
+
+
+def test_live_activations_are_what_the_plan_says_whatever_the_machine_does(tables):
+    assert len(re.findall(r"^ +ours( +[\d,]+){4}  equal$", tables, re.MULTILINE)) == 2, tables
+    assert "after the step" not in tables
+
+
+def test_nobody_has_wrong_gradients(tables):
+    assert "wrong gradients" not in tables
+    assert "does not run" not in tables

@@ -125,6 +125,18 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
+def example(session: nox.Session) -> None:
+    """Run an example by its folder's name: `nox -s example -- edge_cloud`. Its own options go after the name."""
+    install(session, ALL, "scikit-learn")
+    name, *options = session.posargs or [""]
+    script = ROOT / "docs" / "examples" / name / "run.py"
+    if not script.is_file():
+        known = sorted(path.parent.name for path in ROOT.glob("docs/examples/*/run.py"))
+        session.error(f"there is no example {name!r}; give one of {known} after --")
+    session.run("python", str(script), *options)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link or reference is an error."""
     install(session, ALL, "mkdocs", "mkdocs-material", "mkdocstrings[python]")

@@ -17,11 +17,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Attend; ``mask`` ``[length, length]`` is True where a row may look at a column."""
-        batch, length, hidden = x.shape
-        split = self.query_key_value(x).view(batch, length, 3, self.heads, hidden // self.heads)
+        # [batch, length, 3, heads, width of a head]; of the heads that are here, where ranks share them
+        split = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        mixed = mixed.transpose(1, 2).reshape(batch, length, hidden)
+        mixed = mixed.transpose(1, 2).flatten(2)
         output: Tensor = self.output(mixed)
         return output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -221,7 +221,22 @@ class VTPCommunicator(VTPEdges):
                 return receive.result(), None
         return receive.tensor, {name: receive}
 
+    @overload
+    def send_forward(self, output_tensor: torch.Tensor, is_last_stage: bool = False) -> None: ...
+
+    @overload
     def send_forward(
+        self,
+        output_tensor: torch.Tensor,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> None: ...
+
+    def send_forward(  # type: ignore[misc]  # `config` in second place may be `is_last_stage`: told apart by type
         self,
         output_tensor: torch.Tensor,
         config: Any = None,
@@ -245,7 +260,22 @@ class VTPCommunicator(VTPEdges):
         with _timed(self._settings(config), "forward-send"):
             _wait(self._start_send(output_tensor, _F, edge))
 
+    @overload
+    def send_backward(self, input_tensor_grad: torch.Tensor, is_first_stage: bool = False) -> None: ...
+
+    @overload
     def send_backward(
+        self,
+        input_tensor_grad: torch.Tensor,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> None: ...
+
+    def send_backward(  # type: ignore[misc]  # `config` in second place may be `is_first_stage`: told apart by type
         self,
         input_tensor_grad: torch.Tensor,
         config: Any = None,

@@ -16,8 +16,21 @@ from digit_reader import vocabulary
 from digit_reader.decoding import exact, greedy
 from digit_reader.encoder import IMAGE_TOKENS, ImageEncoder
 from digit_reader.language import LanguageStage
+from digit_reader.listener import NAMES, SIGNAL_TOKENS, SignalEncoder
 from digit_reader.sizes import Sizes
-from digit_reader.strips import DIGITS, HEIGHT, JITTER, SCAN, WIDTH, Split, draw_number, draw_strip, load_scans
+from digit_reader.strips import (
+    DIGITS,
+    HEIGHT,
+    JITTER,
+    SCAN,
+    SIGNAL,
+    WIDTH,
+    Split,
+    draw_number,
+    draw_signal,
+    draw_strip,
+    load_scans,
+)
 from digit_reader.vocabulary import BEGIN, PAD, TEXT_LENGTH, inputs_of, targets_of, words_of
 from digit_reader.words import LARGEST, WORDS, NotANumberError, read, spell
 
@@ -119,6 +132,20 @@ def digits_shown(strip, scans):
         if (pool == strip[down : down + SCAN, left : left + SCAN]).all(axis=(1, 2)).any()
     ]
     return [digit for _, digit in sorted(found)]
+
+
+@pytest.mark.parametrize("split", list(Split))
+def test_a_signal_is_the_ink_in_the_rows_of_the_strips_own_scans(scans, split):
+    for index in range(12):
+        strip, signal = (draw(scans[split], seed=3, index=index) for draw in (draw_strip, draw_signal))
+        digits = len(str(draw_number(split, seed=3, index=index)))
+        heard, silence = signal[: digits * SCAN].reshape(digits, SCAN), signal[digits * SCAN :]
+        assert (silence == 0).all()
+        assert len(signal) == SIGNAL
+        # The rows of a scan lie on the strip one under the other, so all that is heard is all the ink that is seen.
+        assert heard.sum() * SCAN == pytest.approx(strip.sum(), rel=1e-5)
+        for digit, rows in zip(str(draw_number(split, seed=3, index=index)), heard, strict=True):
+            assert (scans[split].of_digit[int(digit)].mean(axis=2) == rows).all(axis=1).any()
 
 
 @pytest.mark.parametrize("split", list(Split))
@@ -232,7 +259,7 @@ def test_an_unknown_layer_is_refused_by_name():
 
 
 def test_the_stage_that_embeds_needs_text():
-    with pytest.raises(ValueError, match="'embedding_0' joins text to the image tokens; pass token ids as text"):
+    with pytest.raises(ValueError, match="'embedding_0' joins text to the encoders' tokens; pass token ids as text"):
         LanguageStage(["embedding_0"], SMALL, seed=0)(torch.zeros(1, IMAGE_TOKENS, SMALL.hidden))
 
 
@@ -249,6 +276,33 @@ def test_two_image_lanes_see_what_one_sees(scans):
     whole = encoder(strips)
     assert whole.shape == (6, IMAGE_TOKENS, SMALL.hidden)
     torch.testing.assert_close(torch.cat((encoder(strips[:3]), encoder(strips[3:]))), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cut_signal_encoder_equals_the_whole_one_bit_for_bit(scans):
+    signals = torch.stack([torch.from_numpy(draw_signal(scans[Split.TRAIN], seed=0, index=i)) for i in range(3)])
+    whole = SignalEncoder(NAMES, SMALL, seed=1)
+    stages = [SignalEncoder([name], SMALL, seed=1) for name in NAMES]
+    assert {name for stage in stages for name in stage.state_dict()} == set(whole.state_dict())
+    tokens = whole(signals)
+    assert tokens.shape == (3, SIGNAL_TOKENS, SMALL.hidden)
+    passed = signals
+    for stage in stages:
+        passed = stage(passed)
+        assert passed.is_contiguous()
+    assert torch.equal(passed, tokens)
+
+
+def test_text_sees_all_that_the_encoders_saw_and_the_encoders_do_not_see_text():
+    torch.manual_seed(0)
+    seen = IMAGE_TOKENS + SIGNAL_TOKENS
+    model = LanguageStage(["embedding_0", "decoder_0", "decoder_1", "loss_0"], SMALL, seed=1, seen=seen)
+    (text, targets), tokens = texts([407]), torch.randn(1, seen, SMALL.hidden, requires_grad=True)
+    logits = model(tokens, text)
+    assert logits.shape[:2] == targets.shape
+    (gradient,) = torch.autograd.grad(logits[0, 0].sum(), tokens)
+    assert (gradient.abs().sum(dim=2) > 0).all()
+    stream = LanguageStage(["embedding_0", "decoder_0"], SMALL, seed=1, seen=seen)
+    assert torch.equal(stream(tokens, text)[:, :seen], stream(tokens, texts([73_462])[0])[:, :seen])
 
 
 def whole_model():

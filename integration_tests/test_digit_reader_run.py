@@ -27,7 +27,10 @@ def run(*arguments, timeout=240):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--language", 'pp=2,layout="Ett|t|tL"'], "3 stages cannot be shared out evenly"),
+        (
+            ["--language", 'pp=2,layout="Ett|t|tL"'],
+            "1f1b with pp=2,vpp=1 makes 2: use pp=3, or a layout with 2 stages",
+        ),
         (["--language", 'pp=1,layout="Ett|ttL"', "--images", "dp=3"], "use pp=2, or a layout with 1 stages"),
         (
             ["--images", "dp=3"],
@@ -36,7 +39,7 @@ def run(*arguments, timeout=240):
         (["--graph", "audio>language"], "module 'images' is missing from the graph; use images>language"),
         (["--graph", "language>images"], "use images>language"),
         (["--images", "tp=2,dp=1"], "this model has no tensor-parallel layers; use tp=1"),
-        (["--placement", "colocated"], "modules that share ranks are not trained by this example yet; use separate"),
+        (["--placement", "colocated", "--images", "dp=2"], "images has 2 ranks, language 4; use --images dp=4"),
         (["--batch", "60"], "56 or 64 would do"),
         (["--language", "layout=Ett|ttX"], "found 'X'"),
         (["--schedule", "best"], "invalid choice: 'best'"),
@@ -71,8 +74,13 @@ def test_the_first_steps_gradients_are_those_of_one_process(dtype, arguments):
     assert float(found[1]) < {"float32": 1e-5, "float64": 1e-10}[dtype]
 
 
-def test_a_short_run_writes_its_files_and_plain_lines(tmp_path):
-    done = run("--steps", "6", "--batch", "16", "--microbatches", "2", "--out", str(tmp_path))
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--placement", "mixed", "--language", "pp=2,vpp=2", "--schedule", "zero_bubble_v"]],
+    ids=["default", "mixed"],
+)
+def test_a_short_run_writes_its_files_and_plain_lines(tmp_path, arguments):
+    done = run("--steps", "6", "--batch", "16", "--microbatches", "2", "--out", str(tmp_path), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 6/6  loss " in done.stdout
     assert "exact match on" in done.stdout
@@ -83,6 +91,13 @@ def test_a_short_run_writes_its_files_and_plain_lines(tmp_path):
     assert 0.0 <= last["bubble"] < 1.0
     assert (tmp_path / "timeline.svg").read_text().count("<svg") == 1
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+
+
+def standing(text):
+    """The ranks of which the last lines say where in their plan they stood."""
+    lines = re.findall(r"^  ranks? ([\d, -]+): (?:position \d+, |between steps)", text, re.MULTILINE)
+    spans = [list(map(int, span.split("-"))) for line in lines for span in line.split(", ")]
+    return {rank for span in spans for rank in range(span[0], span[-1] + 1)}
 
 
 def ranks_of(marker):
@@ -123,7 +138,18 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
             rest = process.communicate(timeout=60)[0]
             assert time.monotonic() - killed < 30
             assert process.returncode == 1
-            assert f"rank {victim} failed first (SIGKILL); the other ranks were stopped" in rest
+            assert f"rank {victim} failed first (SIGKILL); the other ranks were stopped. Where the ranks stood:" in rest
+            assert standing(rest) == {0, 1, 2, 3}
             assert ranks_of(str(tmp_path)) == {}
         finally:
             process.kill()
+
+
+def test_a_rank_that_fails_is_named_with_what_it_said_and_where_all_stood(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("--steps", "1", "--batch", "16", "--out", str(tmp_path / "file"))
+    assert done.returncode == 1
+    assert "rank 3 failed first (FileExistsError: " in done.stderr
+    assert standing(done.stderr) == {0, 1, 2, 3}
+    # The ranks that it stopped leave the telling to the launcher.
+    assert done.stderr.count("Traceback") == 1

@@ -11,6 +11,7 @@ from digit_reader.modules import IMAGES, LANGUAGE, SIGNAL
 from digit_reader.options import Options
 from digit_reader.parts import joined, whole_of
 from digit_reader.samples import Samples
+from digit_reader.stepping import run_step
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}
 """The largest relative difference that a dtype may show."""
@@ -37,6 +38,12 @@ class Unsharded(nn.Module):
             for module, whole in self.modules_by_name.items()
             for name, parameter in whole.named_parameters()
         }
+
+
+def first_step_difference(job: Job, samples: Samples) -> float:
+    """The `largest_difference` after one step from the start; the same on every rank."""
+    run_step(job, samples, 0)
+    return largest_difference(job, samples, range(job.options.batch))
 
 
 def largest_difference(job: Job, samples: Samples, indices: range) -> float:

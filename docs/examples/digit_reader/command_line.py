@@ -13,7 +13,7 @@ from pathlib import Path
 from digit_reader.fitting import require_fitting
 from digit_reader.modules import DECODERS, DEFAULTS, DIMS, ENCODERS, IMAGES, LANGUAGE, PLACEMENTS, SIGNAL
 from digit_reader.options import Options, OptionsError
-from digit_reader.schedule import NAMES
+from digit_reader.schedule import NAMES, num_stages
 from pipegrid.layout import even
 
 _FIELD = re.compile(r"""\s*([a-z]+)\s*=\s*("[^"]*"|'[^']*'|[^,"']*)\s*(?:,|$)""")
@@ -37,9 +37,10 @@ def parse_options(arguments: Sequence[str]) -> Options:
     }
     grids = {name: _sizes(name, found) for name, found in fields.items()}
     vpp = _size(LANGUAGE, "vpp", fields[LANGUAGE].get("vpp", "1"))
+    stages = num_stages(given.schedule, grids[LANGUAGE]["pp"], vpp)
     options = Options(
         grids=grids,
-        layout=fields[LANGUAGE].get("layout") or str(even(DECODERS, grids[LANGUAGE]["pp"], vpp)),
+        layout=fields[LANGUAGE].get("layout") or str(even(DECODERS, stages)),
         vpp=vpp,
         graph=_graph(given.graph or _usual_graph(encoders)),
         placement=given.placement,

@@ -6,9 +6,9 @@ import math
 
 from digit_reader.modules import LANGUAGE, PLACEMENTS, SIGNAL, SIGNAL_LAYERS, together
 from digit_reader.options import Options, OptionsError
-from digit_reader.schedule import chunks_of, fits, fitting_names
+from digit_reader.schedule import chunks_of, fits, fitting_names, num_stages
 from pipegrid.bridges.graph import ModuleGraphError
-from pipegrid.layout import LayoutError
+from pipegrid.layout import LayoutError, PipelineParallelLayerLayout
 from pipegrid.topology import PlacementError
 
 
@@ -40,20 +40,23 @@ def _require_graph(options: Options) -> None:
 
 
 def _require_layout(options: Options) -> None:
-    """The layout is of this model, and has as many stages as the language model's pipeline has places for."""
-    pp, vpp = options.grids[LANGUAGE]["pp"], options.vpp
+    """The layout is of this model, and has as many stages as the schedule makes of the language model."""
+    name, pp, vpp = options.schedule, options.grids[LANGUAGE]["pp"], options.vpp
     try:
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(options.layout)
+        if stages != options.num_stages():
+            counts = range(1, stages + 1)
+            would = [f"pp={n}" for n in counts if num_stages(name, n, vpp) == stages]
+            would += [f"a layout with {options.num_stages()} stages"]
+            would += [f"vpp={n}" for n in counts if num_stages(name, pp, n) == stages and fits(name, n)]
+            raise OptionsError(
+                f"--language layout {options.layout!r} has {stages} stages; {name} with pp={pp},vpp={vpp} makes "
+                f"{options.num_stages()}: use {', or '.join(would)}"
+            )
         layout = options.stages()
         layout.validate_layer_layout(layout.flatten_layout.count("decoder"))
     except LayoutError as error:
         raise OptionsError(f"--language layout {options.layout!r}: {_one_line(error)}") from None
-    stages = len(layout.stages)
-    if stages != pp * vpp:
-        others = f", or vpp={stages // pp}" if stages % pp == 0 else ""
-        raise OptionsError(
-            f"--language layout {options.layout!r} has {stages} stages for pp={pp},vpp={vpp}: use pp={stages}, or a "
-            f"layout with {pp * vpp} stages{others}"
-        )
 
 
 def _require_schedule(options: Options) -> None:
@@ -61,7 +64,7 @@ def _require_schedule(options: Options) -> None:
         needed = chunks_of(options.schedule)
         would = f"vpp={needed}" if needed is not None else "vpp=2 or more"
         raise OptionsError(
-            f"--schedule {options.schedule}: a place of the pipeline holds vpp={options.vpp} stages; use {would}, "
+            f"--schedule {options.schedule}: it does not run vpp={options.vpp} stages on a place; use {would}, "
             f"or one of {', '.join(fitting_names(options.vpp))}"
         )
 

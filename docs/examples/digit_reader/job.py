@@ -156,8 +156,11 @@ def dtype_of(options: Options) -> torch.dtype:
     return {"float32": torch.float32, "float64": torch.float64}[options.dtype]
 
 
-def build_job(options: Options, samples: Samples, device: torch.device) -> Job:
-    """Make this rank's part of the job; all ranks call it together."""
+def build_job(options: Options, samples: Samples, device: torch.device, *, strict: bool = False) -> Job:
+    """Make this rank's part of the job; all ranks call it together.
+
+    With ``strict`` a send waits for its receive, as NCCL's may: for tests.
+    """
     grids = options.place()
     rank, ranks, store = dist.get_rank(), range(dist.get_world_size()), _control_store(options)
     recorder = Recorder()
@@ -169,6 +172,7 @@ def build_job(options: Options, samples: Samples, device: torch.device) -> Job:
         hooks=(recorder,),
         deadline=options.deadline,
         monitor=monitor,
+        strict=strict,
     )
     flow = {name: [destination for source, destination in options.graph if source == name] for name in grids}
     communicator = MultiModulePipelineCommunicator(

@@ -11,7 +11,7 @@ from pathlib import Path
 from attrs import frozen
 
 from digit_reader.modules import LANGUAGE, together
-from digit_reader.schedule import places_of_chunks
+from digit_reader.schedule import num_stages, places_of_stages
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.topology import HyperCommGrid, place
@@ -57,15 +57,19 @@ class Options:
         """Every module's grid. All have the dimensions tp, dp, pp, the fastest first."""
         return place(self.grids, world_size=self.processes, together=together(self.placement, tuple(self.grids)))
 
+    def num_stages(self) -> int:
+        """How many stages the schedule makes of the language model."""
+        return num_stages(self.schedule, self.grids[LANGUAGE]["pp"], self.vpp)
+
     def stages(self) -> PipelineParallelLayerLayout:
-        """The language model's layout over its pipeline."""
-        return PipelineParallelLayerLayout(self.layout, self.grids[LANGUAGE]["pp"])
+        """The language model's layout over its stages, wherever these lie."""
+        return PipelineParallelLayerLayout(self.layout, self.num_stages())
 
     def modules(self) -> ModuleGraph:
         """The graph of modules with their depths."""
-        chunks = {LANGUAGE: self.vpp}
-        return ModuleGraph({name: dims["pp"] * chunks.get(name, 1) for name, dims in self.grids.items()}, self.graph)
+        depths = {name: dims["pp"] for name, dims in self.grids.items()}
+        return ModuleGraph({**depths, LANGUAGE: self.num_stages()}, self.graph)
 
     def stage_placement(self) -> dict[str, tuple[int, ...]]:
         """Per module the place in its pipeline of each of its stages, where the schedule says that."""
-        return {LANGUAGE: places_of_chunks(self.schedule, self.grids[LANGUAGE]["pp"], self.vpp)}
+        return {LANGUAGE: places_of_stages(self.schedule, self.grids[LANGUAGE]["pp"], self.vpp)}

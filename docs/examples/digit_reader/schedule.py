@@ -10,14 +10,14 @@ does all its forwards before the schedule and all its backwards after it, and ho
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from attrs import evolve
 
 from digit_reader.modules import LANGUAGE
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules import SCHEDULES, Action, ActionKind, Plan, compute_plan, lower, multi_module_1f1b, verify
+from pipegrid.schedules import SCHEDULES, Action, ActionKind, Plan, compute_plan, lower, step_plan, verify
 from pipegrid.schedules.actions import backward, forward
 from pipegrid.schedules.generators.shapes import looped_placement
 from pipegrid.transport.edge import Edge
@@ -25,12 +25,17 @@ from pipegrid.transport.edge import Edge
 ANY_GRAPH: Final = "1f1b"
 """The schedule that needs no chain, and takes any number of chunks."""
 
+U_SHAPE: Final = "u_shape"
+
 NAMES: Final = (ANY_GRAPH, *(name for name, known in SCHEDULES.items() if known.trains and name != ANY_GRAPH))
 
 
 def chunks_of(name: str) -> int | None:
-    """Stages of the language model that ``name`` needs on every place of its pipeline; None is two or more."""
-    return SCHEDULES[name].chunks
+    """Stages of the language model that ``name`` needs on every place of its pipeline; None is two or more.
+
+    A U has one on every place, and the last one on the first place besides.
+    """
+    return 1 if name == U_SHAPE else SCHEDULES[name].chunks
 
 
 def fits(name: str, vpp: int) -> bool:
@@ -44,11 +49,22 @@ def fitting_names(vpp: int) -> tuple[str, ...]:
     return tuple(name for name in NAMES if fits(name, vpp))
 
 
-def places_of_chunks(name: str, pp: int, vpp: int) -> tuple[int, ...]:
-    """The place in the pipeline of each stage of the language model: round and round, or forth and back."""
+def num_stages(name: str, pp: int, vpp: int) -> int:
+    """Stages of the language model: ``vpp`` on each of ``pp`` places, and one more in a U."""
+    return pp * vpp + (name == U_SHAPE)
+
+
+def places_of_stages(name: str, pp: int, vpp: int) -> tuple[int, ...]:
+    """The place in the pipeline of each stage of the language model: round and round, forth and back, or a U."""
     if name == ANY_GRAPH or not fits(name, vpp):
-        return looped_placement(pp, pp * vpp)
-    return tuple(place for (place,) in SCHEDULES[name].plan(pp, 1, vpp).placement)
+        return looped_placement(pp, num_stages(name, pp, vpp))
+    return tuple(place for (place,) in _of_the_language_model(name, pp, vpp, 1).placement)
+
+
+def _of_the_language_model(name: str, pp: int, vpp: int, num_microbatches: int) -> Plan:
+    """The schedule of the language model alone."""
+    known = SCHEDULES[name]
+    return known.plan(pp, num_microbatches, vpp if known.chunks is None else known.chunks)
 
 
 def plan_of(
@@ -56,8 +72,8 @@ def plan_of(
     graph: ModuleGraph,
     num_microbatches: int,
     *,
-    placement: Sequence[Sequence[int]],
-    collectives: Iterable[Edge] = (),
+    placement: tuple[tuple[int, ...], ...],
+    collectives: tuple[Edge, ...] = (),
 ) -> Plan:
     """The verified plan of a step.
 
@@ -72,9 +88,8 @@ def plan_of(
         PlanError: the proof failed. With a schedule that fits, that is a fault of this file.
     """
     if name == ANY_GRAPH:
-        computes = multi_module_1f1b(graph, num_microbatches, placement=placement)
-    else:
-        computes = _around_the_language_model(name, graph, num_microbatches, placement)
+        return step_plan(graph, num_microbatches, placement=placement, collectives=collectives)
+    computes = _around_the_language_model(name, graph, num_microbatches, placement)
     plan = lower(computes, collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives})
     verify(plan)
     return plan
@@ -92,7 +107,7 @@ def _around_the_language_model(
     # A topological order has the language model last: every encoder feeds it.
     language = {position: tuple(s - first for s in stages if s >= first) for position, stages in held.items()}
     places = sum(1 for stages in language.values() if stages)
-    schedule = SCHEDULES[name].plan(places, num_microbatches, graph.depth(LANGUAGE) // places)
+    schedule = _of_the_language_model(name, places, graph.depth(LANGUAGE) // places, num_microbatches)
     place_of = {stages: place for place, stages in enumerate(schedule.stages_at)}
     orders: dict[int, list[Action]] = {}
     for position, stages in held.items():

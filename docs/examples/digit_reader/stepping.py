@@ -30,31 +30,35 @@ def run_step(job: Job, samples: Samples, number: int, *, forward_only: bool = Fa
 
 
 def has_step_function(job: Job) -> bool:
-    """Whether the schedule is 1F1B with one stage on every rank."""
-    return job.options.schedule == ANY_GRAPH and job.plan.num_chunks == 1
+    """Whether the schedule is 1F1B with one stage of a module on a rank."""
+    return job.options.schedule == ANY_GRAPH and job.options.vpp == 1
 
 
 def _by_step_function(job: Job, samples: Samples, number: int, *, forward_only: bool) -> list[Info]:
+    graph, options = job.communicator.graph, job.options
+
     def forward_step(batches: Iterator[range], stage: RankStage) -> tuple[Any, Any]:
         microbatch = next(batches)
         output = job.forward(samples, microbatch, stage, stage.received)
-        if job.is_last:
+        if stage.number == graph.num_stages - 1:
             return output, lambda logits: job.loss(samples, microbatch, logits)
-        return {module: output}, None
+        return {graph.module_of(stage.number)[0]: output}, None
 
-    options = job.options
-    ((module, groups),) = job.groups.items()
-    (stage,) = job.stages.values()
+    # By module: a rank may run several.
+    models: Any = {graph.module_of(stage)[0]: model for stage, model in job.stages.items()}
+    batches: Any = {
+        name: samples.microbatches(number, batch=options.batch, microbatches=options.microbatches) for name in models
+    }
     return forward_backward_pipelining_without_interleaving(
         forward_step_func=forward_step,
-        data_iterator=samples.microbatches(number, batch=options.batch, microbatches=options.microbatches),
-        model=stage,
+        data_iterator=batches,
+        model=models,
         num_microbatches=options.microbatches,
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
         p2p_communicator=job.communicator,
-        pg_collection=groups,
+        pg_collection=job.groups,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from digit_reader.check import BOUNDS, largest_difference
+from digit_reader.check import BOUNDS, first_step_difference
 from digit_reader.display import Display, Figures, display
 from digit_reader.job import Job, build_job
 from digit_reader.options import Options
@@ -89,8 +89,7 @@ def dist_environment() -> tuple[int, int]:
 
 def _check(job: Job, samples: Samples) -> int:
     options = job.options
-    run_step(job, samples, 0)
-    difference = largest_difference(job, samples, range(options.batch))
+    difference = first_step_difference(job, samples)
     bound = BOUNDS[options.dtype]
     if dist.get_rank() == 0:
         verdict = "within" if difference < bound else "PAST"

@@ -1,5 +1,6 @@
 """From computes to communications: right for every generator and every graph, in every mode of verify."""
 
+import gc
 import itertools
 
 import pytest
@@ -252,3 +253,17 @@ def test_the_groups_that_a_plan_already_names_are_used():
         "0F0 0COLLECTIVE0>1@bridge 1COLLECTIVE0>0@bridge 0B0 0REDUCE@bridge",
         "0COLLECTIVE0>1@bridge 1F0 1B0 1COLLECTIVE0>0@bridge 1REDUCE@bridge",
     ]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_garbage_collector_is_left_as_it_was_found(collecting):
+    before = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        lower(one_f_one_b(2, 3))
+        assert gc.isenabled() is collecting
+        with pytest.raises(PlanError, match="missing"):
+            lower(evolve(one_f_one_b(2, 3), num_microbatches=4))
+        assert gc.isenabled() is collecting
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -111,10 +111,12 @@ def test_as_many_bytes_are_live_as_the_plan_predicts(name, network, memory_commu
         for stage in range(plan.num_stages)
     ]
     step(plan, functions, network, memory_communicator, in_threads, hooks=watches)
-    size = 8 * WIDTH * WIDTH * plan.num_chunks
-    assert [watch.most[0] / size for watch in watches] == list(proof.peak_live)
+    # A stage counts for its share of a position.
+    sizes = [8 * WIDTH * WIDTH * len(held) for held in plan.stages_at]
+    assert [watch.most[0] / size for watch, size in zip(watches, sizes, strict=True)] == list(proof.peak_live)
     # The first stage has no input to differentiate: all of it waits for W.
-    assert [watch.most[1] / size for watch in watches][1:] == list(proof.peak_live_inputs)[1:]
+    inputs = [watch.most[1] / size for watch, size in zip(watches, sizes, strict=True)]
+    assert inputs[1:] == list(proof.peak_live_inputs)[1:]
 
 
 def test_an_output_that_nothing_saved_goes_when_it_is_sent(network, memory_communicator, in_threads):

@@ -171,8 +171,10 @@ def test_what_is_not_done_by_the_deadline_ends_though_a_wait_cannot(ranks, strea
             ranks.barrier()
         else:
             ranks.barrier()
+            # An abort wakes nobody on gloo, so the first one may still meet the receive that was given up.
             with pytest.raises(P2PError):
-                lane.isend(torch.ones(2)).synchronize()
+                for _ in range(2):
+                    lane.isend(torch.ones(2)).synchronize()
 
 
 @pytest.mark.ranks(2)

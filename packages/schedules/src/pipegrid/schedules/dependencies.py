@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from attrs import frozen
 
-from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.actions import COMPUTES, Action, ActionKind
 from pipegrid.schedules.plan import Plan, actions_of
 from pipegrid.transport.edge import Direction, Edge
 
@@ -76,9 +76,9 @@ def transfers(plan: Plan) -> tuple[Transfer, ...]:
 
 def unit_duration(action: Action) -> float:
     """One for ``F``, ``I`` and ``W``; two for ``B``, which is both halves; nothing for communications."""
-    if not action.kind.is_compute:
-        return 0.0
-    return 2.0 if action.kind is B else 1.0
+    if action.kind is B:
+        return 2.0
+    return 1.0 if action.kind in COMPUTES else 0.0
 
 
 @frozen
@@ -100,51 +100,83 @@ def compute_dates(plan: Plan, duration: Callable[[Action], float] = unit_duratio
     Along an edge that a group carries, everyone waits for all positions of the stage before.
     """
     computes = [
-        [action for step in steps for action in actions_of(step) if action.kind.is_compute] for steps in plan.positions
+        [action for step in steps for action in actions_of(step) if action.kind in COMPUTES] for steps in plan.positions
     ]
-    sources = _sources(plan)
-    made: dict[_Key, float] = {}
-    waiting: dict[_Key, list[int]] = {}
+    rules = _rules(plan)
     start: list[list[float]] = [[] for _ in computes]
     end: list[list[float]] = [[] for _ in computes]
     line: list[tuple[float, int, int, int]] = []
     ready = list(range(len(computes)))
     while ready:
         position = ready.pop()
-        own, ends = computes[position], end[position]
-        while len(ends) < len(own):
-            action = own[len(ends)]
+        own, starts, ends = computes[position], start[position], end[position]
+        now = ends[-1] if ends else 0.0
+        for index in range(len(ends), len(own)):
+            action = own[index]
             microbatch = action.microbatch or 0
-            begin = ends[-1] if ends else 0.0
-            blocked = None
-            for key in sources.get((position, action.kind, action.stage), ()):
-                date = made.get((*key, microbatch))
+            needs, makes = rules.get((position, action.kind, action.stage), _FREE)
+            missing = None
+            for results in needs:
+                date = results.dates[microbatch]
                 if date is None:
-                    blocked = (*key, microbatch)
+                    missing = results
                     break
-                begin = max(begin, date)
-            if blocked is not None:
-                waiting.setdefault(blocked, []).append(position)
+                now = max(now, date)
+            if missing is not None:
+                missing.waiting.setdefault(microbatch, []).append(position)
                 break
-            line.append((begin, len(line), position, len(ends)))
-            start[position].append(begin)
-            ends.append(begin + duration(action))
-            if action.kind is not W:
-                made_now = (position, action.kind is F, action.stage, microbatch)
-                made[made_now] = ends[-1]
-                ready += waiting.pop(made_now, ())
+            line.append((now, len(line), position, index))
+            starts.append(now)
+            now += duration(action)
+            ends.append(now)
+            if makes is not None:
+                makes.dates[microbatch] = now
+                if makes.waiting:
+                    ready += makes.waiting.pop(microbatch, ())
     if len(line) < sum(map(len, computes)):
         return None
     line.sort()  # computes of one start are in the order in which they were found: causes first
     return Dates(
         tuple(map(tuple, start)),
         tuple(map(tuple, end)),
-        tuple((position, index) for _, _, position, index in line),
+        tuple([(position, index) for _, _, position, index in line]),
     )
 
 
-_Key: TypeAlias = tuple[int, bool, int, int]
-"""What a compute makes: position, whether forward, stage, microbatch."""
+class _Results:
+    """What a stage makes in one direction on one position: when, by microbatch, and which positions wait."""
+
+    __slots__ = ("dates", "waiting")
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.dates: list[float | None] = [None] * num_microbatches
+        self.waiting: dict[int, list[int]] = {}
+
+
+_Rule: TypeAlias = tuple[list[_Results], _Results | None]
+"""What a compute needs, and what it makes that others may need."""
+
+_FREE: _Rule = ([], None)
+
+
+def _rules(plan: Plan) -> Mapping[tuple[int, ActionKind, int], _Rule]:
+    """Per (position, kind, stage) of a compute its rule; a ``W`` has none, as it follows its ``I``."""
+    results = {
+        (position, forward, stage): _Results(plan.num_microbatches)
+        for stage, places in enumerate(plan.placement)
+        for position in places
+        for forward in (True, False)
+    }
+    sources = _sources(plan)
+    return {
+        (position, kind, stage): (
+            [results[key] for key in sources.get((position, kind, stage), ())],
+            results[position, kind is F, stage],
+        )
+        for stage, places in enumerate(plan.placement)
+        for position in places
+        for kind in (F, B, I)
+    }
 
 
 def _sources(plan: Plan) -> Mapping[tuple[int, ActionKind, int], list[tuple[int, bool, int]]]:

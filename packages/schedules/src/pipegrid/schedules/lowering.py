@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.dependencies import Dates, F, Transfer, W, compute_dates, transfers, unit_duration
@@ -56,153 +59,231 @@ def lower(
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
     groups = _with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
     plan = evolve(plan, groups=groups, creation=None)
-    verify(plan)
-    dates = compute_dates(plan, duration)
-    if dates is None:  # verify refuses such plans
-        raise PlanError("the computes of the plan wait for each other")
-    gaps = _gaps(_Line(plan, dates), receives)
-    positions: list[list[Step]] = []
-    for position, steps in enumerate(plan.positions):
-        own: list[Step] = []
-        for index, step in enumerate(steps):
-            own += gaps.get((position, index), ())
-            own.append(step)
-        own += gaps.get((position, len(steps)), ())
-        positions.append(own + reductions(position, plan, plan.groups))
-    return evolve(plan, positions=positions, creation=None)
+    with _collector_paused():
+        verify(plan)
+        dates = compute_dates(plan, duration)
+        if dates is None:  # verify refuses such plans
+            raise PlanError("the computes of the plan wait for each other")
+        steps = _steps(plan, dates, receives)
+        positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
+        return evolve(plan, positions=positions, creation=None)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No search for cyclic garbage inside: a plan is hundreds of thousands of objects, which all stay.
+
+    Each search would walk through those made so far, which takes a third of the time. Where several threads
+    do this at once the first to leave switches the collector on again, which is slower and does no harm.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_Event: TypeAlias = tuple[int, int, int, int]
+"""A transfer of one microbatch: its place in the line, that of its last maker, which transfer, microbatch.
+
+Plain tuples of numbers, as there are hundreds of thousands: the garbage collector does not visit those.
+"""
 
 
 class _Line:
-    """All computes in one order, and where each position's own stand in it."""
+    """All computes in one order: where in it each position's own stand, and where each result is made."""
 
     def __init__(self, plan: Plan, dates: Dates) -> None:
-        self.plan = plan
         self.dates = dates
         self.at: list[list[int]] = [[] for _ in plan.positions]
-        self.made: dict[tuple[int, bool, int, int], int] = {}
+        # Per position, stage and direction, by microbatch.
+        self._made: dict[tuple[int, int, Direction], list[int]] = {}
         for place, (position, index) in enumerate(dates.line):
             self.at[position].append(place)
             action = plan.positions[position][index]
             assert isinstance(action, Action)
-            if action.kind is not W and action.microbatch is not None:
-                self.made[position, action.kind is F, action.stage, action.microbatch] = place
+            if action.kind is W or action.microbatch is None:
+                continue
+            key = (position, action.stage, Direction.FORWARD if action.kind is F else Direction.BACKWARD)
+            places = self._made.get(key)
+            if places is None:
+                places = self._made[key] = [0] * plan.num_microbatches
+            places[action.microbatch] = place
 
-    def gap(self, position: int, place: int) -> int:
-        """How many computes of ``position`` come before ``place``."""
-        return bisect_left(self.at[position], place)
+    def made(self, transfer: Transfer) -> list[int]:
+        """Per microbatch, the place of the last compute that makes what ``transfer`` takes."""
+        return self._each(max, transfer.sources, transfer.producer, transfer.direction)
 
+    def needed(self, transfer: Transfer) -> list[int]:
+        """Per microbatch, the place of the first compute that needs what ``transfer`` brings."""
+        return self._each(min, transfer.destinations, transfer.consumer, transfer.direction)
 
-class _Event(NamedTuple):
-    """A transfer of one microbatch, just before ``place`` in the line."""
-
-    place: int
-    made: int
-    transfer: int
-    microbatch: int
+    def _each(self, pick: Callable[..., int], positions: Sequence[int], stage: int, direction: Direction) -> list[int]:
+        places = [self._made[position, stage, direction] for position in positions]
+        return places[0] if len(places) == 1 else list(map(pick, *places))
 
 
 def _events(line: _Line, all_transfers: Sequence[Transfer], receives: Receives) -> list[_Event]:
-    events = []
+    events: list[_Event] = []
     for number, transfer in enumerate(all_transfers):
-        forward = transfer.direction is Direction.FORWARD
-        for microbatch in range(line.plan.num_microbatches):
-            made = max(line.made[p, forward, transfer.producer, microbatch] for p in transfer.sources)
-            needed = min(line.made[p, forward, transfer.consumer, microbatch] for p in transfer.destinations)
-            place = made + 1
-            if receives == "late":
-                place = _late_place(line, transfer, made, needed)
-            events.append(_Event(place, made, number, microbatch))
+        made = line.made(transfer)
+        if receives == "late":
+            places = _late_places(line, transfer, made, line.needed(transfer))
+        else:
+            places = [place + 1 for place in made]
+        events += [(place, made[microbatch], number, microbatch) for microbatch, place in enumerate(places)]
     events.sort()
     return events
 
 
-def _late_place(line: _Line, transfer: Transfer, made: int, needed: int) -> int:
-    """The last place at which no sender and no receiver waits longer than it has to.
+def _late_places(line: _Line, transfer: Transfer, made: Sequence[int], needed: Sequence[int]) -> list[int]:
+    """Per microbatch, the last place at which no sender and no receiver waits longer than it has to.
 
     That is before the sender's next compute, and before any compute of the receiver that would still run when
     the sender could go on.
     """
-    place, resumes = needed, float("inf")
-    for position in transfer.senders:
-        index = bisect_right(line.at[position], made)
-        if index < len(line.at[position]):
-            place = min(place, line.at[position][index])
-            resumes = min(resumes, line.dates.start[position][index])
-    for position in transfer.receivers:
-        at, end = line.at[position], line.dates.end[position]
-        index = bisect_right(at, made)
-        while index < len(at) and at[index] < place and end[index] <= resumes:
-            index += 1
-        if index < len(at):
-            place = min(place, at[index])
-    return place
+    senders = [(line.at[position], line.dates.start[position]) for position in transfer.senders]
+    receivers = [(line.at[position], line.dates.end[position]) for position in transfer.receivers]
+    places = []
+    for maker, place in zip(made, needed, strict=True):
+        resumes = math.inf
+        for at, start in senders:
+            index = bisect_right(at, maker)
+            if index < len(at):
+                place = min(place, at[index])  # noqa: PLW2901 -- it starts at the latest and comes down
+                resumes = min(resumes, start[index])
+        for at, end in receivers:
+            index = bisect_right(at, maker)
+            while index < len(at) and at[index] < place and end[index] <= resumes:
+                index += 1
+            if index < len(at):
+                place = min(place, at[index])  # noqa: PLW2901
+        places.append(place)
+    return places
 
 
-class _Gap:
-    """The batches that a position issues between two of its computes."""
+class _Writer:
+    """Writes one position's steps: its computes, and between them the batches of what it communicates."""
 
-    def __init__(self) -> None:
-        self.batches: list[list[Action]] = []
-        self.partners: set[int] | None = None  # of the last batch; None where nothing may join it
+    def __init__(self, computes: Sequence[Step]) -> None:
+        self._computes = computes
+        self._done = 0
+        self._steps: list[Step] = []
+        self._batch: list[Action] = []  # the one that may still grow
+        self._partners: frozenset[int] = frozenset()
 
-    def add(self, actions: list[Action], partners: set[int]) -> None:
-        """Issue ``actions`` with the last batch, unless it already deals with one of ``partners``.
+    def exchange(self, after: int, actions: list[Action], partners: frozenset[int]) -> None:
+        """Issue ``actions`` after as many computes, with the last batch unless that deals with a partner too.
 
         Two exchanges with one partner stay apart, because that partner does them at different times; so the
         batches of any two positions match one to one.
         """
-        if self.partners is None or self.partners & partners:
-            self.batches.append([])
-            self.partners = set()
-        self.batches[-1] += actions
-        self.partners |= partners
+        if after == self._done and self._batch and self._partners.isdisjoint(partners):
+            self._batch += actions
+            self._partners |= partners
+            return
+        self._close(after)
+        self._batch, self._partners = actions, partners
 
-    def add_alone(self, action: Action) -> None:
-        """Issue a collective, which is never part of a batch."""
-        self.batches.append([action])
-        self.partners = None
+    def collective(self, after: int, action: Action) -> None:
+        """Issue a collective after as many computes, which is never part of a batch."""
+        self._close(after)
+        self._steps.append(action)
 
-    def steps(self) -> list[Step]:
-        """The batches; sends stand first, for the reader: sends and receives never share a lane."""
-        return [batch[0] if len(batch) == 1 else tuple(sorted(batch, key=_sends_first)) for batch in self.batches]
+    def _close(self, after: int) -> None:
+        batch = self._batch
+        if batch:
+            if len(batch) > 1:
+                batch.sort(key=_sends_first)  # for the reader: sends and receives never share a lane
+            self._steps.append(batch[0] if len(batch) == 1 else tuple(batch))
+            self._batch = []
+        if after > self._done:
+            self._steps += self._computes[self._done : after]
+            self._done = after
+
+    def finish(self) -> list[Step]:
+        """All steps, when there is no more to communicate."""
+        self._close(len(self._computes))
+        return self._steps
 
 
-def _gaps(line: _Line, receives: Receives) -> dict[tuple[int, int], list[Step]]:
-    """Per position and number of computes done, the communication steps issued there."""
-    collectives, all_transfers = line.plan.collective_edges, transfers(line.plan)
-    members = {group.name: group.positions for group in line.plan.groups}
-    # What the same positions exchange between the same computes goes together, at the place of the first.
-    exchanges: dict[tuple[_Ends, _Event | None], list[_Event]] = {}
-    for event in _events(line, all_transfers, receives):
-        transfer = all_transfers[event.transfer]
-        alone = transfer.edge in collectives
-        parties = members[collectives[transfer.edge]] if alone else transfer.parties
-        ends = tuple([(party, line.gap(party, event.place)) for party in parties])
-        exchanges.setdefault((ends, event if alone else None), []).append(event)
-    messages = {
-        (number, party): _messages(transfer, party)
-        for number, transfer in enumerate(all_transfers)
-        for party in transfer.parties
-    }
-    gaps: dict[tuple[int, int], _Gap] = {}
-    for (ends, alone_event), events in exchanges.items():
-        for party, index in ends:
-            gap = gaps.setdefault((party, index), _Gap())
-            if alone_event is not None:
-                transfer = all_transfers[alone_event.transfer]
-                gap.add_alone(_collective(transfer, alone_event.microbatch, collectives[transfer.edge]))
+@frozen
+class _Party:
+    """A position's part in a transfer: where its computes stand in the line, and its messages per microbatch."""
+
+    position: int
+    at: list[int]
+    messages: list[tuple[ActionKind, int, Edge]]
+    partners: frozenset[int]
+
+
+def _steps(plan: Plan, dates: Dates, receives: Receives) -> list[list[Step]]:
+    """Per position its computes, and between them what it communicates."""
+    line, all_transfers = _Line(plan, dates), transfers(plan)
+    members = {group.name: group.positions for group in plan.groups}
+    groups = [plan.collective_edges.get(transfer.edge) for transfer in all_transfers]
+    parties = [
+        _parties(line, transfer, transfer.parties if group is None else members[group])
+        for transfer, group in zip(all_transfers, groups, strict=True)
+    ]
+    writers = [_Writer(steps) for steps in plan.positions]
+    # Exchanges are in the order of their places, so each position's come in the order of its computes.
+    for ends, events in _exchanges(_events(line, all_transfers, receives), parties, groups):
+        _, _, number, microbatch = events[0]
+        group = groups[number]
+        for slot, party in enumerate(parties[number]):
+            if group is not None:
+                action = _collective(all_transfers[number], microbatch, group)
+                writers[party.position].collective(ends[slot], action)
                 continue
             actions = [
                 Action(kind, stage, microbatch, edge)
                 for _, _, number, microbatch in events
-                for kind, stage, edge in messages[number, party]
+                for kind, stage, edge in parties[number][slot].messages
             ]
-            gap.add(actions, {other for other, _ in ends if other != party})
-    return {place: gap.steps() for place, gap in gaps.items()}
+            writers[party.position].exchange(ends[slot], actions, party.partners)
+    return [writer.finish() for writer in writers]
 
 
-_Ends: TypeAlias = tuple[tuple[int, int], ...]
-"""The positions that exchange something, and for each how many of its computes come before."""
+def _exchanges(
+    events: Sequence[_Event], parties: Sequence[Sequence[_Party]], groups: Sequence[str | None]
+) -> Iterator[tuple[tuple[int, ...], list[_Event]]]:
+    """For each exchange how many computes of each party come before it, and its events, by their first.
+
+    What the same positions exchange between the same computes goes together, at the place of the first;
+    a collective is alone.
+    """
+    who: dict[tuple[int, ...], int] = {}
+    same = [who.setdefault(tuple([party.position for party in own]), len(who)) for own in parties]
+    ats = [[party.at for party in own] for own in parties]
+    numbers: dict[tuple[int, ...], int] = {}
+    exchange_of = []
+    for place, _, number, microbatch in events:
+        key = (*[bisect_left(at, place) for at in ats[number]], same[number])
+        if groups[number] is not None:
+            key = (*key, number, microbatch)
+        exchange_of.append(numbers.setdefault(key, len(numbers)))
+    together = [event for _, event in sorted(zip(exchange_of, events, strict=True))]
+    begin = 0
+    for key, size in zip(numbers, _sizes(exchange_of, len(numbers)), strict=True):
+        yield key, together[begin : begin + size]
+        begin += size
+
+
+def _sizes(indices: Iterable[int], count: int) -> list[int]:
+    sizes = [0] * count
+    for index in indices:
+        sizes[index] += 1
+    return sizes
+
+
+def _parties(line: _Line, transfer: Transfer, positions: Sequence[int]) -> list[_Party]:
+    return [
+        _Party(position, line.at[position], _messages(transfer, position), frozenset(positions) - {position})
+        for position in positions
+    ]
 
 
 def _sends_first(action: Action) -> bool:

@@ -236,12 +236,14 @@ class PipelineRuntime:
                     for bound in work:
                         for wait in bound.waits:
                             wait()
-                    if len(work) == 1:
-                        self._execute(work[0])
-                    else:
+                    if len(work) > 1:
                         with self._communicator.batch():
                             for bound in work:
                                 self._execute(bound)
+                    elif self._hooks:
+                        self._execute(work[0])
+                    else:
+                        work[0].run()
                 self._cursor = len(program)
                 for outbox in self._outboxes.values():
                     outbox.settle()

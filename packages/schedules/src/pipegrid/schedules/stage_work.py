@@ -106,9 +106,11 @@ class StageWork:
             payload = inbox.take(microbatch)
             # Where no gradient goes back, none is computed either.
             inputs[inbox.edge] = payload if inbox.edge in self._differentiated else map_tensors(payload, _detached)
-        # A stage that runs no backward keeps no graph.
-        with torch.set_grad_enabled(self.training):
+        if self.training == torch.is_grad_enabled():
             produced = self.stage.forward(microbatch, inputs)
+        else:  # a stage that runs no backward keeps no graph
+            with torch.set_grad_enabled(self.training):
+                produced = self.stage.forward(microbatch, inputs)
         if produced.outputs.keys() != self._outgoing:
             raise PlanMismatchError(
                 f"the forward of stage {self.number} returned outputs for {sorted(map(str, produced.outputs))}; the "

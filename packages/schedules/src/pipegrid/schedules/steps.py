@@ -279,6 +279,8 @@ def require_deallocatable(out: torch.Tensor | None) -> None:
 
 def flatten(payload: Any) -> list[torch.Tensor | None]:
     """The tensors (and None) of a payload, in order."""
+    if isinstance(payload, torch.Tensor):
+        return [payload]
     if isinstance(payload, dict):
         return [leaf for item in payload.values() for leaf in flatten(item)]
     if isinstance(payload, (list, tuple)):
@@ -288,6 +290,8 @@ def flatten(payload: Any) -> list[torch.Tensor | None]:
 
 def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """The payload with ``function`` applied to each tensor; None stays None."""
+    if isinstance(payload, torch.Tensor):
+        return function(payload)
     if isinstance(payload, dict):
         return {key: map_tensors(item, function) for key, item in payload.items()}
     if isinstance(payload, (list, tuple)):

@@ -45,8 +45,8 @@ def _by_step_function(job: Job, samples: Samples, number: int, *, forward_only: 
         return {graph.module_of(stage.number)[0]: output}, None
 
     # By module: a rank may run several.
-    models: Any = {graph.module_of(stage)[0]: model for stage, model in job.stages.items()}
-    batches: Any = {
+    models = {graph.module_of(stage)[0]: model for stage, model in job.stages.items()}
+    batches = {
         name: samples.microbatches(number, batch=options.batch, microbatches=options.microbatches) for name in models
     }
     return forward_backward_pipelining_without_interleaving(

@@ -1,5 +1,7 @@
 """Where every rank stands, whose failure came first, and whether all run the same step: told beside the pipeline."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -226,6 +228,23 @@ class TestMonitor:
         del monitor
         thread.join(timeout=10)
         assert not thread.is_alive()
+
+    def test_a_closed_one_watches_nothing(self, store):
+        monitor = Monitor(store, rank=0, ranks=[0])
+        monitor.close()
+        monitor.close()
+        with pytest.raises(MonitorError, match="was closed"):
+            monitor.begin(lower(one_f_one_b(1, 1)), where=str, abort=print)
+
+    def test_one_that_nobody_closed_ends_before_the_interpreter(self, tmp_path):
+        script = tmp_path / "leaves_it_open.py"
+        script.write_text(
+            "import torch.distributed as dist\n"
+            "from pipegrid.schedules import Monitor, lower, one_f_one_b\n"
+            "monitor = Monitor(dist.HashStore(), rank=0, ranks=[0], interval=0.001)\n"
+            "monitor.begin(lower(one_f_one_b(1, 1)), where=str, abort=print)\n"
+        )
+        assert subprocess.run([sys.executable, script], timeout=120, check=False).returncode == 0
 
     @pytest.mark.parametrize(
         ("settings", "text"),

@@ -100,8 +100,8 @@ def forward_backward_no_pipelining(
 def forward_backward_pipelining_without_interleaving(
     *,
     forward_step_func: ForwardStepFunc,
-    data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
-    model: torch.nn.Module | list[torch.nn.Module],
+    data_iterator: Iterator[Any] | list[Iterator[Any]] | Mapping[str, Iterator[Any]] | None,
+    model: torch.nn.Module | list[torch.nn.Module] | Mapping[str, torch.nn.Module],
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,

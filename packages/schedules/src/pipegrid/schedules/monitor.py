@@ -91,9 +91,10 @@ class Monitor:
         self._unreachable: str | None = None
         self._steps = 0
         self._plan: tuple[Plan, str] | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # one at most, once it runs
         self._stop = threading.Event()
-        self._finalizer = weakref.finalize(self, self._stop.set)
+        # Also at the interpreter's exit, which a thread inside a store's call would not survive.
+        self._finalizer = weakref.finalize(self, _end, self._stop, self._threads)
 
     # For the runtime
 
@@ -103,7 +104,10 @@ class Monitor:
         Raises:
             DisagreementError: ranks run different plans; nothing was sent.
             JobFailedError: the job has failed already.
+            MonitorError: the monitor was closed.
         """
+        if self._failure is None and self._stop.is_set():
+            raise MonitorError("this monitor was closed, so nothing would watch the step: make another one")
         what = self._name(plan)
         changed = self._plan is None or self._plan[1] != what
         self._plan = plan, what
@@ -120,11 +124,13 @@ class Monitor:
                 "the runtime and the monitor, with a store of another label"
             )
         self._watched = _Watched(where, abort, since=time.monotonic())
-        if self._thread is None:
+        if not self._threads:
             # The thread must not keep the monitor alive: whoever drops it ends it.
             arguments = (weakref.ref(self), self._stop, self.interval)
-            self._thread = threading.Thread(target=_look_on, args=arguments, name="pipegrid-monitor", daemon=True)
-            self._thread.start()
+            self._threads.append(
+                threading.Thread(target=_look_on, args=arguments, name="pipegrid-monitor", daemon=True)
+            )
+            self._threads[0].start()
 
     def end(self) -> None:
         """The step is through. The device may still be at work; it stays watched."""
@@ -152,9 +158,6 @@ class Monitor:
     def close(self) -> None:
         """End the thread. Twice is harmless."""
         self._finalizer()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     # The thread
 
@@ -192,6 +195,13 @@ class Monitor:
             return self._plan[1]
         digest = hashlib.sha256(to_text(plan).encode()).hexdigest()[:12]
         return f"{plan.num_microbatches} microbatches, plan {digest}"
+
+
+def _end(stop: threading.Event, threads: list[threading.Thread]) -> None:
+    stop.set()
+    for thread in threads:
+        if thread is not threading.current_thread():  # which may be the last to hold the monitor
+            thread.join()
 
 
 def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, interval: float) -> None:

@@ -261,14 +261,15 @@ def _exchanges(
     numbers: dict[tuple[int, ...], int] = {}
     exchange_of = []
     for place, _, number, microbatch in events:
-        key = (*[bisect_left(at, place) for at in ats[number]], same[number])
+        # The parties come first: with them the length of a key says whether it is a collective's.
+        key = (same[number], *[bisect_left(at, place) for at in ats[number]])
         if groups[number] is not None:
             key = (*key, number, microbatch)
         exchange_of.append(numbers.setdefault(key, len(numbers)))
     together = [event for _, event in sorted(zip(exchange_of, events, strict=True))]
     begin = 0
     for key, size in zip(numbers, _sizes(exchange_of, len(numbers)), strict=True):
-        yield key, together[begin : begin + size]
+        yield key[1:], together[begin : begin + size]
         begin += size
 
 

@@ -22,7 +22,7 @@ from edge_cloud.link import Link, SlowLink
 from edge_cloud.measuring import message_bytes, seconds_on_link
 from edge_cloud.parallel import share_of
 from edge_cloud.reader import LAYOUT, SIZES, ReaderStage, stage_module
-from pipegrid.schedules import Costs
+from pipegrid.schedules import Costs, simulate
 from pipegrid.transport import Direction, Edge
 from pipegrid.transport.lane import Lane
 
@@ -163,15 +163,23 @@ def run(*options):
     )
 
 
+@pytest.mark.parametrize("delay", [0.02, 0.05, 0.1])
+def test_the_u_hides_more_of_the_link_than_plain_1f1b(delay):
+    """By simulation: what the example measures is printed, and times decide no test."""
+    compute = {"F": (0.005, 0.02, 0.005), "B": (0.01, 0.04, 0.01)}
+    slow, free = Costs(**compute, latency=delay), Costs(**compute, latency=0.0)
+    lengthened = {
+        name: simulate(plan, slow).makespan - simulate(plan, free).makespan for name, plan in plans(8, slow).items()
+    }
+    assert lengthened["u_shape"] < lengthened["1f1b"]
+
+
 @pytest.mark.nightly
-def test_the_u_hides_more_of_the_link_than_plain_1f1b():
+def test_the_command_measures_both_schedules():
     done = run("--steps", "3", "--rounds", "3", "--delay", "0.1")
     assert done.returncode == 0, done.stderr
-    hidden = {
-        name: int(part) for name, part in re.findall(r"(\w+): .*; (-?\d+)% of the link's time hidden", done.stdout)
-    }
-    assert set(hidden) == {"1f1b", "u_shape"}
-    assert hidden["u_shape"] > hidden["1f1b"]
+    hidden = re.findall(r"(\w+): .*; (-?\d+)% of the link's time hidden", done.stdout)
+    assert {name for name, _ in hidden} == {"1f1b", "u_shape"}
 
 
 def test_options_that_cannot_be_are_refused_before_any_process_starts():

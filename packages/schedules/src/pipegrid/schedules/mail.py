@@ -37,7 +37,7 @@ class PostOffice:
         payload, parcel = (None, None) if outbox is None else outbox.give(microbatch)
         sending, receiving = exchange(
             self.communicator,
-            map_tensors(payload, torch.Tensor.detach),
+            map_tensors(payload, _detached),
             action.edge,
             action.direction,
             deadline=self.deadline,
@@ -95,17 +95,17 @@ class Inbox:
 
     def wait(self, microbatch: int) -> None:
         """Wait until the message is here."""
-        self.office.complete(*self._posted[microbatch])
+        action, handle = self._posted.pop(microbatch)
+        self.office.complete(action, handle)
+        self._here[microbatch] = handle.result()
 
     def hand_over(self, microbatch: int, payload: Payload) -> None:
         """Take what a stage on the same position made."""
         self._here[microbatch] = payload
 
     def take(self, microbatch: int) -> Payload:
-        """What has arrived, once."""
-        if self.local:
-            return self._here.pop(microbatch)
-        return self._posted.pop(microbatch)[1].result()
+        """What is here, once."""
+        return self._here.pop(microbatch)
 
 
 @define(eq=False)
@@ -144,7 +144,7 @@ class Outbox:
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``."""
         payload, parcel = self.give(microbatch)
-        detached = map_tensors(payload, torch.Tensor.detach)
+        detached = map_tensors(payload, _detached)
         self.sent(action, self.office.communicator.isend(detached, edge=self.edge, direction=self.direction), parcel)
 
     def give(self, microbatch: int) -> tuple[Payload, Parcel | None]:
@@ -169,6 +169,11 @@ class Outbox:
             self.office.complete(action, handle)
             if parcel is not None:
                 parcel.sent()
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """What is sent: no part of a graph. A gradient is none anyway, and needs no new tensor."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

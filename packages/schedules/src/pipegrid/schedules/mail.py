@@ -47,8 +47,17 @@ class PostOffice:
         if receiving is not None and inbox is not None:
             inbox.expect(microbatch, action, receiving)
 
-    def complete(self, action: Action, handle: Handle) -> None:
-        """Wait until the message that ``action`` posted is through."""
+    def arrival(self, action: Action, handle: ReceiveHandle) -> Payload:
+        """What ``action`` posted a receive for, once it is here."""
+        if self.deadline is not None:
+            handle.wait(self.deadline)
+        payload = handle.result()  # which waits as well, as long as the communicator allows
+        for hook in self.hooks:
+            hook.completed(action)
+        return payload
+
+    def departure(self, action: Action, handle: Handle) -> None:
+        """Wait until what ``action`` posted has left."""
         handle.wait(self.deadline)
         for hook in self.hooks:
             hook.completed(action)
@@ -95,9 +104,7 @@ class Inbox:
 
     def wait(self, microbatch: int) -> None:
         """Wait until the message is here."""
-        action, handle = self._posted.pop(microbatch)
-        self.office.complete(action, handle)
-        self._here[microbatch] = handle.result()
+        self._here[microbatch] = self.office.arrival(*self._posted.pop(microbatch))
 
     def hand_over(self, microbatch: int, payload: Payload) -> None:
         """Take what a stage on the same position made."""
@@ -166,7 +173,7 @@ class Outbox:
     def _settle(self, still: int) -> None:
         while len(self._sent) > still:
             action, handle, parcel = self._sent.popleft()
-            self.office.complete(action, handle)
+            self.office.departure(action, handle)
             if parcel is not None:
                 parcel.sent()
 

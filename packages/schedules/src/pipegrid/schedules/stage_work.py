@@ -222,7 +222,12 @@ def _root(tensor: torch.Tensor | None) -> Root | None:
 
 def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:
     """The tensors of some payloads that require grad, each once."""
-    found = {id(tensor): tensor for tensor in flatten(list(payloads)) if tensor is not None and tensor.requires_grad}
+    found = {
+        id(tensor): tensor
+        for payload in payloads
+        for tensor in flatten(payload)
+        if tensor is not None and tensor.requires_grad
+    }
     return list(found.values())
 
 

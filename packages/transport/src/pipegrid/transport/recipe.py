@@ -66,9 +66,12 @@ class Recipe:
     def buffers(self, tally: Tally) -> list[Tensor]:
         """Buffers for one message; ``tally`` counts the new ones."""
         if self.free:
-            # New tensors over the old memory: without the gradients and graphs of the last message.
-            return [tensor.detach() for tensor in self.free.pop()]
+            return [over_old_memory(tensor) for tensor in self.free.pop()]
         tally.allocations += 1
+        return self.new()
+
+    def new(self) -> list[Tensor]:
+        """New buffers for one message."""
         if self._templates:
             return [torch.empty_like(template) for template in self._templates]
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
@@ -81,10 +84,17 @@ class Recipe:
 
     def payload(self, tensors: Sequence[Tensor]) -> Any:
         """The payload with those tensors: the ones that can have gradients require them, as the sender marked."""
+        if self._tree == 0:  # most are one plain tensor
+            return tensors[0].requires_grad_() if self._leaves[0][2] else tensors[0]
         for tensor, (_, _, requires_grad) in zip(tensors, self._leaves, strict=True):
             if requires_grad:
                 tensor.requires_grad_()
         return unflatten(self._tree, tensors)
+
+
+def over_old_memory(tensor: Tensor) -> Tensor:
+    """A new tensor over one that was given back: without the gradients and the graph of the last message."""
+    return tensor.detach()
 
 
 def cook(

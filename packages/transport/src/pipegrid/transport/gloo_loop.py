@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 BACKEND = "gloo_on_one_loop"
 # Torch's own variable: which network interfaces gloo uses.
@@ -30,13 +31,24 @@ class Loop:
         names = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
         made = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
         self._devices = made
+        self._made: dict[str, Any] = {}
 
     def make_group(self, options: Any) -> Any:
         """What torch calls for a group of `BACKEND`."""
         chosen: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         chosen._devices, chosen._threads, chosen._timeout = self._devices, _THREADS, options.timeout  # noqa: SLF001
         chosen.global_ranks_in_group, chosen.group_name = options.global_ranks_in_group, options.group_id
-        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, chosen)
+        backend = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, chosen)
+        self._made[options.group_id] = backend
+        return backend
+
+    def take_backend(self, group: ProcessGroup) -> Any:
+        """What is behind a group that was made here; once.
+
+        Its ``send`` and ``recv`` are the group's, without torch's dispatcher in between, which has nothing to choose
+        there and takes longer than all that a lane does itself.
+        """
+        return self._made.pop(group.group_name)
 
 
 def one_loop() -> tuple[str, Loop]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,10 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
+# Members of an Enum are looked up slowly.
+_PENDING, _DONE = State.PENDING, State.DONE
+
+
 class Transfer:
     """A message that goes out on a lane; the handle that its sender gets.
 
@@ -37,28 +41,44 @@ class Transfer:
         error: why it failed.
     """
 
-    # Defaults stand in the class: a handle is made for every message, and most keep most of them.
-    sending = True
-    attended = False  # the caller waits for it at once: no thread needs to look after it
-    sequence = -1
-    state = State.PENDING
-    error: BaseException | None = None
-    # Works of the headers that go before it: kept, or gloo would not deliver them. That they are done follows from
-    # the end of the transfer itself, which the other side posts when it has read them.
-    heralds: Sequence[Any] = ()
-    works: Sequence[Any] | None = None  # once the backend has it
-    tensors: Sequence[Tensor] = ()  # kept while the backend may use them
-    signature: Signature | None = None  # None: what stands on the lane
-    start: Callable[[Any], None] | None = None  # how to issue it, where it was made the steady way inside a batch
-    stream: torch.cuda.Stream | None = None
-    waited = False  # somebody has waited for it
-    due = math.inf
-    seconds = math.inf
-    posted_at = math.inf
-    callbacks: tuple[Callable[[Any], None], ...] = ()
+    # A handle is made for every message, and its state is asked a dozen times: slots halve what that takes.
+    __slots__ = (
+        "attended",
+        "callbacks",
+        "due",
+        "error",
+        "heralds",
+        "lane",
+        "posted_at",
+        "seconds",
+        "sequence",
+        "signature",
+        "start",
+        "state",
+        "stream",
+        "tensors",
+        "waited",
+        "works",
+    )
+    sending: ClassVar[bool] = True
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.sequence = -1
+        self.state = _PENDING
+        self.error: BaseException | None = None
+        self.works: Sequence[Any] | None = None  # once the backend has it
+        self.tensors: Sequence[Tensor] = ()  # kept while the backend may use them
+        self.signature: Signature | None = None  # None: what stands on the lane
+        self.start: Callable[[Any], None] | None = None  # how to issue it, if made the steady way inside a batch
+        # Works of the headers that go before it: kept, or gloo would not deliver them. That they are done follows
+        # from the end of the transfer itself, which the other side posts when it has read them.
+        self.heralds: Sequence[Any] = ()
+        self.stream: torch.cuda.Stream | None = None
+        self.attended = False  # the caller waits for it at once: no thread needs to look after it
+        self.waited = False  # somebody has waited for it
+        self.due = self.seconds = self.posted_at = math.inf
+        self.callbacks: tuple[Callable[[Any], None], ...] = ()
 
     @property
     def is_ready(self) -> bool:
@@ -112,12 +132,16 @@ class Transfer:
 class ReceiveTransfer(Transfer):
     """A message that comes in; the handle that its receiver gets."""
 
+    __slots__ = ("_built", "_payload", "_released", "recipe", "wish")
     sending = False
-    wish: Wish | None = None  # what the caller expects, where it said so
-    recipe: Recipe | None = None  # how it becomes a payload, once that is known
-    _payload: Any = None
-    _built = False
-    _released = False
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane)
+        self.wish: Wish | None = None  # what the caller expects, where it said so
+        self.recipe: Recipe | None = None  # how it becomes a payload, once that is known
+        self._payload: Any = None
+        self._built = False
+        self._released = False
 
     @property
     def is_ready(self) -> bool:
@@ -149,7 +173,7 @@ class ReceiveTransfer(Transfer):
         """
         if self._released:
             return
-        if self.state is not State.DONE and not self.is_completed():
+        if self.state is not _DONE and not self.is_completed():
             raise P2PUsageError(f"{self!r} cannot be released before it is done; wait for it")
         self._released = True
         self.lane.tally.released += 1

@@ -230,6 +230,7 @@ def _connect(
     for group_spec, bundle in data.items():
         communicator = Communicator(
             data=made[group_spec],
+            backend=made[group_spec] if streamed else loop.take_backend(made[group_spec]),
             control=control[group_spec],
             peer=1 - group_spec.ranks.index(rank),
             device=device,

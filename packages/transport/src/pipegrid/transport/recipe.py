@@ -66,9 +66,12 @@ class Recipe:
     def buffers(self, tally: Tally) -> list[Tensor]:
         """Buffers for one message; ``tally`` counts the new ones."""
         if self.free:
-            # New tensors over the old memory: without the gradients and graphs of the last message.
-            return [tensor.detach() for tensor in self.free.pop()]
+            return [over_old_memory(tensor) for tensor in self.free.pop()]
         tally.allocations += 1
+        return self.new()
+
+    def new(self) -> list[Tensor]:
+        """New buffers for one message."""
         if self._templates:
             return [torch.empty_like(template) for template in self._templates]
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
@@ -85,6 +88,11 @@ class Recipe:
             if requires_grad:
                 tensor.requires_grad_()
         return unflatten(self._tree, tensors)
+
+
+def over_old_memory(tensor: Tensor) -> Tensor:
+    """A new tensor over one that was given back: without the gradients and the graph of the last message."""
+    return tensor.detach()
 
 
 def cook(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,11 +17,15 @@ from torch import Tensor
 
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.payload import dtype_of
-from pipegrid.transport.recipe import Recipe, Wish
+from pipegrid.transport.recipe import Recipe, Wish, over_old_memory
 from pipegrid.transport.signature import Signature
 
 if TYPE_CHECKING:
     from pipegrid.transport.waited_lane import WaitedLane
+
+
+# Of messages up to here the next buffer is made beforehand: to make one then would cost more than to move it does.
+_SMALL_BYTES = 64 * 1024
 
 
 class SteadySend(NamedTuple):
@@ -57,23 +61,32 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
     (spec,) = standing.tensors
     shape, dtype, device = torch.Size(spec.shape), dtype_of(spec), lane.device
     communicator = lane.wire.communicator
-    post: Callable[..., Any] = communicator.data.send
+    post: Callable[..., Any] = communicator.backend.send
     peer, tag = communicator.peer, lane.wire.data_tag(sending=True)
     issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
     lock, held, append = issuer.lock, issuer.held, lane.queue.append
 
-    def start(transfer: Transfer) -> None:
+    def issue(tensors: Sequence[Tensor], transfer: Transfer | None) -> Transfer:
         with lock:
             try:
-                transfer.works = (post(transfer.tensors, peer, tag),)
+                work = post(tensors, peer, tag)
             except RuntimeError as error:
-                lane.explain(error, transfer)
+                lane.explain(error, transfer or Transfer(lane))
                 raise lane.error or error from error
+            # The message is on its way. What follows is no part of its latency, as the other side has to wake up.
+            if transfer is None:
+                transfer = Transfer(lane)
+            transfer.works = (work,)
             transfer.sequence = lane.sent
             lane.sent += 1
             append(transfer)
         if issuer.asleep:
             issuer.wake.set()
+        return transfer
+
+    def start(transfer: Transfer) -> None:
+        tensors, transfer.tensors = transfer.tensors, ()  # from here on the work keeps them
+        issue(tensors, transfer)
 
     def send(payload: Any) -> Transfer | None:
         if (
@@ -85,16 +98,16 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
             or not payload.is_contiguous()
         ):
             return None
-        transfer = Transfer(lane)
-        transfer.tensors = [payload.detach() if payload.requires_grad else payload]
+        tensors = [payload.detach() if payload.requires_grad else payload]
         if held:
             batch = held.get(this_thread())
             if batch is not None:
-                transfer.state, transfer.start, transfer.signature = state, start, standing
+                transfer = Transfer(lane)
+                transfer.tensors, transfer.signature = tensors, standing
+                transfer.state, transfer.start = state, start
                 batch.append(transfer)
                 return transfer
-        start(transfer)
-        return transfer
+        return issue(tensors, None)
 
     return SteadySend(send, start, math.prod(shape) * dtype.itemsize)
 
@@ -103,48 +116,66 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
     """See `SteadyReceive`."""
     (spec,) = recipe.signature.tensors
     shape, dtype = torch.Size(spec.shape), dtype_of(spec)
+    nbytes = math.prod(shape) * dtype.itemsize
     communicator = lane.wire.communicator
-    post: Callable[..., Any] = communicator.data.recv
+    post: Callable[..., Any] = communicator.backend.recv
     peer, tag = communicator.peer, lane.wire.data_tag(sending=False)
     issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
     lock, held, append, tally = issuer.lock, issuer.held, lane.queue.append, lane.tally
     must_wish = lane.config.shape_mode == "given"
 
-    ahead, posted = lane.config.receives_ahead, lane.posted
+    ahead, posted, free = lane.config.receives_ahead, lane.posted, recipe.free
+    small, spare = nbytes <= _SMALL_BYTES, list[Tensor]()
 
-    def put() -> None:
-        buffers = recipe.buffers(tally)
-        posted.append((buffers, (post(buffers, peer, tag),)))
+    def put() -> tuple[list[Tensor], tuple[Any]]:
+        # The sooner the sender learns of a receive, the likelier it need not wait for it: what can be, is done after.
+        if free:
+            # The backend takes a buffer as its last user left it, since only its memory counts there.
+            (old,) = free.pop()
+            work = post([old], peer, tag)
+            return [over_old_memory(old)], (work,)
+        buffers = [spare.pop()] if spare else recipe.new()
+        work = post(buffers, peer, tag)
+        tally.allocations += 1
+        if small:
+            spare.extend(recipe.new())
+        return buffers, (work,)
 
-    def start(transfer: ReceiveTransfer) -> None:
-        transfer.recipe = recipe
+    def issue(transfer: ReceiveTransfer | None) -> ReceiveTransfer:
         with lock:
             try:
-                # The one that is asked for, and those ahead of it: the sender learns of them before it needs to.
-                while len(posted) <= ahead:
-                    put()
+                mine = posted.popleft() if posted else put()
+                # Those ahead of the one that is asked for: the sender learns of them before it needs to.
+                while len(posted) < ahead:
+                    posted.append(put())
             except RuntimeError as error:
-                lane.explain(error, transfer)
+                lane.explain(error, transfer or ReceiveTransfer(lane))
                 raise lane.error or error from error
-            transfer.tensors, transfer.works = posted.popleft()
+            if transfer is None:
+                transfer = ReceiveTransfer(lane)
+            transfer.recipe = recipe
+            transfer.tensors, transfer.works = mine
             transfer.sequence = lane.received
             lane.received += 1
             append(transfer)
         if issuer.asleep:
             issuer.wake.set()
+        return transfer
+
+    def start(transfer: ReceiveTransfer) -> None:
+        issue(transfer)
 
     def receive(shapes: Any) -> ReceiveTransfer | None:
         if lane.error is not None or (must_wish if shapes is None else shape != shapes):
             return None
-        transfer = ReceiveTransfer(lane)
         if held:
             batch = held.get(this_thread())
             if batch is not None:
+                transfer = ReceiveTransfer(lane)
                 transfer.state, transfer.start = state, start
                 transfer.wish = None if shapes is None else Wish.of(shapes)
                 batch.append(transfer)
                 return transfer
-        start(transfer)
-        return transfer
+        return issue(None)
 
-    return SteadyReceive(receive, start, math.prod(shape) * dtype.itemsize)
+    return SteadyReceive(receive, start, nbytes)

@@ -18,6 +18,8 @@ from pipegrid.transport.steady import SteadyReceive, SteadySend, steady_receive,
 
 # Sends that nobody has waited for by then are looked after by the lane's own thread.
 _UNATTENDED_SECONDS = 0.05
+# Members of an Enum are looked up slowly, and a wait looks three times.
+_PENDING, _DONE = State.PENDING, State.DONE
 
 
 class WaitedLane(RemoteLane):
@@ -120,40 +122,39 @@ class WaitedLane(RemoteLane):
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Lane.wait_for`."""
-        if transfer.state is State.PENDING:
-            queue, turns = self.queue, self._turns
-            # The common case in one go; `Turns.until` is the general one, and does the same.
-            if (
-                timeout is None
-                and queue
-                and queue[0] is transfer
-                and transfer.works is not None
-                and turns.turn.acquire(False)
-            ):
-                failure = None
-                transfer.waited = True
-                try:
-                    if transfer.state is State.PENDING:
-                        for work in transfer.works:
-                            work.wait(self._patience)
-                        transfer.state = State.DONE
-                        transfer.works = ()
-                        queue.popleft()
-                        if transfer.sending:
-                            transfer.tensors = ()
-                except RuntimeError as error:
-                    failure = error
-                finally:
-                    turns.turn.release()
-                if turns.contended:
-                    turns.pass_on()
-                if failure is not None:
-                    self.explain(failure, transfer)
-                elif transfer.callbacks:
-                    self._tell_all(transfer)
-            if transfer.state is State.PENDING:
-                self._until(transfer, timeout, posted=False)
-        if transfer.state is not State.DONE:
+        queue, turns = self.queue, self._turns
+        # The common case in one go; `Turns.until` is the general one, and does the same.
+        if (
+            timeout is None
+            and queue
+            and queue[0] is transfer
+            and (works := transfer.works) is not None
+            and turns.turn.acquire(False)
+        ):
+            failure = None
+            transfer.waited = True
+            try:
+                if transfer.state is _PENDING:
+                    for work in works:
+                        work.wait(self._patience)
+                    transfer.state = _DONE
+                    transfer.works = ()
+                    queue.popleft()
+                    if transfer.sending:
+                        transfer.tensors = ()
+            except RuntimeError as error:
+                failure = error
+            finally:
+                turns.turn.release()
+            if turns.contended:
+                turns.pass_on()
+            if failure is not None:
+                self.explain(failure, transfer)
+            elif transfer.callbacks:
+                self._tell_all(transfer)
+        if transfer.state is _PENDING:
+            self._until(transfer, timeout, posted=False)
+        if transfer.state is not _DONE:
             self._refuse(transfer)
 
     def _step(self, waited: Transfer | None) -> None:

@@ -46,6 +46,8 @@ class Communicator:
 
     Attributes:
         data: the group that moves payloads.
+        backend: what is behind ``data`` and has its ``send`` and ``recv``; the group itself where it can be asked
+            for batches only.
         control: the group that moves headers and notes.
         peer: the other rank, as rank in both groups.
         device: where payloads live.
@@ -54,6 +56,7 @@ class Communicator:
     """
 
     data: ProcessGroup
+    backend: Any
     control: ProcessGroup
     peer: int
     device: torch.device
@@ -239,7 +242,7 @@ def post(transfers: Sequence[Parcel]) -> list[list[Work] | RuntimeError]:
 
 def _post_one(wire: Wire, tensors: Sequence[Tensor], sending: bool) -> list[Work] | RuntimeError:
     communicator = wire.communicator
-    verb = communicator.data.send if sending else communicator.data.recv
+    verb = communicator.backend.send if sending else communicator.backend.recv
     tag = wire.data_tag(sending=sending)
     try:
         return [verb([tensor], communicator.peer, tag) for tensor in tensors]

@@ -297,7 +297,7 @@ def _require_same(here: dict[str, str], there: dict[str, str], spec: LaneSpec, r
 
 
 def _shortened(text: str) -> str:
-    # Long ones by digest: the hello has one fixed size.
+    # Long ones by digest: an error that shows both sides should be readable.
     if len(text) <= 160:
         return text
     return f"{text[:100]}... {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

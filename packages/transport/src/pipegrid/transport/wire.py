@@ -34,7 +34,7 @@ _TELL_SECONDS = 0.25
 _POLL_SECONDS = 0.001
 _FOREVER = timedelta(days=1)
 # Tags of one communicator: some per lane for control, one that nobody ever sends to, the rest for data.
-_HEADER, _NOTE, _HELLO, _CONTROL_TAGS = 0, 1, 2, 3
+_HEADER, _NOTE, _CONTROL_TAGS = 0, 1, 2
 _NEVER_SENT = 2**30
 _ORDER_NUMBERS = 2**12
 _EPOCHS = 16
@@ -151,12 +151,12 @@ class Wire:
         return take
 
     def exchange_hello(self, mine: bytes, timeout: timedelta) -> bytes:
-        """Send ``mine`` to the other side and return what it sent."""
-        sent = self._send_bytes(bytearray(mine.ljust(_HEADER_BYTES, b" ")), _HELLO)
-        theirs = bytearray(_HEADER_BYTES)
-        self._receive_bytes(theirs, _HELLO).wait(timeout)
-        sent.wait(timeout)
-        return bytes(theirs).rstrip(b" ")
+        """Send ``mine``, of any length, to the other side and return what it sent."""
+        sent = self.send_header(mine)
+        theirs = self.receive_header()(timeout)
+        for work in sent:
+            work.wait(timeout)
+        return theirs
 
     def finish(self, works: Sequence[Work], seconds: float) -> None:
         """Hold the host until works of this wire are done.

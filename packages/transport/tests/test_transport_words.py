@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from pipegrid.transport import LaneSpec, LaneSpecError, P2PConfig, P2PMismatchError, open_lanes
+from pipegrid.transport import (
+    LaneSpec,
+    LaneSpecError,
+    P2PConfig,
+    P2PLaneDeadError,
+    P2PMismatchError,
+    P2PPeerError,
+    open_lanes,
+)
 
 DEADLINE = 20.0
 
@@ -42,3 +50,47 @@ class TestLabels:
     def test_without_bytes_are_refused(self):
         with pytest.raises(LaneSpecError, match="UTF-8 has no bytes for"):
             LaneSpec(0, 1, "half \ud800")
+
+
+class TestLastWords:
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        "character", ["e", "é", "\x1b", "画", "\ud800"], ids=["ascii", "two", "ansi", "three", "half"]
+    )
+    def test_of_any_alphabet_arrive_and_the_lane_is_dead_with_them(self, ranks, character):
+        lane = LaneSpec(0, 1, "there")
+        with open_lanes([lane], config=config()) as lanes:
+            if ranks.rank == 0:
+                ranks.barrier()
+                lanes.abort("the disk is full " + character * 3000)
+            else:
+                handle = lanes[lane].irecv()
+                ranks.barrier()
+                with pytest.raises(P2PPeerError, match="rank 0 ended lane 0>1.there.: .*the disk is full ") as found:
+                    handle.wait()
+                assert lanes[lane].error is found.value
+                if character != "\ud800":
+                    told = str(found.value).split("the disk is full ")[1]
+                    assert set(told) == {character}
+                    assert len(told.encode()) > 1800
+                with pytest.raises(P2PPeerError):
+                    handle.wait()
+                with pytest.raises(P2PLaneDeadError):
+                    lanes[lane].irecv()
+            ranks.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_of_a_disagreement_stay_one_however_long_the_payload_describes_itself(self, ranks):
+        lane = LaneSpec(0, 1, "there")
+        first = {f"画像エンコーダの隠れ状態{n}" * 4: torch.ones(2) for n in range(20)}
+        with open_lanes([lane], config=config()) as lanes:
+            if ranks.rank == 0:
+                lanes[lane].isend(first).wait()
+                with pytest.raises(P2PMismatchError):
+                    lanes[lane].isend({**first, "x": torch.ones(1)})
+            else:
+                assert lanes[lane].irecv(attended=True).result().keys() == first.keys()
+                with pytest.raises(P2PMismatchError, match="rank 0 ended lane 0>1.there.: message 1"):
+                    lanes[lane].irecv().wait()
+                assert isinstance(lanes[lane].error, P2PMismatchError)
+            ranks.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import json
 import math
 import time
 from collections import deque
@@ -25,8 +24,6 @@ from pipegrid.transport.wire import Parcel, Wire, post, timedelta_of
 # Past its deadline the progress thread ends a transfer, with a note to the other side; should it be late, the
 # backend's own timeout does so this much later, without one.
 BACKSTOP_SECONDS = 1.0
-# How much of an error travels to the other side: a note has one size, and characters may be of several bytes.
-_TOLD_CHARACTERS = 1200
 
 
 class RemoteLane(Lane):
@@ -245,9 +242,9 @@ class RemoteLane(Lane):
     def _find_out(self, error: RuntimeError, transfer: Transfer) -> P2PError:
         note = self.wire.note()
         if note is not None:
-            told = json.loads(note)
-            kind = P2PMismatchError if told["kind"] == "mismatch" else P2PPeerError
-            return kind(f"rank {self.peer} ended lane {self.spec}: {told['text']}")
+            kind, text = note
+            told = P2PMismatchError if kind == "mismatch" else P2PPeerError
+            return told(f"rank {self.peer} ended lane {self.spec}: {text}")
         if time.monotonic() >= transfer.due:
             return self._timed_out(transfer)
         verb = "sending" if transfer.sending else "receiving"
@@ -259,7 +256,7 @@ class RemoteLane(Lane):
 
     def _cut(self, error: P2PError, kind: str) -> None:
         if kind != "lost":
-            self.wire.tell(json.dumps({"kind": kind, "text": str(error)[:_TOLD_CHARACTERS]}))
+            self.wire.tell(kind, str(error))
         self.wire.communicator.close()
         self._turns.end()
 

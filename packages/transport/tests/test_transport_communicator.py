@@ -45,11 +45,13 @@ MODES = pytest.mark.parametrize(
         {"batch_p2p_comm": True},
         {"batch_p2p_comm": False},
         {"communicators": "shared"},
+        {"communicators": "shared", "batch_p2p_comm": False},
         {"strict": True},
+        {"strict": True, "batch_p2p_comm": False},
         {"variable_seq_lengths": True, "pipeline_dtype": None},
         {"batch_p2p_sync": True, "shapes": "given"},
     ],
-    ids=["batched", "unbatched", "shared", "strict", "variable", "given"],
+    ids=["batched", "unbatched", "shared", "shared-unbatched", "strict", "strict-unbatched", "variable", "given"],
     indirect=True,
 )
 
@@ -422,6 +424,12 @@ class TestErrors:
 
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize(
+        "communicator",
+        [{"batch_p2p_comm": True}, {"batch_p2p_comm": False}, {"batch_p2p_comm": False, "strict": True}],
+        ids=["batched", "unbatched", "strict"],
+        indirect=True,
+    )
+    @pytest.mark.parametrize(
         ("tensor", "text"),
         [
             (torch.ones(3, 2).t(), "not contiguous"),
@@ -431,11 +439,14 @@ class TestErrors:
         ],
     )
     def test_what_cannot_be_sent_is_refused_before_anything_is(self, ranks, communicator, tensor, text):
-        with pytest.raises(P2PPayloadError, match=text):
-            communicator.send_forward_recv_forward(tensor, True, SHAPE)
-        # Nothing was sent or posted, so the next exchange is in step.
-        received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
-        assert_received(received, activation(1 - ranks.rank))
+        for steady in (0, 1, 2):
+            with pytest.raises(P2PPayloadError, match=text):
+                communicator.send_forward_recv_forward(tensor, True, SHAPE)
+            with pytest.raises(P2PUsageError, match="shapes of a receive are"):
+                communicator.send_forward_recv_forward(activation(ranks.rank), True, "a shape")
+            # Nothing was sent or posted, so the next exchange is in step.
+            received = communicator.send_forward_recv_forward(activation(ranks.rank, steady), True, SHAPE)
+            assert_received(received, activation(1 - ranks.rank, steady))
 
     @pytest.mark.ranks(2)
     def test_an_abort_is_told_to_the_neighbours(self, ranks, communicator):

@@ -332,11 +332,14 @@ class P2PCommunicator:
         receive_next: tuple[Any] | None = None,
         receive_previous: tuple[Any] | None = None,
     ) -> dict[str, Any]:
-        """Start what is given, each a one-tuple of the payload or the shapes; as one batch, if so configured."""
+        """Start what is given, each a one-tuple of the payload or the shapes; as one batch, if so configured.
+
+        Not as one batch, either, is anything posted before everything is known to be sound.
+        """
         started: dict[str, Any] = {}
         parts = (send_next, send_previous, receive_next, receive_previous)
-        if self.config.batch_p2p_comm and sum(part is not None for part in parts) > 1:
-            with self.lanes.batch():
+        if sum(part is not None for part in parts) > 1:
+            with self.lanes.batch(together=self.config.batch_p2p_comm):
                 self._start_each(started, send_next, send_previous, receive_next, receive_previous)
         else:
             self._start_each(started, send_next, send_previous, receive_next, receive_previous)

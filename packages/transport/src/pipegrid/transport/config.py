@@ -56,7 +56,8 @@ class P2PConfig:
     Args:
         pipeline_dtype: dtype of floating-point tensors that are sent; None allows any.
         variable_seq_lengths: shapes and dtypes may differ from message to message.
-        batch_p2p_comm: the blocking verbs issue their sends and receives as one batch.
+        batch_p2p_comm: the blocking verbs issue their sends and receives as one batch; with ``strict`` or ``"shared"``
+            communicators always.
         batch_p2p_sync: the blocking verbs hold the host until their transfers are done, too. (Never the
             device: transfers are ordered among the streams that use them.)
         overlap_p2p_comm: for the schedule that reads it; the communicator serves both kinds of calls.

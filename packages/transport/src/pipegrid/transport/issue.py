@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import P2PError
+from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.handle import State, Transfer
 from pipegrid.transport.remote_lane import RemoteLane
 from pipegrid.transport.wire import post
@@ -18,23 +18,29 @@ _by_lane = attrgetter("lane.spec")
 class Batch:
     """A batch under way. A context manager: see `Issuer.batch`."""
 
-    __slots__ = ("_issuer", "_thread")
+    __slots__ = ("_entered", "_issuer", "_thread", "_together")
 
-    def __init__(self, issuer: Issuer) -> None:
+    def __init__(self, issuer: Issuer, *, together: bool) -> None:
         self._issuer = issuer
+        self._together = together
+        self._entered = False
         self._thread: int | None = None  # None: inside another batch
 
     def __enter__(self) -> None:
+        if self._entered:
+            raise P2PUsageError("this batch() is under way already; call batch() again for one inside it")
+        self._entered = True
         thread = threading.get_ident()
         if thread not in self._issuer.held:
             self._thread = thread
             self._issuer.held[thread] = []
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._thread is not None:
-            held = self._issuer.held.pop(self._thread)
+        thread, self._thread, self._entered = self._thread, None, False
+        if thread is not None:
+            held = self._issuer.held.pop(thread)
             if kind is None:
-                self._issuer.issue_held(held)
+                self._issuer.issue_held(held, together=self._together)
 
 
 class Issuer:
@@ -53,14 +59,18 @@ class Issuer:
         self._in_batches = config.strict or config.communicators == "shared"
         self.held: dict[int, list[Transfer]] = {}
 
-    def batch(self) -> Batch:
+    def batch(self, *, together: bool = True) -> Batch:
         """Hold what this thread starts inside, and issue it together at the end; nothing of it, if that raises.
 
         Batches inside a batch belong to it.
-        """
-        return Batch(self)
 
-    def issue_held(self, transfers: Sequence[Transfer]) -> None:
+        Args:
+            together: as one batch; else one after the other, in the order they were started in, except where that
+                would wait for itself: in strict mode and on shared communicators.
+        """
+        return Batch(self, together=together or self._in_batches)
+
+    def issue_held(self, transfers: Sequence[Transfer], *, together: bool) -> None:
         """Issue what was held: what can be issued alone, then the rest in the order of lanes."""
         errors: list[BaseException] = []
         rest: list[Transfer] = []
@@ -73,8 +83,14 @@ class Issuer:
                 transfer.start(transfer)
             except P2PError as error:  # the others are issued all the same: see `_issue`
                 errors.append(error)
-        if rest:
-            self._issue(sorted(rest, key=_by_lane))
+        batches = [[transfer] for transfer in rest]
+        if together and rest:
+            batches = [sorted(rest, key=_by_lane)]
+        for batch in batches:
+            try:
+                self._issue(batch)
+            except P2PError as error:
+                errors.append(error)
         if errors:
             raise errors[0]
 

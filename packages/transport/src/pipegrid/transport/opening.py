@@ -48,12 +48,16 @@ class Lanes(dict[LaneSpec, Lane]):
         # At exit, too: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, ends, Progress(ends, issuer), groups)
 
-    def batch(self) -> AbstractContextManager[None]:
+    def batch(self, *, together: bool = True) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch, at the end.
 
         In the order of lanes, whatever the order of calls. If the block raises, nothing is issued.
+
+        Args:
+            together: False issues them one after the other, at the end all the same. Strict mode and shared
+                communicators take no notice: there, two ranks that both send first would wait for each other.
         """
-        return self._issuer.batch()
+        return self._issuer.batch(together=together)
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""

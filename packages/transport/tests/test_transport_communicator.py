@@ -18,7 +18,11 @@ from pipegrid.transport import (
     P2PPayloadError,
     P2PUsageError,
     PipelineCommunicator,
+    issue,
+    remote_lane,
+    wire,
 )
+from pipegrid.transport.handle import Transfer
 
 DEADLINE = 30.0
 SHAPE = (2, 3)
@@ -467,3 +471,51 @@ class TestErrors:
     def test_a_device_without_a_backend_is_refused(self, ranks, device):
         with pytest.raises(P2PConfigError, match="lanes for device meta need a backend"):
             P2PCommunicator(dist.group.WORLD, config(), device=device)
+
+
+class TestBatches:
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        ("settings", "sizes"),
+        [
+            ({"batch_p2p_comm": True}, [2]),
+            ({"batch_p2p_comm": False}, [1, 1]),
+            ({"batch_p2p_comm": False, "strict": True}, [2]),
+            ({"batch_p2p_comm": False, "communicators": "shared"}, [2]),
+        ],
+        ids=["batched", "unbatched", "strict", "shared"],
+    )
+    def test_a_verb_posts_its_messages_together_as_configured(self, ranks, monkeypatch, settings, sizes):
+        posted = []
+
+        def post(parcels):
+            posted.append(len(parcels))
+            return wire.post(parcels)
+
+        for module in (issue, remote_lane):
+            monkeypatch.setattr(module, "post", post)
+        communicator = P2PCommunicator(dist.group.WORLD, config(**settings), tensor_shape=SHAPE)
+        for verb in (communicator.send_forward_recv_forward, communicator.send_backward_recv_backward):
+            posted.clear()
+            verb(activation(ranks.rank), True, SHAPE)
+            assert [size for size in posted if size] == sizes
+        communicator.close()
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("communicator", [{"batch_p2p_sync": True}, {"batch_p2p_sync": False}], indirect=True)
+    def test_the_host_is_held_where_that_is_configured(self, ranks, communicator, monkeypatch):
+        held = []
+        monkeypatch.setattr(Transfer, "synchronize", lambda transfer, timeout=None: held.append(transfer.sending))
+        communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
+        assert held == ([False, True] if communicator.config.batch_p2p_sync else [])
+
+    @pytest.mark.ranks(1)
+    def test_is_not_entered_while_it_is_under_way(self, ranks, communicator):
+        batch = communicator.batch()
+        for _ in range(2):  # one after the other is fine
+            with batch:
+                sent = communicator.isend(activation(0), edge=Edge(0, 1), direction=FORWARD)
+                with pytest.raises(P2PUsageError, match=r"under way already; call batch\(\) again"), batch:
+                    pass
+                assert sent.sequence == -1
+            sent.wait()

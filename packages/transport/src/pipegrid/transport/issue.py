@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.handle import State, Transfer
+from pipegrid.transport.lane import Lane
 from pipegrid.transport.remote_lane import RemoteLane
 from pipegrid.transport.wire import post
 
@@ -71,16 +73,33 @@ class Issuer:
         return Batch(self, together=together or self._in_batches)
 
     def issue_held(self, transfers: Sequence[Transfer], *, together: bool) -> None:
-        """Issue what was held: what can be issued alone, then the rest in the order of lanes."""
+        """Issue what was held: what can be issued alone, then the rest in the order of lanes.
+
+        Raises:
+            P2PUsageError: one of them cannot be sent now; nothing was issued.
+        """
         errors: list[BaseException] = []
+        alone: list[tuple[Callable[[Any], None], Transfer]] = []
         rest: list[Transfer] = []
+        behind: dict[tuple[Lane, bool], int] = {}
         for transfer in transfers:
-            if transfer.start is None or not transfer.lane.starts_alone(transfer):
-                rest.append(transfer)
+            start, key = transfer.start, (transfer.lane, transfer.sending)
+            # Behind one that cannot, none of its lane can be issued alone: messages keep their order.
+            if start is not None and (not rest or key not in behind) and transfer.lane.starts_alone(transfer):
+                alone.append((start, transfer))
                 continue
+            behind[key] = ahead = behind.get(key, -1) + 1
+            rest.append(transfer)
+            try:
+                transfer.lane.check(transfer, ahead=ahead)
+            except P2PUsageError as error:
+                for one in transfers:
+                    one.state, one.error = State.FAILED, error
+                raise
+        for start, transfer in alone:
             transfer.state = State.PENDING
             try:
-                transfer.start(transfer)
+                start(transfer)
             except P2PError as error:  # the others are issued all the same: see `_issue`
                 errors.append(error)
         batches = [[transfer] for transfer in rest]

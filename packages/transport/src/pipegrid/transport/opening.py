@@ -268,6 +268,7 @@ def _prove(spec: LaneSpec, wire: Wire, rank: int, config: P2PConfig, standing: S
         "communicators": config.communicators,
         "pipeline_dtype": str(config.pipeline_dtype),
         "standing": "none" if standing is None else _shortened(str(standing)),
+        "gradients": "all" if standing is None or all(standing.gradients) else _shortened(str(standing.gradients)),
     }
     seconds = config.open_deadline
     start = time.monotonic()

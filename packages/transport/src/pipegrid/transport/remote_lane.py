@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPeerError
+from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPayloadError, P2PPeerError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.payload import carried, flatten, signature_of
@@ -45,14 +46,24 @@ class RemoteLane(Lane):
 
     # Starting
 
+    def _outbound(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        try:
+            return carried(tensors, self.device)
+        except RuntimeError as error:
+            raise P2PPayloadError(f"lane {self.spec} cannot see these tensors as bytes: {error}") from error
+
     def admit(self, transfer: Transfer) -> None:
         """Number it; announce a send, or find out what a receive will be."""
-        self._number(transfer)
+        self.require_alive()
         try:
             if isinstance(transfer, ReceiveTransfer):
+                transfer.sequence = self.received
                 self._admit_receive(transfer)
+                self.received += 1
             else:
+                transfer.sequence = self.sent
                 self._admit_send(transfer)
+                self.sent += 1
         except P2PMismatchError as error:
             self.fail(error, kind="mismatch")
             raise
@@ -66,8 +77,10 @@ class RemoteLane(Lane):
 
     def _admit_send(self, transfer: Transfer) -> None:
         signature = transfer.signature
+        # First: a message that is refused has no number, and takes no headers along that a later one needs.
+        announcing = signature is not None and self._outgoing.send(signature, transfer.sequence)
         transfer.heralds, self._control = self._control, []
-        if signature is not None and self._outgoing.send(signature, transfer.sequence):
+        if signature is not None and announcing:
             stands = self._outgoing.standing is not None
             header = encode(sequence=transfer.sequence, standing=stands, signatures=(signature,))
             transfer.heralds = [*transfer.heralds, *self.wire.send_header(header)]
@@ -107,7 +120,7 @@ class RemoteLane(Lane):
 
     def parcel(self, transfer: Transfer) -> Parcel:
         """What the backend is to move, counted."""
-        tensors = carried(transfer.tensors, self.device)
+        tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self.device)
         self.tally.transfers += len(tensors)
         self.tally.bytes += sum(tensor.nbytes for tensor in tensors)
         return self.wire, tensors, transfer.sending

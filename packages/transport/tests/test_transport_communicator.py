@@ -10,6 +10,7 @@ from pipegrid.transport import (
     Direction,
     Edge,
     LaneSpec,
+    LaneSpecError,
     P2PCommunicator,
     P2PConfig,
     P2PConfigError,
@@ -519,3 +520,125 @@ class TestBatches:
                     pass
                 assert sent.sequence == -1
             sent.wait()
+
+
+class TestWhatIsNone:
+    """Arguments that are nothing of the kind are refused before anything is opened or sent."""
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        ("error", "text", "arguments"),
+        [
+            (P2PConfigError, "pp_group is 'x'; it must be a process group that this rank", {"pp_group": "x"}),
+            (P2PConfigError, r"tensor_shape is \(2, -1\); it must be one shape", {"tensor_shape": (2, -1)}),
+            (P2PConfigError, "tensor_shape is 3; it must be one shape", {"tensor_shape": 3}),
+            (LaneSpecError, "the placement '01' must give each of two or more stages an index", {"placement": "01"}),
+            (LaneSpecError, r"the placement \(0.0, 1.0\) must give", {"placement": (0.0, 1.0)}),
+            (P2PConfigError, "the device is 'gpu0', which torch does not know", {"device": "gpu0"}),
+            (P2PConfigError, r"the config is a dict; give P2PConfig\(\*\*config\)", {"config": {"strict": True}}),
+        ],
+    )
+    def test_of_the_constructor(self, ranks, error, text, arguments):
+        with pytest.raises(error, match=text):
+            P2PCommunicator(**{"pp_group": dist.group.WORLD, "config": config(), **arguments})
+
+    @pytest.mark.ranks(3)
+    def test_a_group_that_this_rank_is_not_in(self, ranks):
+        group = dist.new_group([0, 1])
+        if ranks.rank == 2:
+            with pytest.raises(P2PConfigError, match=r"that this rank \(2\) is in.*on its members only"):
+                P2PCommunicator(group, config())
+        else:
+            P2PCommunicator(group, config()).close()
+
+    @pytest.mark.ranks(2)
+    def test_no_group_is_the_world(self, ranks):
+        communicator = P2PCommunicator(None, config())
+        assert communicator.pp_group is dist.group.WORLD
+        received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
+        assert_received(received, activation(1 - ranks.rank))
+        communicator.close()
+
+    @pytest.mark.ranks(3)
+    def test_a_rank_of_no_stage_has_a_device_and_no_neighbours(self, ranks):
+        communicator = P2PCommunicator(dist.group.WORLD, config(), placement=(0, 1))
+        assert communicator.device == torch.device("cpu")
+        if ranks.rank == 2:
+            assert communicator.recv_forward(SHAPE, True) is None
+            with pytest.raises(P2PUsageError, match=r"placement \(0, 1\) has no forward traffic from rank 1 to 2"):
+                communicator.recv_forward(SHAPE)
+        communicator.close()
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("edge", [(0, 1), [0, 1], "0>1", None])
+    def test_an_edge(self, ranks, communicator, edge):
+        with pytest.raises(P2PUsageError, match=r"it must be an Edge such as Edge\(0, 1\)"):
+            communicator.irecv(edge=edge, direction=FORWARD)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("direction", ["forward", "F", ["F"]])
+    def test_a_direction(self, ranks, communicator, direction):
+        # A text was taken for backward, and sent an activation on the lane of gradients.
+        with pytest.raises(P2PUsageError, match=r"it must be Direction\.FORWARD or Direction\.BACKWARD"):
+            communicator.isend(activation(0), edge=Edge(0, 1), direction=direction)
+        assert all(lane.stats.messages == 0 for lane in communicator.lanes.values())
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("flag", ["no", "", 0, None])
+    def test_a_flag(self, ranks, communicator, flag):
+        verbs = {
+            "is_first_stage": [
+                lambda: communicator.recv_forward(SHAPE, flag),
+                lambda: communicator.send_backward(gradient(0), flag),
+                lambda: communicator.send_backward_recv_forward(gradient(0), SHAPE, flag),
+            ],
+            "is_last_stage": [
+                lambda: communicator.recv_backward(SHAPE, flag),
+                lambda: communicator.send_forward(activation(0), flag),
+                lambda: communicator.send_forward_recv_backward(activation(0), SHAPE, flag),
+            ],
+            "recv_prev": [
+                lambda: communicator.send_forward_recv_forward(activation(0), flag, SHAPE),
+                lambda: communicator.send_forward_backward_recv_forward_backward(
+                    activation(0), None, flag, False, SHAPE
+                ),
+            ],
+            "recv_next": [
+                lambda: communicator.send_backward_recv_backward(gradient(0), flag, SHAPE),
+                lambda: communicator.send_forward_backward_recv_forward_backward(
+                    activation(0), None, False, flag, SHAPE
+                ),
+            ],
+            "overlap_p2p_comm": [
+                lambda: communicator.send_forward_recv_forward(activation(0), False, SHAPE, flag),
+                lambda: communicator.send_backward_recv_backward(gradient(0), False, SHAPE, flag),
+            ],
+        }
+        for name, calls in verbs.items():
+            for call in calls:
+                with pytest.raises(P2PUsageError, match=f"{name} is {flag!r}; it must be True or False"):
+                    call()
+        assert all(lane.stats.messages == 0 for lane in communicator.lanes.values())
+
+
+@pytest.mark.ranks(2)
+def test_shapes_are_renewed_on_all_lanes_or_on_none(ranks, communicator):
+    verb = communicator.send_forward_backward_recv_forward_backward
+    verb(activation(0), gradient(0), True, True, SHAPE)
+    edge = Edge(0, 1)
+    if ranks.rank == 1:
+        handle = communicator.irecv(edge=edge, direction=FORWARD)
+        with pytest.raises(P2PUsageError, match=r"1 receives under way; wait for them before renew\(\)"):
+            communicator.renew_shapes()
+        ranks.barrier()
+        handle.wait()
+    else:
+        ranks.barrier()
+        communicator.isend(activation(0), edge=edge, direction=FORWARD).wait()
+    # What was agreed on holds on every lane, since the renewal was refused as a whole.
+    x, g = verb(activation(ranks.rank), gradient(ranks.rank), True, True, SHAPE)
+    assert_received(x, activation(1 - ranks.rank))
+    assert_received(g, gradient(1 - ranks.rank))
+    communicator.renew_shapes()
+    x, _ = verb(activation(0, 0, (4,)), gradient(0, 0, (4,)), True, True, (4,))
+    assert_received(x, activation(0, 0, (4,)))

@@ -616,7 +616,7 @@ class TestUse:
                     assert handle.sequence == value - 1
 
     @pytest.mark.ranks(2)
-    @pytest.mark.parametrize("timeout", [0, -1.0, "soon"])
+    @pytest.mark.parametrize("timeout", [0, -1.0, "soon", float("inf"), float("nan"), 1e10, True])
     def test_a_timeout_is_a_time(self, ranks, timeout):
         with open_lanes([THERE], config=config()) as lanes:
             handle = lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
@@ -717,6 +717,19 @@ class TestOpening:
             dist.get_process_group_ranks(group)
         with pytest.raises(P2PLaneDeadError, match="was closed on rank"):
             lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("device", ["gpu0", 3.5, "cpu:x"])
+    def test_a_device_is_one(self, ranks, device):
+        with pytest.raises(P2PConfigError, match=f"the device is {device!r}, which torch does not know"):
+            open_lanes([LaneSpec(0, 0)], device=device)
+
+    @pytest.mark.ranks(2)
+    def test_lanes_that_nothing_holds_any_more_say_so(self, ranks):
+        lane = open_lanes([THERE], config=config())[THERE]
+        gc.collect()
+        with pytest.raises(P2PLaneDeadError, match=r"nothing held what open_lanes\(\) returned.*keep it as long as"):
+            lane.isend(torch.ones(1)) if ranks.rank == 0 else lane.irecv()
 
     @pytest.mark.ranks(2)
     def test_no_thread_outlives_its_lanes(self, ranks):

@@ -155,6 +155,17 @@ class Lane(abc.ABC):
         Raises:
             P2PUsageError: nothing is agreed on for good on this lane, or receives are under way.
         """
+        self.require_renewable()
+        self._outgoing.renew()
+        self._incoming.renew()
+        self._recipes.clear()
+
+    def require_renewable(self) -> None:
+        """Refuse what `renew` refuses, and change nothing.
+
+        Raises:
+            P2PUsageError: see there.
+        """
         if not self._outgoing.stands:
             raise P2PUsageError(
                 f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
@@ -164,9 +175,6 @@ class Lane(abc.ABC):
             raise P2PUsageError(
                 f"lane {self.spec} has {len(self.queue)} receives under way; wait for them before renew()"
             )
-        self._outgoing.renew()
-        self._incoming.renew()
-        self._recipes.clear()
 
     def abort(self, reason: str) -> None:
         """End the lane at once and tell the other side why. Transfers under way fail on both sides."""

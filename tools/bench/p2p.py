@@ -1,11 +1,21 @@
 """Lanes against a bare isend/irecv pair: latency and bandwidth, messages and host waits.
 
-    python tools/bench/p2p.py [--pairs 25] [--backend nccl]
+    python tools/bench/p2p.py [--pairs 61] [--receives-ahead 1] [--backend nccl]
 
-Two ranks on this machine. Each pair of measurements is taken back to back in one run, bare and lane in turn first,
-on the very groups that the lanes use; the ratio is the median over the pairs, since identical runs on a shared
-machine vary by half. The bound is 1.15. Latency is a ping-pong of one message; bandwidth streams messages of
-which several are under way, one way, and is over when the last one is acknowledged.
+Two ranks on this machine. Latency is a ping-pong of one message; bandwidth streams messages of which several are under
+way, one way, and is over when the last one is acknowledged. Each figure is a ratio, lane to bare, and the bound for it
+is 1.15.
+
+How it is measured, since identical runs on a shared machine vary by half: both sides run in the same two processes, on
+the same groups, in blocks of a few milliseconds, bare and lane first in turn. Of a block counts the median of its
+rounds (what a round takes that nothing interrupts); of a pair of neighbouring blocks the ratio of the two; of all
+pairs the median. The quartiles beside it say how sure that is, and the same ratio of means what interruptions add:
+it has no bound, as it is the machine's more than anybody's.
+
+What each side does is the same work. Both wait for sends as well as for receives, with a timeout, as nobody trains
+without one. The bare side is a plain `isend` and `irecv` with buffers that are there already. The lane checks what it
+is given, keeps its order and deadlines, and hands out the payload, in a fresh buffer or in one that was released. What
+new memory costs by itself, mostly page faults, is shown by the bare side with fresh buffers: it counts for no bound.
 """
 
 from __future__ import annotations
@@ -17,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +41,10 @@ from pipegrid.transport import Lane, LaneSpec, P2PConfig, open_lanes
 BOUND = 1.15
 SIZES = (4 * 1024, 256 * 1024, 16 * 1024 * 1024)
 WINDOW = 4
-# Messages per measurement: some 20 ms each.
-MESSAGES = {SIZES[0]: 160, SIZES[1]: 120, SIZES[2]: 4}
+# Messages per block: some 5 ms each, and more where a message takes longer.
+MESSAGES = {SIZES[0]: 96, SIZES[1]: 24, SIZES[2]: 8}
+FEWEST_PAIRS = 31
+TIMEOUT = 120.0
 FLOAT_BYTES = 4
 
 
@@ -40,38 +53,43 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _time(action: Callable[[], None], rounds: int, device: torch.device) -> float:
+def _rounds(action: Callable[[], None], rounds: int, device: torch.device) -> list[float]:
+    """Seconds of each round of a block."""
     dist.barrier()
     _settle(device)
-    start = time.perf_counter()
+    times = []
     for _ in range(rounds):
+        start = time.perf_counter()
         action()
-    _settle(device)
-    return (time.perf_counter() - start) / rounds
+        _settle(device)
+        times.append(time.perf_counter() - start)
+    return times
 
 
 class Bare:
-    """The same traffic by `torch.distributed` alone, into buffers that are there already."""
+    """The same traffic by `torch.distributed` alone, into buffers that are there already, or into fresh ones."""
 
-    def __init__(self, rank: int, out: Any, back: Any, data: torch.Tensor) -> None:
-        self.rank, self.out, self.back, self.data = rank, out, back, data
+    def __init__(self, rank: int, out: Any, back: Any, data: torch.Tensor, *, fresh: bool = False) -> None:
+        self.rank, self.out, self.back, self.data, self.fresh = rank, out, back, data, fresh
         self.buffers = [torch.empty_like(data) for _ in range(WINDOW)]
         self.token = torch.zeros(1, device=data.device)
+        self.timeout = timedelta(seconds=TIMEOUT)
 
     def _send(self, tensor: torch.Tensor, group: Any) -> Any:
         return dist.isend(tensor, group=group, group_dst=1 - self.rank)
 
-    def _receive(self, tensor: torch.Tensor, group: Any) -> Any:
+    def _receive(self, buffer: torch.Tensor, group: Any) -> Any:
+        tensor = torch.empty_like(buffer) if self.fresh else buffer
         return dist.irecv(tensor, group=group, group_src=1 - self.rank)
 
     def ping_pong(self) -> None:
         """One message there and one back."""
         if self.rank == 0:
-            self._send(self.data, self.out).wait()
-            self._receive(self.buffers[0], self.back).wait()
+            self._send(self.data, self.out).wait(self.timeout)
+            self._receive(self.buffers[0], self.back).wait(self.timeout)
         else:
-            self._receive(self.buffers[0], self.out).wait()
-            self._send(self.data, self.back).wait()
+            self._receive(self.buffers[0], self.out).wait(self.timeout)
+            self._send(self.data, self.back).wait(self.timeout)
 
     def stream(self) -> None:
         """A window of messages there, and a token back."""
@@ -81,9 +99,9 @@ class Bare:
         else:
             works = [self._receive(buffer, self.out) for buffer in self.buffers]
         for work in works:
-            work.wait()
+            work.wait(self.timeout)
         if self.rank != 0:
-            self._send(self.token, self.back).wait()
+            self._send(self.token, self.back).wait(self.timeout)
 
 
 class Ours:
@@ -94,9 +112,8 @@ class Ours:
         self.out, self.back, self.acknowledge = lanes
         self.token = torch.zeros(1, device=data.device)
 
-    def _take(self, lane: Lane) -> None:
-        handle = lane.irecv()
-        handle.wait()
+    def _take(self, handle: Any) -> None:
+        handle.result()
         if self.release:
             handle.release()
 
@@ -104,9 +121,9 @@ class Ours:
         """One message there and one back."""
         if self.rank == 0:
             self.out.isend(self.data).wait()
-            self._take(self.back)
+            self._take(self.back.irecv())
         else:
-            self._take(self.out)
+            self._take(self.out.irecv())
             self.back.isend(self.data).wait()
 
     def stream(self) -> None:
@@ -119,33 +136,37 @@ class Ours:
         else:
             receives = [self.out.irecv() for _ in range(WINDOW)]
             for receive in receives:
-                receive.wait()
-                if self.release:
-                    receive.release()
+                self._take(receive)
             self.acknowledge.isend(self.token).wait()
 
 
-def _compare(bare: Bare, ours: Ours, verb: str, size: int, pairs: int) -> bool:
+def _compare(bare: Bare, other: Bare | Ours, name: str, verb: str, options: argparse.Namespace) -> float:
+    """Print and return the ratio of the two."""
+    size, device = bare.data.nbytes, bare.data.device
     messages = 2 if verb == "ping_pong" else WINDOW
     rounds = max(1, MESSAGES[size] // messages)
-    actions: list[Callable[[], None]] = [getattr(bare, verb), getattr(ours, verb)]
-    times: tuple[list[float], list[float]] = ([], [])
+    actions: tuple[Callable[[], None], Callable[[], None]] = (getattr(bare, verb), getattr(other, verb))
     for action in actions:
-        action()
-    for pair in range(pairs):
-        for index in (0, 1) if pair % 2 else (1, 0):
-            times[index].append(_time(actions[index], rounds, bare.data.device) / messages)
-    ratio = statistics.median(lane / floor for floor, lane in zip(*times, strict=True))
+        _rounds(action, rounds, device)
+    blocks: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for pair in range(options.pairs):
+        for side in (0, 1) if pair % 2 else (1, 0):
+            blocks[side].append(_rounds(actions[side], rounds, device))
+    ratios, ratios_of_means = (
+        [measure(theirs) / measure(floor) for floor, theirs in zip(*blocks, strict=True)]
+        for measure in (statistics.median, statistics.fmean)
+    )
+    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
     if bare.rank == 0:
-        name = f"{verb}, {'slots reused' if ours.release else 'fresh buffers'}"
-        floor, lane = (statistics.median(column) for column in times)
+        floor, theirs = (statistics.median(map(statistics.median, side)) / messages for side in blocks)
+        verdict = "" if isinstance(other, Bare) else "ok" if ratio <= BOUND else f"over {BOUND}"
         print(
-            f"{name:<25}{size:>9} B  bare {floor * 1e6:>8.1f} us {size / floor / 1e9:>5.2f} GB/s   "
-            f"lane {lane * 1e6:>8.1f} us {size / lane / 1e9:>5.2f} GB/s   ratio {ratio:.3f} "
-            f"{'ok' if ratio <= BOUND else f'over {BOUND}'}",
+            f"{verb:<9} {size:>8} B  bare {floor * 1e6:>7.1f} us {size / floor / 1e9:>5.2f} GB/s   "
+            f"{name:<19} {theirs * 1e6:>7.1f} us {size / theirs / 1e9:>5.2f} GB/s   "
+            f"ratio {ratio:.3f} [{low:.3f}, {high:.3f}] {verdict:<9} of means {statistics.median(ratios_of_means):.3f}",
             flush=True,
         )
-    return ratio <= BOUND
+    return ratio
 
 
 def _count(ours: Ours, exchanges: int) -> None:
@@ -162,17 +183,21 @@ def _count(ours: Ours, exchanges: int) -> None:
             )
 
 
-def _measure(rank: int, device: torch.device, size: int, pairs: int) -> bool:
+def _measure(rank: int, device: torch.device, size: int, options: argparse.Namespace) -> bool:
     specs = [LaneSpec(0, 1, "out"), LaneSpec(1, 0, "back"), LaneSpec(1, 0, "acknowledge")]
     data = torch.ones(size // FLOAT_BYTES, device=device)
     good = True
-    with open_lanes(specs, config=P2PConfig(deadline=120.0), device=device) as lanes:
+    config = P2PConfig(deadline=TIMEOUT, receives_ahead=options.receives_ahead)
+    with open_lanes(specs, config=config, device=device) as lanes:
         ends = [lanes[spec] for spec in specs]
-        bare = Bare(rank, ends[0].group, ends[1].group, data)
-        for release in (False, True):
-            ours = Ours(rank, ends, data, release=release)
-            good &= _compare(bare, ours, "ping_pong", size, pairs)
-            good &= _compare(bare, ours, "stream", size, pairs)
+        groups = ends[0].group, ends[1].group
+        bare = Bare(rank, *groups, data)
+        fresh = Ours(rank, ends, data, release=False)
+        ours = Ours(rank, ends, data, release=True)
+        for verb in ("ping_pong", "stream"):
+            good &= _compare(bare, ours, "lane, slots reused", verb, options) <= BOUND
+            good &= _compare(bare, fresh, "lane, fresh buffers", verb, options) <= BOUND
+            _compare(bare, Bare(rank, *groups, data, fresh=True), "bare, fresh buffers", verb, options)
         _count(ours, exchanges=10)
     return good
 
@@ -183,7 +208,7 @@ def _run(rank: int, path: str, options: argparse.Namespace, outcome: Any) -> Non
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(options.backend, store=FileStore(path, 2), rank=rank, world_size=2)
-    good = [_measure(rank, device, size, options.pairs) for size in options.sizes]
+    good = [_measure(rank, device, size, options) for size in options.sizes]
     if rank == 0:
         outcome.put(all(good))
     dist.destroy_process_group()
@@ -192,18 +217,19 @@ def _run(rank: int, path: str, options: argparse.Namespace, outcome: Any) -> Non
 def main() -> int:
     """Measure and print; 1 where a ratio is over the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=25, help="interleaved pairs per figure, at least 15")
+    parser.add_argument("--pairs", type=int, default=61, help=f"pairs per figure, at least {FEWEST_PAIRS}")
+    parser.add_argument("--receives-ahead", type=int, default=0, help="P2PConfig's setting; 0 is the default there")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="bytes")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl needs two GPUs")
     options = parser.parse_args()
-    if options.pairs < 15:
-        parser.error(f"--pairs is {options.pairs}; a median over fewer than 15 says nothing")
+    if options.pairs < FEWEST_PAIRS:
+        parser.error(f"--pairs is {options.pairs}; a median over fewer than {FEWEST_PAIRS} says nothing here")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     outcome = context.SimpleQueue()
     print(
         f"torch {torch.__version__}, {options.backend}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
-        f"median of {options.pairs} interleaved pairs",
+        f"receives_ahead={options.receives_ahead}, median [quartiles] of {options.pairs} interleaved pairs",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as directory:

@@ -48,6 +48,23 @@ def test_a_group_on_a_loop_is_an_ordinary_group(ranks):
         assert total == 3
 
 
+@pytest.mark.ranks(2)
+def test_what_is_behind_a_group_moves_what_the_group_would(ranks):
+    """Lanes call it themselves: a message of one side by the group meets a receive of the other by what is behind."""
+    with open_lanes(SPECS[:1]) as lanes:
+        communicator = lanes[SPECS[0]].wire.communicator
+        backend, group, peer = communicator.backend, communicator.data, communicator.peer
+        assert isinstance(backend, dist.ProcessGroupGloo)
+        assert (backend.rank(), backend.size()) == (group.rank(), group.size())
+        for sender, verbs in enumerate((backend, group)):
+            data = torch.full((3,), float(ranks.rank))
+            if ranks.rank == sender:
+                verbs.send([data], peer, 77).wait(timedelta(seconds=20))
+            else:
+                (group if verbs is backend else backend).recv([data], peer, 77).wait(timedelta(seconds=20))
+                assert data.tolist() == [sender] * 3
+
+
 def test_torchs_own_variable_names_the_interfaces(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     _, loop = one_loop()

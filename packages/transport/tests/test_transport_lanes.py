@@ -339,6 +339,42 @@ def test_released_buffers_are_used_again(ranks):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [4, 100_000], ids=["small", "large"])
+def test_a_reused_buffer_is_a_new_tensor(ranks, size):
+    with open_lanes([THERE]) as lanes:
+        lane, seen = lanes[THERE], []
+        for n in range(4):
+            if ranks.rank == 0:
+                lane.isend(torch.full((size,), float(n), requires_grad=True)).wait()
+                continue
+            handle = lane.irecv()
+            payload = handle.result()
+            assert (payload.requires_grad, payload.is_leaf, payload.grad) == (True, True, None)
+            assert (payload[0].item(), payload[-1].item()) == (n, n)
+            payload.sum().backward()
+            seen.append(payload)
+            handle.release()
+        if ranks.rank == 1:
+            assert lane.stats.allocations == 1
+            assert len({id(payload) for payload in seen}) == 4
+            assert len({payload.data_ptr() for payload in seen}) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [4, 100_000], ids=["small", "large"])
+def test_payloads_that_are_kept_share_no_memory(ranks, size):
+    with open_lanes([THERE]) as lanes:
+        lane = lanes[THERE]
+        for n in range(4):
+            if ranks.rank == 0:
+                lane.isend(torch.full((size,), float(n))).wait()
+        if ranks.rank == 1:
+            kept = [lane.irecv().result() for _ in range(4)]
+            assert [payload[-1].item() for payload in kept] == [0, 1, 2, 3]
+            assert lane.stats.allocations == lane.stats.live == 4
+
+
+@pytest.mark.ranks(2)
 def test_what_is_under_way_cannot_be_released(ranks):
     with open_lanes([THERE], config=config()) as lanes:
         if ranks.rank == 1:

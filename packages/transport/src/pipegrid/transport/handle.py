@@ -31,6 +31,7 @@ class State(enum.Enum):
 
 # Members of an Enum are looked up slowly.
 _PENDING, _DONE = State.PENDING, State.DONE
+_NEVER = math.inf
 
 
 class Transfer:
@@ -78,7 +79,7 @@ class Transfer:
         self.stream: torch.cuda.Stream | None = None
         self.attended = False  # the caller waits for it at once: no thread needs to look after it
         self.waited = False  # somebody has waited for it
-        self.due = self.seconds = self.posted_at = math.inf
+        self.due = self.seconds = self.posted_at = _NEVER
         self.callbacks: tuple[Callable[[Any], None], ...] = ()
 
     @property

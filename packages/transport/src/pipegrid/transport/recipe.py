@@ -84,6 +84,8 @@ class Recipe:
 
     def payload(self, tensors: Sequence[Tensor]) -> Any:
         """The payload with those tensors: the ones that can have gradients require them, as the sender marked."""
+        if self._tree == 0:  # most are one plain tensor
+            return tensors[0].requires_grad_() if self._leaves[0][2] else tensors[0]
         for tensor, (_, _, requires_grad) in zip(tensors, self._leaves, strict=True):
             if requires_grad:
                 tensor.requires_grad_()

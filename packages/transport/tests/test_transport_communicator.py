@@ -10,6 +10,7 @@ from pipegrid.transport import (
     Direction,
     Edge,
     LaneSpec,
+    LaneSpecError,
     P2PCommunicator,
     P2PConfig,
     P2PConfigError,
@@ -18,7 +19,11 @@ from pipegrid.transport import (
     P2PPayloadError,
     P2PUsageError,
     PipelineCommunicator,
+    issue,
+    remote_lane,
+    wire,
 )
+from pipegrid.transport.handle import Transfer
 
 DEADLINE = 30.0
 SHAPE = (2, 3)
@@ -45,11 +50,13 @@ MODES = pytest.mark.parametrize(
         {"batch_p2p_comm": True},
         {"batch_p2p_comm": False},
         {"communicators": "shared"},
+        {"communicators": "shared", "batch_p2p_comm": False},
         {"strict": True},
+        {"strict": True, "batch_p2p_comm": False},
         {"variable_seq_lengths": True, "pipeline_dtype": None},
         {"batch_p2p_sync": True, "shapes": "given"},
     ],
-    ids=["batched", "unbatched", "shared", "strict", "variable", "given"],
+    ids=["batched", "unbatched", "shared", "shared-unbatched", "strict", "strict-unbatched", "variable", "given"],
     indirect=True,
 )
 
@@ -422,6 +429,12 @@ class TestErrors:
 
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize(
+        "communicator",
+        [{"batch_p2p_comm": True}, {"batch_p2p_comm": False}, {"batch_p2p_comm": False, "strict": True}],
+        ids=["batched", "unbatched", "strict"],
+        indirect=True,
+    )
+    @pytest.mark.parametrize(
         ("tensor", "text"),
         [
             (torch.ones(3, 2).t(), "not contiguous"),
@@ -431,11 +444,14 @@ class TestErrors:
         ],
     )
     def test_what_cannot_be_sent_is_refused_before_anything_is(self, ranks, communicator, tensor, text):
-        with pytest.raises(P2PPayloadError, match=text):
-            communicator.send_forward_recv_forward(tensor, True, SHAPE)
-        # Nothing was sent or posted, so the next exchange is in step.
-        received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
-        assert_received(received, activation(1 - ranks.rank))
+        for steady in (0, 1, 2):
+            with pytest.raises(P2PPayloadError, match=text):
+                communicator.send_forward_recv_forward(tensor, True, SHAPE)
+            with pytest.raises(P2PUsageError, match="shapes of a receive are"):
+                communicator.send_forward_recv_forward(activation(ranks.rank), True, "a shape")
+            # Nothing was sent or posted, so the next exchange is in step.
+            received = communicator.send_forward_recv_forward(activation(ranks.rank, steady), True, SHAPE)
+            assert_received(received, activation(1 - ranks.rank, steady))
 
     @pytest.mark.ranks(2)
     def test_an_abort_is_told_to_the_neighbours(self, ranks, communicator):
@@ -456,3 +472,173 @@ class TestErrors:
     def test_a_device_without_a_backend_is_refused(self, ranks, device):
         with pytest.raises(P2PConfigError, match="lanes for device meta need a backend"):
             P2PCommunicator(dist.group.WORLD, config(), device=device)
+
+
+class TestBatches:
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        ("settings", "sizes"),
+        [
+            ({"batch_p2p_comm": True}, [2]),
+            ({"batch_p2p_comm": False}, [1, 1]),
+            ({"batch_p2p_comm": False, "strict": True}, [2]),
+            ({"batch_p2p_comm": False, "communicators": "shared"}, [2]),
+        ],
+        ids=["batched", "unbatched", "strict", "shared"],
+    )
+    def test_a_verb_posts_its_messages_together_as_configured(self, ranks, monkeypatch, settings, sizes):
+        posted = []
+
+        def post(parcels):
+            posted.append(len(parcels))
+            return wire.post(parcels)
+
+        for module in (issue, remote_lane):
+            monkeypatch.setattr(module, "post", post)
+        communicator = P2PCommunicator(dist.group.WORLD, config(**settings), tensor_shape=SHAPE)
+        for verb in (communicator.send_forward_recv_forward, communicator.send_backward_recv_backward):
+            posted.clear()
+            verb(activation(ranks.rank), True, SHAPE)
+            assert [size for size in posted if size] == sizes
+        communicator.close()
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("communicator", [{"batch_p2p_sync": True}, {"batch_p2p_sync": False}], indirect=True)
+    def test_the_host_is_held_where_that_is_configured(self, ranks, communicator, monkeypatch):
+        held = []
+        monkeypatch.setattr(Transfer, "synchronize", lambda transfer, timeout=None: held.append(transfer.sending))
+        communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
+        assert held == ([False, True] if communicator.config.batch_p2p_sync else [])
+
+    @pytest.mark.ranks(1)
+    def test_is_not_entered_while_it_is_under_way(self, ranks, communicator):
+        batch = communicator.batch()
+        for _ in range(2):  # one after the other is fine
+            with batch:
+                sent = communicator.isend(activation(0), edge=Edge(0, 1), direction=FORWARD)
+                with pytest.raises(P2PUsageError, match=r"under way already; call batch\(\) again"), batch:
+                    pass
+                assert sent.sequence == -1
+            sent.wait()
+
+
+class TestWhatIsNone:
+    """Arguments that are nothing of the kind are refused before anything is opened or sent."""
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        ("error", "text", "arguments"),
+        [
+            (P2PConfigError, "pp_group is 'x'; it must be a process group that this rank", {"pp_group": "x"}),
+            (P2PConfigError, r"tensor_shape is \(2, -1\); it must be one shape", {"tensor_shape": (2, -1)}),
+            (P2PConfigError, "tensor_shape is 3; it must be one shape", {"tensor_shape": 3}),
+            (LaneSpecError, "the placement '01' must give each of two or more stages an index", {"placement": "01"}),
+            (LaneSpecError, r"the placement \(0.0, 1.0\) must give", {"placement": (0.0, 1.0)}),
+            (P2PConfigError, "the device is 'gpu0', which torch does not know", {"device": "gpu0"}),
+            (P2PConfigError, r"the config is a dict; give P2PConfig\(\*\*config\)", {"config": {"strict": True}}),
+        ],
+    )
+    def test_of_the_constructor(self, ranks, error, text, arguments):
+        with pytest.raises(error, match=text):
+            P2PCommunicator(**{"pp_group": dist.group.WORLD, "config": config(), **arguments})
+
+    @pytest.mark.ranks(3)
+    def test_a_group_that_this_rank_is_not_in(self, ranks):
+        group = dist.new_group([0, 1])
+        if ranks.rank == 2:
+            with pytest.raises(P2PConfigError, match=r"that this rank \(2\) is in.*on its members only"):
+                P2PCommunicator(group, config())
+        else:
+            P2PCommunicator(group, config()).close()
+
+    @pytest.mark.ranks(2)
+    def test_no_group_is_the_world(self, ranks):
+        communicator = P2PCommunicator(None, config())
+        assert communicator.pp_group is dist.group.WORLD
+        received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
+        assert_received(received, activation(1 - ranks.rank))
+        communicator.close()
+
+    @pytest.mark.ranks(3)
+    def test_a_rank_of_no_stage_has_a_device_and_no_neighbours(self, ranks):
+        communicator = P2PCommunicator(dist.group.WORLD, config(), placement=(0, 1))
+        assert communicator.device == torch.device("cpu")
+        if ranks.rank == 2:
+            assert communicator.recv_forward(SHAPE, True) is None
+            with pytest.raises(P2PUsageError, match=r"placement \(0, 1\) has no forward traffic from rank 1 to 2"):
+                communicator.recv_forward(SHAPE)
+        communicator.close()
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("edge", [(0, 1), [0, 1], "0>1", None])
+    def test_an_edge(self, ranks, communicator, edge):
+        with pytest.raises(P2PUsageError, match=r"it must be an Edge such as Edge\(0, 1\)"):
+            communicator.irecv(edge=edge, direction=FORWARD)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("direction", ["forward", "F", ["F"]])
+    def test_a_direction(self, ranks, communicator, direction):
+        # A text was taken for backward, and sent an activation on the lane of gradients.
+        with pytest.raises(P2PUsageError, match=r"it must be Direction\.FORWARD or Direction\.BACKWARD"):
+            communicator.isend(activation(0), edge=Edge(0, 1), direction=direction)
+        assert all(lane.stats.messages == 0 for lane in communicator.lanes.values())
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("flag", ["no", "", 0, None])
+    def test_a_flag(self, ranks, communicator, flag):
+        verbs = {
+            "is_first_stage": [
+                lambda: communicator.recv_forward(SHAPE, flag),
+                lambda: communicator.send_backward(gradient(0), flag),
+                lambda: communicator.send_backward_recv_forward(gradient(0), SHAPE, flag),
+            ],
+            "is_last_stage": [
+                lambda: communicator.recv_backward(SHAPE, flag),
+                lambda: communicator.send_forward(activation(0), flag),
+                lambda: communicator.send_forward_recv_backward(activation(0), SHAPE, flag),
+            ],
+            "recv_prev": [
+                lambda: communicator.send_forward_recv_forward(activation(0), flag, SHAPE),
+                lambda: communicator.send_forward_backward_recv_forward_backward(
+                    activation(0), None, flag, False, SHAPE
+                ),
+            ],
+            "recv_next": [
+                lambda: communicator.send_backward_recv_backward(gradient(0), flag, SHAPE),
+                lambda: communicator.send_forward_backward_recv_forward_backward(
+                    activation(0), None, False, flag, SHAPE
+                ),
+            ],
+            "overlap_p2p_comm": [
+                lambda: communicator.send_forward_recv_forward(activation(0), False, SHAPE, flag),
+                lambda: communicator.send_backward_recv_backward(gradient(0), False, SHAPE, flag),
+            ],
+        }
+        for name, calls in verbs.items():
+            for call in calls:
+                with pytest.raises(P2PUsageError, match=f"{name} is {flag!r}; it must be True or False"):
+                    call()
+        assert all(lane.stats.messages == 0 for lane in communicator.lanes.values())
+
+
+@pytest.mark.ranks(2)
+def test_shapes_are_renewed_on_all_lanes_or_on_none(ranks, communicator):
+    verb = communicator.send_forward_backward_recv_forward_backward
+    verb(activation(0), gradient(0), True, True, SHAPE)
+    edge = Edge(0, 1)
+    if ranks.rank == 1:
+        handle = communicator.irecv(edge=edge, direction=FORWARD)
+        with pytest.raises(P2PUsageError, match=r"1 receives under way; wait for them before renew\(\)"):
+            communicator.renew_shapes()
+        ranks.barrier()
+        handle.wait()
+    else:
+        ranks.barrier()
+        communicator.isend(activation(0), edge=edge, direction=FORWARD).wait()
+    # What was agreed on holds on every lane, since the renewal was refused as a whole.
+    x, g = verb(activation(ranks.rank), gradient(ranks.rank), True, True, SHAPE)
+    assert_received(x, activation(1 - ranks.rank))
+    assert_received(g, gradient(1 - ranks.rank))
+    communicator.renew_shapes()
+    x, _ = verb(activation(0, 0, (4,)), gradient(0, 0, (4,)), True, True, (4,))
+    assert_received(x, activation(0, 0, (4,)))

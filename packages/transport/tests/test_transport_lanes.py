@@ -23,6 +23,7 @@ from pipegrid.transport import (
     P2PUsageError,
     ReceiveHandle,
     open_lanes,
+    remote_lane,
 )
 
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
@@ -124,6 +125,41 @@ def test_gradients_flow_back_only_for_what_the_sender_marked(ranks):
             assert not received["mask"].requires_grad
             (received["y"] * received["mask"] * 2).sum().backward()
             lanes[BACK].isend({name: tensor.grad for name, tensor in received.items()}).wait()
+
+
+@pytest.mark.ranks(2)
+def test_what_requires_grad_may_not_grow_without_a_renewal(ranks):
+    # The receiver was told with the first message, and would send no gradient for what is unfrozen later.
+    def payload(*marks):
+        return [torch.ones(2, requires_grad=mark) for mark in marks]
+
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        lane, received = lanes[THERE], []
+        marks = [(True, False), (False, False), (True, False)]  # training, evaluation, training
+        for sent in marks:
+            if ranks.rank == 0:
+                lane.isend(payload(*sent)).wait()
+            else:
+                received.append([tensor.requires_grad for tensor in lane.irecv().result()])
+        if ranks.rank == 0:
+            with pytest.raises(P2PUsageError, match=r"message 3.*tensor 1 requires grad, but rank 1.*call renew\(\)"):
+                lane.isend(payload(True, True))
+            with pytest.raises(P2PUsageError, match="tensor 1 requires grad"), lanes.batch():
+                refused, other = lane.isend(payload(True, True)), lanes[BACK].irecv()
+            assert other.sequence == -1
+            with pytest.raises(P2PUsageError, match="tensor 1 requires grad"):
+                refused.wait()
+            lane.isend(payload(False, False)).wait()
+        else:
+            received.append([tensor.requires_grad for tensor in lane.irecv().result()])
+        lane.renew()
+        if ranks.rank == 0:
+            lane.isend(payload(True, True)).wait()
+            assert lanes[BACK].irecv().result().tolist() == [1.0]
+        else:
+            received.append([tensor.requires_grad for tensor in lane.irecv().result()])
+            assert received == [[True, False]] * 4 + [[True, True]]
+            lanes[BACK].isend(torch.ones(1)).wait()
 
 
 @pytest.mark.ranks(2)
@@ -441,6 +477,20 @@ class TestBatch:
             assert lane.stats.headers == 2
 
     @pytest.mark.ranks(2)
+    def test_keeps_the_order_of_a_lane_whatever_form_its_receives_have(self, ranks):
+        with open_lanes([THERE], config=config()) as lanes:
+            lane = lanes[THERE]
+            for n in range(0, 8, 2):
+                if ranks.rank == 0:
+                    for value in (n, n + 1):
+                        lane.isend(torch.full((2,), float(value))).wait()
+                    continue
+                with lanes.batch():
+                    listed, plain = lane.irecv([(2,)]), lane.irecv((2,))
+                assert listed.result()[0].tolist() == [n, n]
+                assert plain.result().tolist() == [n + 1, n + 1]
+
+    @pytest.mark.ranks(2)
     def test_belongs_to_its_thread(self, ranks):
         with open_lanes([THERE, BACK], config=config()) as lanes:
             mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
@@ -512,6 +562,18 @@ class TestLocalLane:
                 assert equal(payload, lane.irecv().result())
 
     @pytest.mark.ranks(1)
+    def test_a_message_in_no_manifest_is_refused_and_may_be_announced_then(self, ranks):
+        with open_lanes([self.HERE], config=config(shapes="manifest")) as lanes:
+            lane = lanes[self.HERE]
+            with pytest.raises(P2PUsageError, match="message 0 of lane 0>0.here. is in no manifest"):
+                lane.isend(torch.ones(2))
+            lane.announce([torch.ones(2)])
+            assert lane.isend(torch.ones(2)).sequence == 0
+            assert lane.irecv().result().tolist() == [1, 1]
+        with pytest.raises(P2PLaneDeadError):
+            lane.announce([torch.ones(2)])
+
+    @pytest.mark.ranks(1)
     def test_a_next_hop_starts_when_the_message_comes(self, ranks):
         with open_lanes([self.HERE], config=config()) as lanes:
             came = []
@@ -554,7 +616,43 @@ class TestUse:
                     assert lane.irecv((2,)).result().tolist() == [1, 1]
 
     @pytest.mark.ranks(2)
-    @pytest.mark.parametrize("timeout", [0, -1.0, "soon"])
+    @pytest.mark.parametrize(
+        ("right", "wrong"),
+        [
+            (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
+            (torch.tensor([2.0]), torch.tensor([1 + 2j]).conj().imag),
+        ],
+        ids=["conjugate", "negative"],
+    )
+    def test_a_view_that_changes_values_is_refused_and_the_lane_lives(self, ranks, right, wrong):
+        with open_lanes([THERE], config=config()) as lanes:
+            for _ in range(3):  # before and after the shape stands
+                if ranks.rank == 0:
+                    with pytest.raises(P2PPayloadError, match="view, whose memory holds something else"):
+                        lanes[THERE].isend(wrong)
+                    lanes[THERE].isend(right).wait()
+                else:
+                    assert lanes[THERE].irecv().result().tolist() == right.tolist()
+
+    @pytest.mark.ranks(2)
+    def test_a_send_that_torch_cannot_see_as_bytes_costs_no_message(self, ranks, monkeypatch):
+        def cannot(tensors, device):
+            raise RuntimeError("no view of it")
+
+        with open_lanes([THERE], config=config()) as lanes:
+            for value in (1.0, 2.0):
+                if ranks.rank == 0:
+                    with monkeypatch.context() as patch, pytest.raises(P2PPayloadError, match="bytes: no view of it"):
+                        patch.setattr(remote_lane, "carried", cannot)
+                        lanes[THERE].isend([torch.zeros(2)])
+                    lanes[THERE].isend([torch.full((2,), value)]).wait()
+                else:
+                    handle = lanes[THERE].irecv()
+                    assert handle.result()[0].tolist() == [value, value]
+                    assert handle.sequence == value - 1
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("timeout", [0, -1.0, "soon", float("inf"), float("nan"), 1e10, True])
     def test_a_timeout_is_a_time(self, ranks, timeout):
         with open_lanes([THERE], config=config()) as lanes:
             handle = lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
@@ -622,6 +720,12 @@ class TestOpening:
             open_lanes([THERE], config=config(), standing={THERE: example})
 
     @pytest.mark.ranks(2)
+    def test_what_requires_grad_from_the_start_is_compared_first(self, ranks):
+        example = [torch.empty(2, requires_grad=True), torch.empty(2, requires_grad=ranks.rank == 0)]
+        with pytest.raises(P2PMismatchError, match="different settings.*'gradients': .*True, False"):
+            open_lanes([THERE], config=config(), standing={THERE: example})
+
+    @pytest.mark.ranks(2)
     def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
         with pytest.raises(LaneSpecError, match="lane 0>1 is given twice"):
             open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
@@ -649,6 +753,19 @@ class TestOpening:
             dist.get_process_group_ranks(group)
         with pytest.raises(P2PLaneDeadError, match="was closed on rank"):
             lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("device", ["gpu0", 3.5, "cpu:x"])
+    def test_a_device_is_one(self, ranks, device):
+        with pytest.raises(P2PConfigError, match=f"the device is {device!r}, which torch does not know"):
+            open_lanes([LaneSpec(0, 0)], device=device)
+
+    @pytest.mark.ranks(2)
+    def test_lanes_that_nothing_holds_any_more_say_so(self, ranks):
+        lane = open_lanes([THERE], config=config())[THERE]
+        gc.collect()
+        with pytest.raises(P2PLaneDeadError, match=r"nothing held what open_lanes\(\) returned.*keep it as long as"):
+            lane.isend(torch.ones(1)) if ranks.rank == 0 else lane.irecv()
 
     @pytest.mark.ranks(2)
     def test_no_thread_outlives_its_lanes(self, ranks):

@@ -66,6 +66,32 @@ class TestSendable:
         with pytest.raises(P2PPayloadError, match=r"not contiguous.*send tensor\.contiguous\(\)"):
             self.check(tensor)
 
+    @pytest.mark.parametrize(
+        ("tensor", "text"),
+        [
+            (torch.ones(2, dtype=torch.complex64).conj(), r"conjugate view.*send tensor\.resolve_conj\(\)"),
+            (torch.ones(1, dtype=torch.complex64).conj().imag, r"negative view.*send tensor\.resolve_neg\(\)"),
+        ],
+        ids=["conjugate", "negative"],
+    )
+    def test_views_that_change_values_are_refused_with_the_remedy(self, tensor, text):
+        assert tensor.is_contiguous()
+        with pytest.raises(P2PPayloadError, match=text):
+            self.check(tensor)
+        self.check(tensor.resolve_conj().resolve_neg())
+
+    @pytest.mark.filterwarnings("ignore:.*quantiz.*:")
+    def test_quantized_tensors_are_refused_with_the_remedy(self):
+        tensor = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+        with pytest.raises(P2PPayloadError, match=r"quantized tensor.*send tensor\.int_repr\(\)"):
+            self.check(tensor)
+        self.check(tensor.int_repr())
+
+    @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+    def test_nested_tensors_are_refused(self):
+        with pytest.raises(P2PPayloadError, match="not contiguous"):
+            self.check(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
     def test_of_another_device_are_refused(self):
         with pytest.raises(P2PPayloadError, match="tensors of device cpu, got one of meta"):
             self.check(torch.zeros(2, device="meta"))

@@ -38,10 +38,12 @@ MODES = pytest.mark.parametrize(
         {"batch_p2p_comm": True},
         {"batch_p2p_comm": False},
         {"communicators": "shared"},
+        {"communicators": "shared", "batch_p2p_comm": False},
         {"strict": True},
+        {"strict": True, "batch_p2p_comm": False},
         {"variable_seq_lengths": True},
     ],
-    ids=["batched", "unbatched", "shared", "strict", "variable"],
+    ids=["batched", "unbatched", "shared", "shared-unbatched", "strict", "strict-unbatched", "variable"],
 )
 
 
@@ -80,7 +82,8 @@ class Stages:
 
 @MODES
 @pytest.mark.ranks(2)
-def test_two_stages_of_two_chunks(ranks, settings):
+@pytest.mark.parametrize("by", ["edges", "verbs"])
+def test_two_stages_of_two_chunks(ranks, settings, by):
     # Next and previous are one rank. Each half of the ring carries activations of one edge and gradients of another
     # at the same time: with shared ordering they would be taken for each other, which float64 gradients would tell.
     microbatches, stages = 4, 4
@@ -89,7 +92,25 @@ def test_two_stages_of_two_chunks(ranks, settings):
     mine = Stages([me, me + 2])
     edges = [Edge(stage, stage + 1) for stage in range(stages - 1)]
 
-    def tick(sends, receives):
+    def tick_by_verbs(sends, receives):
+        """The same with the verb of all four directions; two edges lie each way at once, the third one follows."""
+        out = {(edge, way): payload for payload, edge, way in sends}
+        received = {}
+        for edges_now in (edges[:2], edges[2:]):
+            ahead = next((edge for edge in edges_now if edge.source % 2 == me), None)
+            behind = next((edge for edge in edges_now if edge.destination % 2 == me), None)
+            received[behind, FORWARD], received[ahead, BACKWARD] = (
+                communicator.send_forward_backward_recv_forward_backward(
+                    out.get((ahead, FORWARD)),
+                    out.get((behind, BACKWARD)),
+                    (behind, FORWARD) in receives,
+                    (ahead, BACKWARD) in receives,
+                    (ROWS, WIDTH),
+                )
+            )
+        return {key: received[key] for key in receives}
+
+    def tick_by_edges(sends, receives):
         """One batch of messages: (payload, edge, direction) out, (edge, direction) in."""
         with communicator.batch():
             out = [communicator.isend(payload, edge=edge, direction=way) for payload, edge, way in sends]
@@ -99,6 +120,7 @@ def test_two_stages_of_two_chunks(ranks, settings):
             handle.wait()
         return received
 
+    tick = tick_by_verbs if by == "verbs" else tick_by_edges
     # Wave after wave: at tick t stage s has microbatch t - s forward, and 2 * stages - 1 - s ticks later backward.
     arrived = {}
     for t in range(microbatches + 2 * stages):

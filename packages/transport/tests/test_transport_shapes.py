@@ -106,8 +106,19 @@ def test_a_message_in_no_manifest_is_refused_before_it_is_sent(ranks):
     with open_lanes([LANE], config=config(shapes="manifest")) as lanes:
         lane = lanes[LANE]
         if ranks.rank == 0:
-            with pytest.raises(P2PUsageError, match="is in no manifest"):
-                lane.isend(torch.ones(2))
+            for _ in range(2):
+                with pytest.raises(P2PUsageError, match="message 0 of lane 0>1.there. is in no manifest"):
+                    lane.isend(torch.ones(2))
+            lane.announce([torch.ones(2)])
+            with pytest.raises(P2PUsageError, match="message 1 of lane 0>1.there. is in no manifest"), lanes.batch():
+                first, _ = lane.isend(torch.zeros(2)), lane.isend(torch.zeros(2))
+            assert first.sequence == -1
+            sent = lane.isend(torch.ones(2))
+            lane.announce([torch.ones(3)])
+            for handle in (sent, lane.isend(torch.ones(3))):
+                handle.wait()
+        else:
+            assert [lane.irecv().result().tolist() for _ in range(2)] == [[1, 1], [1, 1, 1]]
 
 
 def both_are_told(ranks, lane, act, text):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipegrid.transport import (
     Direction,
+    Edge,
     LaneSpec,
     LaneSpecError,
     P2PConfig,
@@ -74,10 +75,22 @@ class TestPipelineLanes:
             "0>1[forward]", "1>0[backward]", "1>1[forward]", "1>1[backward]", "1>0[forward]", "0>1[backward]",
         }  # fmt: skip
 
-    @pytest.mark.parametrize("placement", [[0], [], [0, 2], [0, -1]])
+    @pytest.mark.parametrize("placement", [[0], [], [0, 2], [0, -1], "01", (0.0, 1.0), (False, True), 3, (0, None)])
     def test_refuses_a_placement_that_is_none(self, placement):
         with pytest.raises(LaneSpecError, match="two or more stages an index from 0 to 1"):
             pipeline_lanes([0, 1], placement=placement)
+
+
+class TestEdge:
+    @pytest.mark.parametrize("stages", [("0", 1), (0, 1.0), (0, None), (False, True)])
+    def test_leads_from_stage_to_stage(self, stages):
+        with pytest.raises(P2PUsageError, match="an edge leads from stage to stage, which are integers; got"):
+            Edge(*stages)
+
+    @pytest.mark.parametrize("direction", ["forward", "F", None, True])
+    def test_has_a_direction_and_no_text_is_one(self, direction):
+        with pytest.raises(P2PUsageError, match=f"direction is {direction!r}; it must be Direction.FORWARD or"):
+            direction_lane(0, 1, direction)
 
 
 class TestConfig:
@@ -94,7 +107,12 @@ class TestConfig:
             ("strict", "yes"),
             ("deadline", 0),
             ("deadline", float("inf")),
+            ("deadline", float("nan")),
+            ("deadline", 1e10),
             ("open_deadline", True),
+            ("open_deadline", 365 * 24 * 3600 + 1),
+            ("receives_ahead", 1025),
+            ("receives_ahead", -1),
             ("max_ctas", -1),
         ],
     )
@@ -124,6 +142,20 @@ class TestConfig:
             as_config(SimpleNamespace(pipeline_dtype="bf16"))
         with pytest.raises(P2PConfigError, match="no ring exchange"):
             as_config(SimpleNamespace(use_ring_exchange_p2p=True))
+
+    @pytest.mark.parametrize(
+        ("config", "remedy"),
+        [
+            ({"pipeline_dtype": torch.float32}, r"give P2PConfig\(\*\*config\)"),
+            (3, "the config is 3; give a P2PConfig, or an object with"),
+            ("fast", "the config is 'fast'; give a P2PConfig"),
+            (P2PConfig, "give a P2PConfig, or an object"),
+            ([P2PConfig()], "give a P2PConfig, or an object"),
+        ],
+    )
+    def test_refuses_what_would_silently_be_the_default(self, config, remedy):
+        with pytest.raises(P2PConfigError, match=remedy):
+            as_config(config)
 
     def test_is_frozen(self):
         with pytest.raises(attrs.exceptions.FrozenInstanceError):

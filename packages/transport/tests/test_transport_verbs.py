@@ -280,7 +280,7 @@ def test_one_shape_or_several():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"deadline": 0}, "deadline is 0; it must be a finite number of seconds above 0"),
+        ({"deadline": 0}, "deadline is 0; it must be a number of seconds above 0 and of at most 31536000"),
         ({"pipeline_dtype": "float32"}, "pipeline_dtype is 'float32'; it must be a torch.dtype or None"),
         ({"shapes": "guess"}, "shapes is 'guess'"),
         ({"variable_seq_lengths": True, "shapes": "agreed"}, "which fixes them, but variable_seq_lengths is True"),

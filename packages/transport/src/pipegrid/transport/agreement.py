@@ -39,14 +39,10 @@ class Agreement:
 
         Raises:
             P2PMismatchError: the message is not what was announced.
-            P2PUsageError: every message must be in a manifest, and this one is not.
+            P2PUsageError: see `check`; nothing is used up.
         """
+        self.check(signature, sequence)
         if self.standing is None and not self._table:
-            if self._mode == "manifest":
-                raise P2PUsageError(
-                    f"message {sequence} of lane {self._lane} is in no manifest; call announce() with the shapes of "
-                    f"all messages of the step before the first of them is sent"
-                )
             if self.stands:
                 self.standing = signature
             return True
@@ -62,6 +58,44 @@ class Agreement:
                 )
             )
         return False
+
+    def check(self, signature: Signature, sequence: int, *, ahead: int = 0) -> None:
+        """Refuse a message that can be sent neither as announced nor with a header of its own.
+
+        Args:
+            signature: of the message.
+            sequence: its number.
+            ahead: messages that will be sent before it, and have used up nothing yet.
+
+        Raises:
+            P2PUsageError: every message must be in a manifest, and this one is not; or it requires grad where the
+                receiver was told that nothing does.
+        """
+        announced = self.standing
+        if announced is None and len(self._table) > ahead:
+            announced = self._table[ahead]
+        if announced is None:
+            if self._mode == "manifest":
+                raise P2PUsageError(
+                    f"message {sequence} of lane {self._lane} is in no manifest; call announce() with the shapes of "
+                    f"all messages of the step before the first of them is sent"
+                )
+            return
+        lost = [
+            index
+            for index, (spec, told) in enumerate(zip(signature.tensors, announced.gradients, strict=False))
+            if spec.requires_grad and not told
+        ]
+        if lost:
+            raise P2PUsageError(
+                f"in message {sequence} of lane {self._lane}, {signature}, tensor {lost[0]} requires grad, but rank "
+                f"{self._lane.destination} was told that it does not and would send no gradient back; "
+                + (
+                    "call renew() on both sides before what is frozen changes"
+                    if self.standing
+                    else "announce it with a tensor that requires grad"
+                )
+            )
 
     def announce(self, signatures: Sequence[Signature], *, standing: bool) -> None:
         """Take note of what was announced."""

@@ -17,7 +17,8 @@ from pipegrid.transport.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lane_spec import LaneSpec
 from pipegrid.transport.opening import open_lanes, resolve_device
-from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes
+from pipegrid.transport.payload import is_single_shape
+from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed
 
 
 class P2PCommunicator:
@@ -30,7 +31,7 @@ class P2PCommunicator:
     All ranks of the group construct it together, with equal arguments; every lane has then carried a message.
 
     Args:
-        pp_group: the ranks of the pipeline, in order.
+        pp_group: the ranks of the pipeline, in order; None is the whole world.
         config: a `P2PConfig`, or any object with some of its attributes; read once, here.
         placement: rank in the group of each stage, where it is not cyclic (a V: ``(0, 1, 2, 3, 3, 2, 1, 0)``).
         tensor_shape: the one shape of all messages, in ``pipeline_dtype``: compared between neighbours now, so
@@ -38,29 +39,36 @@ class P2PCommunicator:
         device: where tensors live; None is what the group's backend implies.
 
     Raises:
-        P2PConfigError: settings that contradict each other, the group or the device.
+        P2PConfigError: settings that contradict each other, the group or the device; or a group that this rank is
+            not in.
+        LaneSpecError: a placement with fewer than two stages, or an index that the group does not have.
         P2PMismatchError: the ranks were given different settings.
         P2PTimeoutError: a rank did not come.
     """
 
     def __init__(
         self,
-        pp_group: ProcessGroup,
+        pp_group: ProcessGroup | None = None,
         config: Any = None,
         *,
         placement: Sequence[int] | None = None,
         tensor_shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.pp_group = pp_group
+        self.pp_group = group = _group(pp_group)
         self.config = as_config(config)
-        self._ranks = dist.get_process_group_ranks(pp_group)
-        self._placement = None if placement is None else tuple(placement)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._placement = None if placement is None else placed(placement, len(self._ranks))
         self.rank = dist.get_rank()
-        backend, place = resolve_device(None, device, pp_group)
+        backend, place = resolve_device(None, device, group)
+        self._device = place
         specs = pipeline_lanes(self._ranks, placement=self._placement)
         standing = None
         if tensor_shape is not None:
+            if not is_single_shape(tensor_shape):
+                raise P2PConfigError(
+                    f"tensor_shape is {tensor_shape!r}; it must be one shape, a sequence of sizes of at least 0"
+                )
             if self.config.pipeline_dtype is None or self.config.shape_mode not in ("agreed", "given"):
                 raise P2PConfigError(
                     f"tensor_shape {tuple(tensor_shape)} fixes the messages, which needs pipeline_dtype (it is "
@@ -76,7 +84,7 @@ class P2PCommunicator:
     @property
     def device(self) -> torch.device:
         """Where sent tensors must live and received ones do."""
-        return next(iter(self.lanes.values())).device
+        return self._device
 
     @property
     def next_rank(self) -> int:
@@ -119,14 +127,20 @@ class P2PCommunicator:
         """The lane that carries the traffic of an edge in a direction.
 
         Raises:
-            P2PUsageError: there is no such edge, or it does not touch this rank.
+            P2PUsageError: there is no such edge, or it does not touch this rank; or they are no `Edge` and
+                `Direction`.
         """
-        found = self._of_edge.get((edge, direction))
+        try:
+            found = self._of_edge.get((edge, direction))
+        except TypeError:  # unhashable, as a list in the place of an edge is
+            found = None
         if found is None:
             found = self._of_edge[edge, direction] = self._find(edge, direction)
         return found
 
     def _find(self, edge: Edge, direction: Direction) -> Lane:
+        if not isinstance(edge, Edge):
+            raise P2PUsageError(f"the edge is {edge!r}; it must be an Edge such as Edge(0, 1)")
         stages = None if self._placement is None else len(self._placement)
         if edge.destination != edge.source + 1 or edge.source < 0 or (stages and edge.destination >= stages):
             many = "" if stages is None else f" of {stages}"
@@ -155,7 +169,13 @@ class P2PCommunicator:
         return self.lanes.batch()
 
     def renew_shapes(self) -> None:
-        """Let the next message of every lane agree on shapes anew; all ranks call it between two steps."""
+        """Let the next message of every lane agree on shapes anew; all ranks call it between two steps.
+
+        Raises:
+            P2PUsageError: see `Lane.renew`; no lane was renewed then.
+        """
+        for lane in self.lanes.values():
+            lane.require_renewable()
         for lane in self.lanes.values():
             lane.renew()
 
@@ -167,7 +187,7 @@ class P2PCommunicator:
         """End the lanes and free their groups. Twice is harmless."""
         self.lanes.close()
 
-    # The blocking verbs
+    # The blocking verbs. Flags that are neither True nor False are a P2PUsageError.
 
     def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> Any:
         """Receive the next activation from the previous rank; None on the first stage.
@@ -176,7 +196,7 @@ class P2PCommunicator:
             tensor_shapes: one shape for one tensor, a list of shapes for a list; None takes what is announced.
             is_first_stage: there is nothing to receive.
         """
-        if is_first_stage:
+        if _is("is_first_stage", is_first_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
         with self._timed("forward-recv"):
@@ -185,7 +205,7 @@ class P2PCommunicator:
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
         """Receive the next gradient from the next rank; None on the last stage."""
-        if is_last_stage:
+        if _is("is_last_stage", is_last_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_next")
         with self._timed("backward-recv"):
@@ -194,13 +214,13 @@ class P2PCommunicator:
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
         """Send an activation to the next rank; nothing on the last stage."""
-        if not is_last_stage:
+        if not _is("is_last_stage", is_last_stage):
             with self._timed("forward-send"):
                 self._exchange(send_next=(output_tensors,))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
         """Send a gradient to the previous rank; nothing on the first stage."""
-        if not is_first_stage:
+        if not _is("is_first_stage", is_first_stage):
             with self._timed("backward-send"):
                 self._exchange(send_previous=(input_tensor_grads,))
 
@@ -208,7 +228,7 @@ class P2PCommunicator:
         self, output_tensors: Any, tensor_shapes: Any = None, is_last_stage: bool = False
     ) -> Any:
         """Send an activation to the next rank and receive a gradient from it; None on the last stage."""
-        if is_last_stage:
+        if _is("is_last_stage", is_last_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_next")
         with self._timed("forward-send-backward-recv"):
@@ -219,7 +239,7 @@ class P2PCommunicator:
         self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
     ) -> Any:
         """Send a gradient to the previous rank and receive an activation from it; None on the first stage."""
-        if is_first_stage:
+        if _is("is_first_stage", is_first_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
         with self._timed("backward-send-forward-recv"):
@@ -245,14 +265,14 @@ class P2PCommunicator:
             The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the
             tensor holds data once ``handles["recv_prev"].wait()`` returned, and ``"send_next"`` is the other.
         """
-        if recv_prev:
+        if _is("recv_prev", recv_prev):
             self._require_receivable(tensor_shape, "recv_prev")
         parts = {
             "send_next": None if output_tensor is None else (output_tensor,),
             "receive_previous": (tensor_shape,) if recv_prev else None,
         }
         with self._timed("forward-send-forward-recv"):
-            if overlap_p2p_comm:
+            if _is("overlap_p2p_comm", overlap_p2p_comm):
                 return self._overlapped("recv_prev", **parts)
             received, _ = self._exchange(**parts)
         return received
@@ -269,14 +289,14 @@ class P2PCommunicator:
         Arguments and result as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
         ``"send_prev"``.
         """
-        if recv_next:
+        if _is("recv_next", recv_next):
             self._require_receivable(tensor_shape, "recv_next")
         parts = {
             "send_previous": None if input_tensor_grad is None else (input_tensor_grad,),
             "receive_next": (tensor_shape,) if recv_next else None,
         }
         with self._timed("backward-send-backward-recv"):
-            if overlap_p2p_comm:
+            if _is("overlap_p2p_comm", overlap_p2p_comm):
                 return self._overlapped("recv_next", **parts)
             _, received = self._exchange(**parts)
         return received
@@ -295,7 +315,7 @@ class P2PCommunicator:
             ``(activation, gradient)``, each None where it is not received.
         """
         for wanted, name in ((recv_prev, "recv_prev"), (recv_next, "recv_next")):
-            if wanted:
+            if _is(name, wanted):
                 self._require_receivable(tensor_shape, name)
         with self._timed("forward-backward-send-forward-backward-recv"):
             return self._exchange(
@@ -332,11 +352,14 @@ class P2PCommunicator:
         receive_next: tuple[Any] | None = None,
         receive_previous: tuple[Any] | None = None,
     ) -> dict[str, Any]:
-        """Start what is given, each a one-tuple of the payload or the shapes; as one batch, if so configured."""
+        """Start what is given, each a one-tuple of the payload or the shapes; as one batch, if so configured.
+
+        Not as one batch, either, is anything posted before everything is known to be sound.
+        """
         started: dict[str, Any] = {}
         parts = (send_next, send_previous, receive_next, receive_previous)
-        if self.config.batch_p2p_comm and sum(part is not None for part in parts) > 1:
-            with self.lanes.batch():
+        if sum(part is not None for part in parts) > 1:
+            with self.lanes.batch(together=self.config.batch_p2p_comm):
                 self._start_each(started, send_next, send_previous, receive_next, receive_previous)
         else:
             self._start_each(started, send_next, send_previous, receive_next, receive_previous)
@@ -399,3 +422,20 @@ class P2PCommunicator:
         finally:
             if timers is not None:
                 timers(name).stop()
+
+
+def _is(name: str, value: Any) -> bool:
+    """A flag that a caller gave, if it is one: a text such as "no" would be taken for True."""
+    if value is True or value is False:
+        return bool(value)
+    raise P2PUsageError(f"{name} is {value!r}; it must be True or False")
+
+
+def _group(given: Any) -> ProcessGroup:
+    group = dist.group.WORLD if given is None else given
+    if isinstance(group, ProcessGroup):
+        return group
+    raise P2PConfigError(
+        f"pp_group is {given!r}; it must be a process group that this rank ({dist.get_rank()}) is in, or None for the "
+        f"world; torch gives ranks outside a new group something else: make the communicator on its members only"
+    )

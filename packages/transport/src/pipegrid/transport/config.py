@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import attrs
@@ -11,6 +10,10 @@ from attrs import field, frozen
 
 from pipegrid.transport.errors import P2PConfigError
 from pipegrid.transport.shape_mode import Communicators, ShapeMode
+
+LONGEST_SECONDS = 365 * 24 * 3600
+# Each costs a buffer and a transfer that is posted for good: more than this is a mistake for something else.
+MOST_AHEAD = 1024
 
 
 def _require(test: Callable[[Any], bool], rule: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
@@ -33,16 +36,17 @@ def _is_count(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_ahead(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_AHEAD
 
 
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+def is_seconds(value: Any) -> bool:
+    """Whether a value can be a deadline: past a year, clocks that count nanoseconds overflow somewhere below."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_SECONDS
 
 
 _FLAG = _require(lambda value: isinstance(value, bool), "True or False")
-_SECONDS = _require(_is_seconds, "a finite number of seconds above 0")
+_SECONDS = _require(is_seconds, f"a number of seconds above 0 and of at most {LONGEST_SECONDS} (a year)")
 _COUNT = _require(_is_count, "None or an integer of at least 1")
 
 
@@ -56,7 +60,8 @@ class P2PConfig:
     Args:
         pipeline_dtype: dtype of floating-point tensors that are sent; None allows any.
         variable_seq_lengths: shapes and dtypes may differ from message to message.
-        batch_p2p_comm: the blocking verbs issue their sends and receives as one batch.
+        batch_p2p_comm: the blocking verbs issue their sends and receives as one batch; with ``strict`` or ``"shared"``
+            communicators always.
         batch_p2p_sync: the blocking verbs hold the host until their transfers are done, too. (Never the
             device: transfers are ordered among the streams that use them.)
         overlap_p2p_comm: for the schedule that reads it; the communicator serves both kinds of calls.
@@ -67,11 +72,12 @@ class P2PConfig:
         communicators: a communicator per lane, or one for all lanes of two ranks. See `Communicators`.
         strict: wait for each batch before the next action, as a rendezvous would. For tests.
         deadline: seconds after which a transfer that somebody waits for (or a send that was posted) has
-            failed.
+            failed. At most a year, as all times here.
         open_deadline: seconds that all members have to open their lanes.
         receives_ahead: receives that a lane keeps posted beyond those that were asked for, so that a message finds
             its buffer ready however late the receiver is. Each costs the memory of one message, also between steps.
-            Where shapes are fixed and every lane has a communicator of its own, on gloo; elsewhere it is ignored.
+            At most 1024. Where shapes are fixed and every lane has a communicator of its own, on gloo; elsewhere it
+            is ignored.
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
 
     Raises:
@@ -96,7 +102,7 @@ class P2PConfig:
     strict: bool = field(default=False, validator=_FLAG)
     deadline: float = field(default=300.0, validator=_SECONDS)
     open_deadline: float = field(default=300.0, validator=_SECONDS)
-    receives_ahead: int = field(default=0, validator=_require(_is_number, "an integer of at least 0"))
+    receives_ahead: int = field(default=0, validator=_require(_is_ahead, f"an integer from 0 to {MOST_AHEAD}"))
     max_ctas: int | None = field(default=4, validator=_COUNT)
 
     def __attrs_post_init__(self) -> None:
@@ -118,12 +124,18 @@ def as_config(config: Any) -> P2PConfig:
     """``config`` itself where it is a `P2PConfig`, else its attributes of the same names; None is the default.
 
     Raises:
-        P2PConfigError: an attribute has a value that it cannot have here.
+        P2PConfigError: an attribute has a value that it cannot have here, or it is no object with attributes at all.
     """
     if config is None:
         return P2PConfig()
     if isinstance(config, P2PConfig):
         return config
+    if isinstance(config, Mapping):
+        raise P2PConfigError(f"the config is a {type(config).__name__}; give P2PConfig(**config)")
+    if isinstance(config, (type, str, bytes, int, float, complex, list, tuple, set, frozenset)):
+        raise P2PConfigError(
+            f"the config is {config!r}; give a P2PConfig, or an object with some of its attributes (or None)"
+        )
     if getattr(config, "use_ring_exchange_p2p", False):
         raise P2PConfigError("use_ring_exchange_p2p is True, but torch.distributed has no ring exchange; set it False")
     names = (attribute.name for attribute in attrs.fields(P2PConfig))

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import enum
+import operator
+from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
+
+from pipegrid.transport.errors import P2PUsageError
+
+
+def _as_stage(value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise P2PUsageError(f"an edge leads from stage to stage, which are integers; got {value!r}")
 
 
 @frozen(order=True, cache_hash=True)  # a runtime looks up lanes by it, for every message
 class Edge:
-    """Data flows from stage ``source`` to stage ``destination`` (global numbers); gradients flow back."""
+    """Data flows from stage ``source`` to stage ``destination`` (global numbers); gradients flow back.
 
-    source: int
-    destination: int
+    Raises:
+        P2PUsageError: a stage that is not an integer.
+    """
+
+    source: int = field(converter=_as_stage)
+    destination: int = field(converter=_as_stage)
 
     def __str__(self) -> str:
         return f"{self.source}>{self.destination}"

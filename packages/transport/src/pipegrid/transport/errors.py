@@ -46,11 +46,21 @@ class P2PTimeoutError(P2PError, TimeoutError):
         seconds: how long was waited.
     """
 
-    def __init__(self, *, rank: int, peer: int, lane: str, sequence: int, seconds: float, what: str) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        peer: int,
+        lane: str,
+        sequence: int,
+        seconds: float,
+        what: str,
+        setting: str = "deadline",
+    ) -> None:
         super().__init__(
             f"rank {rank} waited {seconds:.3g} s for {what} message {sequence} of lane {lane}, and rank {peer} "
             f"did not do its part. Look at where rank {peer} stands: it is slow, stopped, or in another order; "
-            f"if it is only slow, give a longer deadline (P2PConfig.deadline)"
+            f"if it is only slow, give a longer deadline (P2PConfig.{setting})"
         )
         self.rank = rank
         self.peer = peer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from pipegrid.transport.config import LONGEST_SECONDS, is_seconds
 from pipegrid.transport.errors import P2PUsageError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Transfer:
         May be called any number of times, from any thread.
 
         Args:
-            timeout: seconds, above 0; None is the lane's deadline.
+            timeout: seconds, above 0 and at most a year; None is the lane's deadline.
 
         Raises:
             P2PTimeoutError: not done by then. The lane is dead afterwards.
@@ -185,5 +186,8 @@ class ReceiveTransfer(Transfer):
 
 
 def _require_time(timeout: Any) -> None:
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise P2PUsageError(f"the timeout of a wait is {timeout!r}; give seconds above 0, or ask is_completed()")
+    if not is_seconds(timeout):
+        raise P2PUsageError(
+            f"the timeout of a wait is {timeout!r}; give seconds above 0 and of at most {LONGEST_SECONDS} (a year), "
+            f"None for the lane's deadline, or ask is_completed()"
+        )

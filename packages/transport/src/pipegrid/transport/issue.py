@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import P2PError
+from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.handle import State, Transfer
+from pipegrid.transport.lane import Lane
 from pipegrid.transport.remote_lane import RemoteLane
 from pipegrid.transport.wire import post
 
@@ -18,23 +20,29 @@ _by_lane = attrgetter("lane.spec")
 class Batch:
     """A batch under way. A context manager: see `Issuer.batch`."""
 
-    __slots__ = ("_issuer", "_thread")
+    __slots__ = ("_entered", "_issuer", "_thread", "_together")
 
-    def __init__(self, issuer: Issuer) -> None:
+    def __init__(self, issuer: Issuer, *, together: bool) -> None:
         self._issuer = issuer
+        self._together = together
+        self._entered = False
         self._thread: int | None = None  # None: inside another batch
 
     def __enter__(self) -> None:
+        if self._entered:
+            raise P2PUsageError("this batch() is under way already; call batch() again for one inside it")
+        self._entered = True
         thread = threading.get_ident()
         if thread not in self._issuer.held:
             self._thread = thread
             self._issuer.held[thread] = []
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._thread is not None:
-            held = self._issuer.held.pop(self._thread)
+        thread, self._thread, self._entered = self._thread, None, False
+        if thread is not None:
+            held = self._issuer.held.pop(thread)
             if kind is None:
-                self._issuer.issue_held(held)
+                self._issuer.issue_held(held, together=self._together)
 
 
 class Issuer:
@@ -53,28 +61,55 @@ class Issuer:
         self._in_batches = config.strict or config.communicators == "shared"
         self.held: dict[int, list[Transfer]] = {}
 
-    def batch(self) -> Batch:
+    def batch(self, *, together: bool = True) -> Batch:
         """Hold what this thread starts inside, and issue it together at the end; nothing of it, if that raises.
 
         Batches inside a batch belong to it.
-        """
-        return Batch(self)
 
-    def issue_held(self, transfers: Sequence[Transfer]) -> None:
-        """Issue what was held: what can be issued alone, then the rest in the order of lanes."""
+        Args:
+            together: as one batch; else one after the other, in the order they were started in, except where that
+                would wait for itself: in strict mode and on shared communicators.
+        """
+        return Batch(self, together=together or self._in_batches)
+
+    def issue_held(self, transfers: Sequence[Transfer], *, together: bool) -> None:
+        """Issue what was held: what can be issued alone, then the rest in the order of lanes.
+
+        Raises:
+            P2PUsageError: one of them cannot be sent now; nothing was issued.
+        """
         errors: list[BaseException] = []
+        alone: list[tuple[Callable[[Any], None], Transfer]] = []
         rest: list[Transfer] = []
+        behind: dict[tuple[Lane, bool], int] = {}
         for transfer in transfers:
-            if transfer.start is None or not transfer.lane.starts_alone(transfer):
-                rest.append(transfer)
+            start, key = transfer.start, (transfer.lane, transfer.sending)
+            # Behind one that cannot, none of its lane can be issued alone: messages keep their order.
+            if start is not None and (not rest or key not in behind) and transfer.lane.starts_alone(transfer):
+                alone.append((start, transfer))
                 continue
+            behind[key] = ahead = behind.get(key, -1) + 1
+            rest.append(transfer)
+            try:
+                transfer.lane.check(transfer, ahead=ahead)
+            except P2PUsageError as error:
+                for one in transfers:
+                    one.state, one.error = State.FAILED, error
+                raise
+        for start, transfer in alone:
             transfer.state = State.PENDING
             try:
-                transfer.start(transfer)
+                start(transfer)
             except P2PError as error:  # the others are issued all the same: see `_issue`
                 errors.append(error)
-        if rest:
-            self._issue(sorted(rest, key=_by_lane))
+        batches = [[transfer] for transfer in rest]
+        if together and rest:
+            batches = [sorted(rest, key=_by_lane)]
+        for batch in batches:
+            try:
+                self._issue(batch)
+            except P2PError as error:
+                errors.append(error)
         if errors:
             raise errors[0]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.agreement import Agreement
@@ -100,8 +101,8 @@ class Lane(abc.ABC):
         tensors, tree = flatten(payload)
         for tensor in tensors:
             check_sendable(tensor, device=self.device, dtype=self._dtype, lane=self.spec)
-        transfer.tensors = tensors
         transfer.signature = signature_of(tensors, tree)
+        transfer.tensors = self._outbound(tensors)
         self.issuer.issue(transfer)
         return transfer
 
@@ -154,6 +155,17 @@ class Lane(abc.ABC):
         Raises:
             P2PUsageError: nothing is agreed on for good on this lane, or receives are under way.
         """
+        self.require_renewable()
+        self._outgoing.renew()
+        self._incoming.renew()
+        self._recipes.clear()
+
+    def require_renewable(self) -> None:
+        """Refuse what `renew` refuses, and change nothing.
+
+        Raises:
+            P2PUsageError: see there.
+        """
         if not self._outgoing.stands:
             raise P2PUsageError(
                 f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
@@ -163,9 +175,6 @@ class Lane(abc.ABC):
             raise P2PUsageError(
                 f"lane {self.spec} has {len(self.queue)} receives under way; wait for them before renew()"
             )
-        self._outgoing.renew()
-        self._incoming.renew()
-        self._recipes.clear()
 
     def abort(self, reason: str) -> None:
         """End the lane at once and tell the other side why. Transfers under way fail on both sides."""
@@ -205,14 +214,18 @@ class Lane(abc.ABC):
         del transfer
         return False
 
-    def _number(self, transfer: Transfer) -> None:
-        self.require_alive()
-        if transfer.sending:
-            transfer.sequence = self.sent
-            self.sent += 1
-        else:
-            transfer.sequence = self.received
-            self.received += 1
+    def check(self, transfer: Transfer, *, ahead: int) -> None:
+        """Refuse a send that `admit` would refuse, where ``ahead`` others go before it.
+
+        Raises:
+            P2PUsageError: see `Agreement.check`; nothing was sent.
+        """
+        if transfer.sending and transfer.signature is not None and self.error is None:
+            self._outgoing.check(transfer.signature, self.sent + ahead, ahead=ahead)
+
+    def _outbound(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What a send gives to the backend, found before it has a number: whatever fails in that, costs no message."""
+        return tensors
 
     def _recipe_of(self, transfer: ReceiveTransfer, signature: Signature) -> Recipe:
         """Hold the receiver's wish against what was announced."""

@@ -9,6 +9,8 @@ from attrs import field, frozen
 
 from pipegrid.transport.errors import LaneSpecError
 
+_LABEL_BYTES = 4096
+
 
 def _as_rank(value: Any) -> int:
     try:
@@ -27,7 +29,8 @@ class LaneSpec:
     Its order is the order in which every rank opens its lanes.
 
     Raises:
-        LaneSpecError: a rank that is not an integer of at least 0, or a label that is not a text.
+        LaneSpecError: a rank that is not an integer of at least 0, or a label that is not a text of at most 4096 bytes
+            (in UTF-8).
     """
 
     source: int = field(converter=_as_rank)
@@ -35,8 +38,20 @@ class LaneSpec:
     label: str = ""
 
     def __attrs_post_init__(self) -> None:
+        here = f"the label of lane {self.source}>{self.destination}"
         if not isinstance(self.label, str):
-            raise LaneSpecError(f"the label of lane {self.source}>{self.destination} is a text, got {self.label!r}")
+            raise LaneSpecError(f"{here} is a text, got {self.label!r}")
+        try:
+            size = len(self.label.encode())
+        except UnicodeEncodeError:
+            raise LaneSpecError(
+                f"{here} is {self.label!r}, which UTF-8 has no bytes for; leave the half characters out"
+            ) from None
+        if size > _LABEL_BYTES:
+            raise LaneSpecError(
+                f"{here} has {size} bytes in UTF-8 and begins with {self.label[:40]!r}; it stands in every error and "
+                f"in the names of groups and threads, so give one of at most {_LABEL_BYTES}"
+            )
 
     def __str__(self) -> str:
         return f"{self.source}>{self.destination}" + (f"[{self.label}]" if self.label else "")

@@ -29,13 +29,16 @@ class LocalLane(Lane):
 
     def admit(self, transfer: Transfer) -> None:
         """Copy a send into the queue, or note a receive; then match the heads."""
-        self._number(transfer)
-        transfer.state = State.PENDING
+        self.require_alive()
         try:
             if isinstance(transfer, ReceiveTransfer):
+                transfer.sequence, transfer.state = self.received, State.PENDING
                 self.queue.append(transfer)
+                self.received += 1
             else:
+                transfer.sequence = self.sent
                 self._copy(transfer)
+                self.sent += 1
             self._match()
         except P2PMismatchError as error:
             self.fail(error, kind="mismatch")
@@ -53,6 +56,7 @@ class LocalLane(Lane):
             self.tally.headers += 1
         copies = [tensor.detach().clone() for tensor in transfer.tensors]
         self._copies.append((signature, copies, mark(self.device), current_stream(self.device)))
+        transfer.state = State.PENDING
         self.tally.messages += 1
         self.tally.bytes += sum(copy.numel() * copy.element_size() for copy in copies)
         self._ended(transfer, State.DONE)
@@ -74,6 +78,7 @@ class LocalLane(Lane):
         """See `Lane.announce`."""
         self._require_announceable()
         with self.issuer.lock:
+            self.require_alive()
             self._outgoing.announce([signature_of(*flatten(payload)) for payload in payloads], standing=False)
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:

@@ -7,15 +7,21 @@ import itertools
 import json
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology import (
+    GroupCreationTimeoutError,
+    GroupSpec,
+    WorldSizeUnknownError,
+    create_groups,
+    destroy_groups,
+)
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.errors import (
     LaneSpecError,
@@ -37,6 +43,11 @@ from pipegrid.transport.streamed_lane import StreamedLane
 from pipegrid.transport.waited_lane import WaitedLane
 from pipegrid.transport.wire import Communicator, Wire, post
 
+_DROPPED = (
+    ": nothing held what open_lanes() returned (or its communicator) any more, or the process ended; keep it as long "
+    "as its lanes are used, and close() it then"
+)
+
 
 class Lanes(dict[LaneSpec, Lane]):
     """The lanes that a rank opened together, by spec. A context manager: `close` at the end."""
@@ -45,15 +56,20 @@ class Lanes(dict[LaneSpec, Lane]):
         super().__init__(lanes)
         self._issuer = issuer
         ends = tuple(self.values())
+        self._parts = ends, Progress(ends, issuer), groups
         # At exit, too: threads that wait in the backend must not outlive the interpreter.
-        self._finalizer = weakref.finalize(self, _close, ends, Progress(ends, issuer), groups)
+        self._finalizer = weakref.finalize(self, _close, *self._parts, _DROPPED)
 
-    def batch(self) -> AbstractContextManager[None]:
+    def batch(self, *, together: bool = True) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch, at the end.
 
         In the order of lanes, whatever the order of calls. If the block raises, nothing is issued.
+
+        Args:
+            together: False issues them one after the other, at the end all the same. Strict mode and shared
+                communicators take no notice: there, two ranks that both send first would wait for each other.
         """
-        return self._issuer.batch()
+        return self._issuer.batch(together=together)
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""
@@ -62,7 +78,8 @@ class Lanes(dict[LaneSpec, Lane]):
 
     def close(self) -> None:
         """End the lanes and free their groups. Transfers still under way fail. Twice is harmless."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            _close(*self._parts, "")
 
     @property
     def closed(self) -> bool:
@@ -76,10 +93,10 @@ class Lanes(dict[LaneSpec, Lane]):
         self.close()
 
 
-def _close(ends: Sequence[Lane], progress: Progress, groups: Sequence[Any]) -> None:
+def _close(ends: Sequence[Lane], progress: Progress, groups: Sequence[Any], why: str) -> None:
     progress.stop()
     for lane in ends:
-        lane.fail(P2PLaneDeadError(f"lane {lane.spec} was closed on rank {lane.rank}"), kind="closed")
+        lane.fail(P2PLaneDeadError(f"lane {lane.spec} was closed on rank {lane.rank}{why}"), kind="closed")
     for lane in ends:
         lane.join()
     destroy_groups(groups)
@@ -181,7 +198,12 @@ def resolve_device(
     if device is None:
         wants_gpu = (backend or offered.get("cuda")) == "nccl" and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if wants_gpu else torch.device("cpu")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise P2PConfigError(
+            f"the device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
+        ) from error
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if backend is None:
@@ -214,13 +236,15 @@ def _connect(
     timeout = timedelta(seconds=config.open_deadline)
     gloo, loop = one_loop()
     data_backend, options = (backend, _options(backend, config)) if streamed else (gloo, loop)
-    made = create_groups(data, rank=rank, backend=data_backend, timeout=timeout, pg_options=options)
+    with _meeting(data, rank, config.open_deadline):
+        made = create_groups(data, rank=rank, backend=data_backend, timeout=timeout, pg_options=options)
     groups = list(made.values())
     try:
         control = made
         if streamed:
             twins = {_group_spec(bundle, "control"): spec for spec, bundle in data.items()}
-            pairs = create_groups(twins, rank=rank, backend=gloo, timeout=timeout, pg_options=loop)
+            with _meeting({twin: data[spec] for twin, spec in twins.items()}, rank, config.open_deadline):
+                pairs = create_groups(twins, rank=rank, backend=gloo, timeout=timeout, pg_options=loop)
             groups += pairs.values()
             control = {twins[twin]: group for twin, group in pairs.items()}
     except BaseException:
@@ -239,6 +263,36 @@ def _connect(
         )
         found.update({lane: (communicator, index) for index, lane in enumerate(bundle)})
     return found, groups
+
+
+@contextmanager
+def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds: float) -> Iterator[None]:
+    """What goes wrong while groups are made, as errors of lanes."""
+    try:
+        yield
+    except GroupCreationTimeoutError as error:
+        # It names the group, by its label.
+        spec, bundle = next((item for item in groups.items() if repr(item[0].label) in str(error)), None) or next(
+            iter(groups.items())
+        )
+        raise _not_opened(bundle[0], rank, spec.ranks[1 - spec.ranks.index(rank)], seconds) from error
+    except WorldSizeUnknownError:
+        raise
+    except RuntimeError as error:
+        lanes = ", ".join(str(lane) for bundle in groups.values() for lane in bundle)
+        raise P2PPeerError(f"a rank was lost while rank {rank} opened lanes {lanes}: {error}") from error
+
+
+def _not_opened(spec: LaneSpec, rank: int, peer: int, seconds: float) -> P2PTimeoutError:
+    return P2PTimeoutError(
+        rank=rank,
+        peer=peer,
+        lane=str(spec),
+        sequence=0,
+        seconds=seconds,
+        what="opening, before",
+        setting="open_deadline",
+    )
 
 
 def _group_spec(bundle: Sequence[LaneSpec], use: str) -> GroupSpec:
@@ -264,6 +318,7 @@ def _prove(spec: LaneSpec, wire: Wire, rank: int, config: P2PConfig, standing: S
         "communicators": config.communicators,
         "pipeline_dtype": str(config.pipeline_dtype),
         "standing": "none" if standing is None else _shortened(str(standing)),
+        "gradients": "all" if standing is None or all(standing.gradients) else _shortened(str(standing.gradients)),
     }
     seconds = config.open_deadline
     start = time.monotonic()
@@ -281,9 +336,7 @@ def _prove(spec: LaneSpec, wire: Wire, rank: int, config: P2PConfig, standing: S
         raise
     except RuntimeError as error:
         if time.monotonic() - start >= seconds:
-            raise P2PTimeoutError(
-                rank=rank, peer=peer, lane=str(spec), sequence=0, seconds=seconds, what="opening, before"
-            ) from error
+            raise _not_opened(spec, rank, peer, seconds) from error
         raise P2PPeerError(f"rank {peer} was lost while rank {rank} opened lane {spec} with it: {error}") from error
 
 
@@ -297,7 +350,7 @@ def _require_same(here: dict[str, str], there: dict[str, str], spec: LaneSpec, r
 
 
 def _shortened(text: str) -> str:
-    # Long ones by digest: the hello has one fixed size.
+    # Long ones by digest: an error that shows both sides should be readable.
     if len(text) <= 160:
         return text
     return f"{text[:100]}... {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

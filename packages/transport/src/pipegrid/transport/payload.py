@@ -92,18 +92,31 @@ def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype |
     """Refuse what a lane cannot send as it is.
 
     Raises:
-        P2PPayloadError: another device, a sparse or non-contiguous layout, or a floating-point dtype that is
-            not ``dtype`` (where given).
+        P2PPayloadError: another device, a quantized dtype, a conjugate or negative view, a sparse or non-contiguous
+            layout, or a floating-point dtype that is not ``dtype`` (where given).
     """
     if tensor.device != device:
         raise P2PPayloadError(
             f"lane {lane} moves tensors of device {device}, got one of {tensor.device}; move it with "
             f".to({str(device)!r}) before sending"
         )
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if tensor.is_quantized:
         raise P2PPayloadError(
-            f"lane {lane} got a tensor of shape {list(tensor.shape)} that is not contiguous (layout {tensor.layout}, "
-            f"strides {list(tensor.stride()) if tensor.layout is torch.strided else 'none'}); "
+            f"lane {lane} got a quantized tensor ({tensor.dtype}), whose scale would not arrive with it; send "
+            f"tensor.int_repr() and the scale, or tensor.dequantize()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        view, remedy = ("conjugate", "conj") if tensor.is_conj() else ("negative", "neg")
+        raise P2PPayloadError(
+            f"lane {lane} got a {view} view, whose memory holds something else than its values; send "
+            f"tensor.resolve_{remedy}(), so that the copy is yours to see"
+        )
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    if not (plain and tensor.is_contiguous()):
+        shape = "that varies" if tensor.is_nested else list(tensor.shape)
+        raise P2PPayloadError(
+            f"lane {lane} got a tensor of shape {shape} that is not contiguous (layout {tensor.layout}, "
+            f"strides {list(tensor.stride()) if plain else 'none'}); "
             f"send tensor.contiguous(), so that the copy is yours to see"
         )
     if dtype is not None and tensor.dtype is not dtype and tensor.dtype.is_floating_point:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import json
 import math
 import time
 from collections import deque
@@ -11,9 +10,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPeerError
+from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPayloadError, P2PPeerError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.payload import carried, flatten, signature_of
@@ -25,8 +25,6 @@ from pipegrid.transport.wire import Parcel, Wire, post, timedelta_of
 # Past its deadline the progress thread ends a transfer, with a note to the other side; should it be late, the
 # backend's own timeout does so this much later, without one.
 BACKSTOP_SECONDS = 1.0
-# How much of an error travels to the other side: a note has one size, and characters may be of several bytes.
-_TOLD_CHARACTERS = 1200
 
 
 class RemoteLane(Lane):
@@ -48,14 +46,24 @@ class RemoteLane(Lane):
 
     # Starting
 
+    def _outbound(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        try:
+            return carried(tensors, self.device)
+        except RuntimeError as error:
+            raise P2PPayloadError(f"lane {self.spec} cannot see these tensors as bytes: {error}") from error
+
     def admit(self, transfer: Transfer) -> None:
         """Number it; announce a send, or find out what a receive will be."""
-        self._number(transfer)
+        self.require_alive()
         try:
             if isinstance(transfer, ReceiveTransfer):
+                transfer.sequence = self.received
                 self._admit_receive(transfer)
+                self.received += 1
             else:
+                transfer.sequence = self.sent
                 self._admit_send(transfer)
+                self.sent += 1
         except P2PMismatchError as error:
             self.fail(error, kind="mismatch")
             raise
@@ -69,8 +77,10 @@ class RemoteLane(Lane):
 
     def _admit_send(self, transfer: Transfer) -> None:
         signature = transfer.signature
+        # First: a message that is refused has no number, and takes no headers along that a later one needs.
+        announcing = signature is not None and self._outgoing.send(signature, transfer.sequence)
         transfer.heralds, self._control = self._control, []
-        if signature is not None and self._outgoing.send(signature, transfer.sequence):
+        if signature is not None and announcing:
             stands = self._outgoing.standing is not None
             header = encode(sequence=transfer.sequence, standing=stands, signatures=(signature,))
             transfer.heralds = [*transfer.heralds, *self.wire.send_header(header)]
@@ -110,7 +120,7 @@ class RemoteLane(Lane):
 
     def parcel(self, transfer: Transfer) -> Parcel:
         """What the backend is to move, counted."""
-        tensors = carried(transfer.tensors, self.device)
+        tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self.device)
         self.tally.transfers += len(tensors)
         self.tally.bytes += sum(tensor.nbytes for tensor in tensors)
         return self.wire, tensors, transfer.sending
@@ -245,9 +255,9 @@ class RemoteLane(Lane):
     def _find_out(self, error: RuntimeError, transfer: Transfer) -> P2PError:
         note = self.wire.note()
         if note is not None:
-            told = json.loads(note)
-            kind = P2PMismatchError if told["kind"] == "mismatch" else P2PPeerError
-            return kind(f"rank {self.peer} ended lane {self.spec}: {told['text']}")
+            kind, text = note
+            told = P2PMismatchError if kind == "mismatch" else P2PPeerError
+            return told(f"rank {self.peer} ended lane {self.spec}: {text}")
         if time.monotonic() >= transfer.due:
             return self._timed_out(transfer)
         verb = "sending" if transfer.sending else "receiving"
@@ -259,7 +269,7 @@ class RemoteLane(Lane):
 
     def _cut(self, error: P2PError, kind: str) -> None:
         if kind != "lost":
-            self.wire.tell(json.dumps({"kind": kind, "text": str(error)[:_TOLD_CHARACTERS]}))
+            self.wire.tell(kind, str(error))
         self.wire.communicator.close()
         self._turns.end()
 

@@ -96,6 +96,7 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
             or payload.dtype is not dtype
             or payload.device != device
             or not payload.is_contiguous()
+            or payload.is_neg()  # of what lanes refuse, all that can have come so far
         ):
             return None
         tensors = [payload.detach() if payload.requires_grad else payload]

@@ -30,11 +30,15 @@ Work = Any
 _HEADER_BYTES = 512
 _LENGTH_BYTES = 4
 _NOTE_BYTES = 2048
-_TELL_SECONDS = 0.25
+# How long last words may take to be taken, by kind: a loaded machine may keep a side that is alive from its turn, and
+# the type of its error hangs on that of a mismatch. The other kinds go to sides that have not answered for a whole
+# deadline, or that end as well; what they raise does not depend on it.
+_TELL_SECONDS = {"mismatch": 5.0, "aborted": 2.0}
+_TELL_OTHERS_SECONDS = 0.25
 _POLL_SECONDS = 0.001
 _FOREVER = timedelta(days=1)
 # Tags of one communicator: some per lane for control, one that nobody ever sends to, the rest for data.
-_HEADER, _NOTE, _HELLO, _CONTROL_TAGS = 0, 1, 2, 3
+_HEADER, _NOTE, _CONTROL_TAGS = 0, 1, 2
 _NEVER_SENT = 2**30
 _ORDER_NUMBERS = 2**12
 _EPOCHS = 16
@@ -151,12 +155,12 @@ class Wire:
         return take
 
     def exchange_hello(self, mine: bytes, timeout: timedelta) -> bytes:
-        """Send ``mine`` to the other side and return what it sent."""
-        sent = self._send_bytes(bytearray(mine.ljust(_HEADER_BYTES, b" ")), _HELLO)
-        theirs = bytearray(_HEADER_BYTES)
-        self._receive_bytes(theirs, _HELLO).wait(timeout)
-        sent.wait(timeout)
-        return bytes(theirs).rstrip(b" ")
+        """Send ``mine``, of any length, to the other side and return what it sent."""
+        sent = self.send_header(mine)
+        theirs = self.receive_header()(timeout)
+        for work in sent:
+            work.wait(timeout)
+        return theirs
 
     def finish(self, works: Sequence[Work], seconds: float) -> None:
         """Hold the host until works of this wire are done.
@@ -187,21 +191,28 @@ class Wire:
         """Post the receive of the other side's last words."""
         self._note = self._receive_bytes(self._note_buffer, _NOTE)
 
-    def tell(self, note: str) -> None:
-        """Tell the other side why this lane ends, as far as it can be told in a moment."""
-        data = bytearray(note.encode()[: _NOTE_BYTES - 1].ljust(_NOTE_BYTES - 1, b" ") + b"\n")
+    def tell(self, kind: str, text: str) -> None:
+        """Tell the other side why this lane ends: the kind of end, and as much of the text as a note takes."""
+        data = f"{kind}\n{text}".encode(errors="backslashreplace")[: _NOTE_BYTES - 1]
+        note = bytearray(data.ljust(_NOTE_BYTES - 1, b" ") + b"\n")
+        patience = timedelta(seconds=_TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS))
         with contextlib.suppress(RuntimeError):  # a connection that is gone tells the other side as well
-            self._send_bytes(data, _NOTE).wait(timedelta(seconds=_TELL_SECONDS))
+            self._send_bytes(note, _NOTE).wait(patience)
 
     def has_note(self) -> bool:
         """Whether a note has come. Looks at memory only."""
         return self._note_buffer[-1] != 0
 
-    def note(self) -> str | None:
-        """The other side's last words, if any came. Only for a lane that ends: may close the connection."""
+    def note(self) -> tuple[str, str] | None:
+        """The other side's last words, if any came: kind and text.
+
+        Only for a lane that ends: may close the connection.
+        """
         with contextlib.suppress(RuntimeError):
             self._note.wait(timedelta(milliseconds=50))
-            return bytes(self._note_buffer).decode(errors="replace").rstrip()
+            # Cut by bytes, so the last character may be half there.
+            kind, _, text = bytes(self._note_buffer).decode(errors="ignore").partition("\n")
+            return kind, text.rstrip()
         return None
 
 

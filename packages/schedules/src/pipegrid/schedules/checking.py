@@ -53,6 +53,7 @@ class PositionCheck:
         rules, program, flags = self.rules, self.program, self.flags
         plan, table, rendezvous, operations = rules.plan, rules.table, rules.rendezvous, program.operations
         count, forward_only = plan.num_microbatches, frozenset(plan.forward_only)
+        note = [order.append for order in orders]
         live = peak = live_inputs = input_peak = num_actions = 0
         # A stage's share of the position, in whole numbers of a unit small enough for all its stages.
         unit = math.lcm(*(plan.stages_beside[stage] for stage in rules.stages))
@@ -80,7 +81,7 @@ class PositionCheck:
                 flags[at] = 1
                 if edge is not None:
                     for lane, number, mine, theirs in messages:
-                        orders[lane].append(number + microbatch)
+                        note[lane](number + microbatch)
                         if rendezvous:
                             operations.append(mine + microbatch)
                             waits.append(~(theirs + microbatch))
@@ -89,10 +90,10 @@ class PositionCheck:
                     continue
                 if also is not None:
                     flags[also + microbatch] = 1
-                if awaits:
-                    operations += [~(base + microbatch) for base in awaits]
-                if sets:
-                    operations += [base + microbatch for base in sets]
+                for base in awaits:
+                    operations.append(~(base + microbatch))
+                for base in sets:
+                    operations.append(base + microbatch)
                 size = sizes[action.stage]
                 if kind is F:
                     live += size

@@ -100,7 +100,7 @@ class Part:
 
     @cached_property
     def trace(self):
-        """All that the others ever see of it: the batches that it posts, as numbers, and whether it comes to its end."""
+        """All that the others ever see of it: the batches it posts, as numbers, and whether it comes to its end."""
         numbers = self.explorer.batches
         batches = [numbers.setdefault(ends, len(numbers)) for ends in self.posts[: self.stop] if ends]
         return (*batches, self.stop == len(self.steps))

@@ -231,4 +231,5 @@ def refused(plan):
 )
 def test_any_two_mistakes_are_judged_alike(name, p, m, number, slices):
     count, right = check(name, p, m, number, slices)
-    assert count > right >= (slices == 1)  # the plan as it was is one of those that are right
+    assert right < count
+    assert right or slices > 1  # the plan as it was is one of them

@@ -40,6 +40,8 @@ class ActionKind(enum.StrEnum):
     REDUCE = "REDUCE"
     COLLECTIVE = "COLLECTIVE"
 
+    __hash__ = str.__hash__  # Enum's own hashes the same text, many times as slowly
+
     @property
     def is_compute(self) -> bool:
         """Whether the kind computes: ``F``, ``B``, ``I`` or ``W``."""

@@ -1,16 +1,17 @@
-"""What can be checked position by position: one pass over all actions."""
+"""What can be checked position by position: one pass over the position's actions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.explaining import missing, unknown_microbatch, why_no_rule, why_refused
-from pipegrid.schedules.marks import Marks
-from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.rules import Rules, Traffic
+from pipegrid.schedules.plan import Lane, Plan, Step, actions_of
+from pipegrid.schedules.rules import Rules
 from pipegrid.schedules.waiting import Program
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
@@ -23,39 +24,41 @@ class Call(NamedTuple):
     step: int
 
 
-class LocalChecks:
-    """Checks every position, and gathers what the checks across positions need.
+class PositionCheck:
+    """Checks the steps of one position, whatever those of the others, and gathers what checks between positions need.
 
-    ``faults``: what is wrong so far. ``programs``: per position, for `waiting.play`; ``traffic``: per lane,
-    messages in order; ``gathered``: per group and member, its collectives in order. ``peaks`` and
-    ``input_peaks``: per position, the most microbatches live, until ``B`` or ``W``, and until ``B`` or ``I``.
+    ``faults``: what is wrong so far. ``program``: for `waiting.play`; ``sent`` and ``received``: per lane, the
+    position's messages in order; ``calls``: per group, its collectives in order. ``peak`` and ``input_peak``: the
+    most microbatches live, until ``B`` or ``W``, and until ``B`` or ``I``.
     """
 
-    def __init__(self, plan: Plan, marks: Marks, *, rendezvous: bool) -> None:
-        self.plan = plan
-        self.marks = marks
-        self.rendezvous = rendezvous
+    def __init__(self, rules: Rules, steps: Sequence[Step]) -> None:
+        self.rules, self.position, self.steps = rules, rules.position, steps
         self.faults: list[Fault] = []
-        self.programs = [Program() for _ in plan.positions]
-        self.traffic = Traffic()
-        self.gathered: dict[str, dict[int, list[Call]]] = {
-            group.name: {position: [] for position in group.positions} for group in plan.groups
+        self.program = Program()
+        self.calls: dict[str, list[Call]] = {
+            group.name: [] for group in rules.plan.groups if rules.position in group.positions
         }
-        self.peaks = [0.0] * plan.num_positions
-        self.input_peaks = [0.0] * plan.num_positions
-        self.num_actions = 0
-        for position in range(plan.num_positions):
-            self._check(position, Rules(marks, self.traffic, position, rendezvous=rendezvous))
+        self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
+        self.flags = bytearray(rules.num_flags)
+        orders: list[list[int]] = [[] for _ in rules.lanes]
+        self._check(orders)
+        self.sent: dict[Lane, list[int]] = {}
+        self.received: dict[Lane, list[int]] = {}
+        for (lane, sends), order in zip(rules.lanes, orders, strict=True):
+            (self.sent if sends else self.received)[lane] = order
+        self.faults += missing(self)
 
-    def _check(self, position: int, rules: Rules) -> None:
-        plan, table, program = self.plan, rules.table, self.programs[position]
-        operations, rendezvous = program.operations, self.rendezvous
+    def _check(self, orders: Sequence[list[int]]) -> None:
+        rules, program, flags = self.rules, self.program, self.flags
+        plan, table, rendezvous, operations = rules.plan, rules.table, rules.rendezvous, program.operations
         count, forward_only = plan.num_microbatches, frozenset(plan.forward_only)
+        note = [order.append for order in orders]
         live = peak = live_inputs = input_peak = num_actions = 0
         # A stage's share of the position, in whole numbers of a unit small enough for all its stages.
-        unit = math.lcm(*(plan.stages_beside[stage] for stage in plan.stages_at[position]))
-        sizes = {stage: unit // plan.stages_beside[stage] for stage in plan.stages_at[position]}
-        for index, step in enumerate(plan.positions[position]):
+        unit = math.lcm(*(plan.stages_beside[stage] for stage in rules.stages))
+        sizes = {stage: unit // plan.stages_beside[stage] for stage in rules.stages}
+        for index, step in enumerate(self.steps):
             actions = (step,) if isinstance(step, Action) else step
             num_actions += len(actions)
             waits: list[int] = []  # a batch tells its partners all at once, and then waits for them
@@ -64,20 +67,21 @@ class LocalChecks:
                 kind, microbatch, edge = action.kind, action.microbatch, action.edge
                 rule = table.get((kind, action.stage) if edge is None else (kind, edge.source, edge.destination))
                 if rule is None or microbatch is None:
-                    self._check_collective(position, index, action, rules, waits)
+                    self._check_collective(index, action, waits)
                     continue
-                done, needs, also, messages, sets, awaits, _, _ = rule
-                if microbatch >= count or done[microbatch]:
-                    self.faults.append(why_refused(self.marks, position, index, action, rule))
+                _, done, needs, also, messages, sets, awaits = rule
+                at = done + microbatch
+                if microbatch >= count or flags[at]:
+                    self.faults.append(why_refused(self, index, action, rule))
                     continue
-                for flags in needs:
-                    if not flags[microbatch]:
-                        self.faults.append(why_refused(self.marks, position, index, action, rule))
+                for needed in needs:
+                    if not flags[needed + microbatch]:
+                        self.faults.append(why_refused(self, index, action, rule))
                         break
-                done[microbatch] = 1
+                flags[at] = 1
                 if edge is not None:
-                    for order, number, mine, theirs in messages:
-                        order.append(number + microbatch)
+                    for lane, number, mine, theirs in messages:
+                        note[lane](number + microbatch)
                         if rendezvous:
                             operations.append(mine + microbatch)
                             waits.append(~(theirs + microbatch))
@@ -85,11 +89,11 @@ class LocalChecks:
                             operations.append(mine + microbatch)
                     continue
                 if also is not None:
-                    also[microbatch] = 1
-                if awaits:
-                    operations += [~(base + microbatch) for base in awaits]
-                if sets:
-                    operations += [base + microbatch for base in sets]
+                    flags[also + microbatch] = 1
+                for base in awaits:
+                    operations.append(~(base + microbatch))
+                for base in sets:
+                    operations.append(base + microbatch)
                 size = sizes[action.stage]
                 if kind is F:
                     live += size
@@ -107,86 +111,99 @@ class LocalChecks:
             if len(operations) > began:
                 program.starts.append(began)
                 program.steps.append(index)
-        self.num_actions += num_actions
-        self.peaks[position], self.input_peaks[position] = peak / unit, input_peak / unit
-        self.faults += missing(position, rules)
+        self.num_actions = num_actions
+        self.peak, self.input_peak = peak / unit, input_peak / unit
 
-    def _fault(self, rule: str, message: str, position: int, step: int | None = None) -> None:
-        self.faults.append(Fault(rule, message, position, step))
+    def step_of(self, token: str) -> int | None:
+        """The last step with an action of this token; None if there is none."""
+        return self._steps_by_token.get(token)
 
-    def _check_collective(self, position: int, index: int, action: Action, rules: Rules, waits: list[int]) -> None:
+    @cached_property
+    def _steps_by_token(self) -> dict[str, int]:
+        return {str(action): index for index, step in enumerate(self.steps) for action in actions_of(step)}
+
+    def _fault(self, rule: str, message: str, step: int) -> None:
+        self.faults.append(Fault(rule, message, self.position, step))
+
+    def _check_collective(self, index: int, action: Action, waits: list[int]) -> None:
         """Check a ``REDUCE`` or ``COLLECTIVE``, or refuse an action that has no rule here."""
+        marks, plan, position = self.rules.marks, self.rules.plan, self.position
         if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
-            self.faults.append(why_no_rule(self.plan, position, index, action))
+            self.faults.append(why_no_rule(plan, position, index, action))
             return
-        members = self.gathered.get(action.group or "", {})
-        if action.group is not None and position not in members:
-            whose = f"it has positions {sorted(members)}" if members else "the plan has no such group"
-            self._fault("group", f"{action}: this position is not in the group; {whose}", position, index)
+        if action.group is not None and action.group not in self.calls:
+            members = _members(plan, action.group)
+            whose = f"it has positions {list(members)}" if members else "the plan has no such group"
+            self._fault("group", f"{action}: this position is not in the group; {whose}", index)
             return
         if action.kind is ActionKind.REDUCE:
-            if not self._may_reduce(position, index, action, rules):
+            if not self._may_reduce(index, action):
                 return
             same = "REDUCE"
         elif action.edge is None:
-            count = self.plan.num_microbatches
+            count = plan.num_microbatches
             if action.microbatch is not None and action.microbatch >= count:
                 self.faults.append(unknown_microbatch(action, count, position, index))
                 return
             same = f"COLLECTIVE{'' if action.microbatch is None else action.microbatch}"
         else:
-            if not self._may_collect(position, index, action, rules):
+            if not self._may_collect(index, action):
                 return
             same = str(action)
         if action.group is not None:
-            number = len(members[position])
-            mark = self.marks.numbered(action.group, number, position)
-            self.marks.place(mark, position, index)
-            self.programs[position].operations.append(mark)
-            waits += [~self.marks.numbered(action.group, number, other) for other in members if other != position]
-            members[position].append(Call(same, index))
+            calls = self.calls[action.group]
+            members = _members(plan, action.group)
+            self.program.operations.append(marks.called(action.group, len(calls), position))
+            waits += [~marks.called(action.group, len(calls), other) for other in members if other != position]
+            calls.append(Call(same, index))
 
-    def _may_reduce(self, position: int, index: int, action: Action, rules: Rules) -> bool:
-        stage = action.stage
+    def _may_reduce(self, index: int, action: Action) -> bool:
+        rules, stage = self.rules, action.stage
         if stage not in rules.weights:
-            self.faults.append(why_no_rule(self.plan, position, index, action))
+            self.faults.append(why_no_rule(rules.plan, self.position, index, action))
             return False
-        if stage in self.plan.forward_only:
-            self._fault("unneeded", f"{action}: stage {stage} has no backward to reduce", position, index)
+        if stage in rules.plan.forward_only:
+            self._fault("unneeded", f"{action}: stage {stage} has no backward to reduce", index)
             return False
         name = action.group or f"{stage}"
-        if name in rules.reduced:
-            self._fault("duplicate", f"{action} is here a second time", position, index)
+        if name in self.reduced:
+            self._fault("duplicate", f"{action} is here a second time", index)
             return False
-        rules.reduced.add(name)
+        self.reduced.add(name)
+        count = rules.plan.num_microbatches
         for held in {stage, *rules.tied.get(name, ())}:
-            left = rules.weights[held].count(0)
+            left = self.flags.count(0, rules.weights[held], rules.weights[held] + count)
             if left:
                 self._fault(
                     "dependency",
-                    f"{action} comes before the last backward of stage {held}; {left} of "
-                    f"{self.plan.num_microbatches} microbatches are not done",
-                    position,
+                    f"{action} comes before the last backward of stage {held}; {left} of {count} microbatches are "
+                    "not done",
                     index,
                 )
         return True
 
-    def _may_collect(self, position: int, index: int, action: Action, rules: Rules) -> bool:
+    def _may_collect(self, index: int, action: Action) -> bool:
         assert action.edge is not None
         assert action.microbatch is not None
         assert action.direction is not None
-        rule = rules.collectives.get((action.edge, action.direction))
+        plan = self.rules.plan
+        rule = self.rules.collectives.get((action.edge, action.direction))
         if rule is None:
-            self.faults.append(why_no_rule(self.plan, position, index, action))
+            self.faults.append(why_no_rule(plan, self.position, index, action))
             return False
-        group = self.plan.collective_edges[action.edge]
+        group = plan.collective_edges[action.edge]
         if action.group != group:
-            self._fault("group", f"{action}: edge {action.edge} already uses the group {group!r}", position, index)
+            self._fault("group", f"{action}: edge {action.edge} already uses the group {group!r}", index)
             return False
-        if action.microbatch >= self.plan.num_microbatches or rule.done[action.microbatch]:
-            self.faults.append(why_refused(self.marks, position, index, action, rule))
+        done = rule.done + action.microbatch
+        if action.microbatch >= plan.num_microbatches or self.flags[done]:
+            self.faults.append(why_refused(self, index, action, rule))
             return False
-        if any(not flags[action.microbatch] for flags in rule.needs):
-            self.faults.append(why_refused(self.marks, position, index, action, rule))
-        rule.done[action.microbatch] = 1
+        if any(not self.flags[needed + action.microbatch] for needed in rule.needs):
+            self.faults.append(why_refused(self, index, action, rule))
+        self.flags[done] = 1
         return True
+
+
+def _members(plan: Plan, name: str) -> tuple[int, ...]:
+    return next((group.positions for group in plan.groups if group.name == name), ())

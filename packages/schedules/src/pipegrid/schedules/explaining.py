@@ -1,13 +1,23 @@
-"""Why an action is refused: the words of the position-by-position checks."""
+"""Why an action is refused, and who is waited for: the words of the checks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attrs import evolve
 
 from pipegrid.schedules.actions import COMPUTES, Action, ActionKind
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.marks import Marks
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.rules import Rule, Rules
+from pipegrid.schedules.plan_text import step_text
+from pipegrid.schedules.rules import Rule
 from pipegrid.transport.edge import Direction
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.checking import PositionCheck
+    from pipegrid.schedules.matching import Exchanges
 
 
 def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
@@ -41,18 +51,19 @@ def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
     return fault("unneeded", "the other end is this position alone, which keeps what it makes")
 
 
-def why_refused(marks: Marks, position: int, step: int, action: Action, rule: Rule) -> Fault:
+def why_refused(check: PositionCheck, step: int, action: Action, rule: Rule) -> Fault:
     """The fault of an action that breaks its rule."""
-    microbatch, count = action.microbatch or 0, marks.plan.num_microbatches
+    rules = check.rules
+    microbatch, count, position = action.microbatch or 0, rules.plan.num_microbatches, check.position
     if microbatch >= count:
         return unknown_microbatch(action, count, position, step)
-    if rule.done[microbatch]:
+    if check.flags[rule.done + microbatch]:
         return Fault("duplicate", f"{action} has been done before, and may be done once", position, step)
-    unmet = next(names for flags, names in zip(rule.needs, rule.need_names, strict=True) if not flags[microbatch])
-    tokens = [name.format(microbatch) for name in unmet]
-    later = [at for token in tokens if (at := marks.step_of(position, token)) is not None]
+    unmet = next(needed for needed in rule.needs if not check.flags[needed + microbatch])
+    tokens = [_token(maker, microbatch) for maker in rules.makers[unmet]]
+    later = [at for token in tokens if (at := check.step_of(token)) is not None]
     where = f"which comes at step {later[0]}" if later else "which this position never does"
-    late = bool(later) and action.kind in COMPUTES and "RECV" in tokens[0]
+    late = bool(later) and action.kind in COMPUTES and rules.makers[unmet][0].kind.is_receive
     return Fault(
         "late-receive" if late else "dependency",
         f"{action} needs {' or '.join(tokens)} before it, {where}",
@@ -61,40 +72,66 @@ def why_refused(marks: Marks, position: int, step: int, action: Action, rule: Ru
     )
 
 
+def _token(action: Action, microbatch: int) -> str:
+    """The token of the same action for another microbatch."""
+    return str(evolve(action, microbatch=microbatch))
+
+
 def unknown_microbatch(action: Action, count: int, position: int, step: int) -> Fault:
     """The fault of a microbatch that the plan does not have."""
     message = f"{action}: there is no microbatch {action.microbatch}; the plan has {count}, 0..{count - 1}"
     return Fault("unknown-microbatch", message, position, step)
 
 
-def missing(position: int, rules: Rules) -> list[Fault]:
+def missing(check: PositionCheck) -> list[Fault]:
     """What a position never does, one fault for each kind of action."""
+    rules, flags, count = check.rules, check.flags, check.rules.plan.num_microbatches
     faults = []
-    for key, rule in rules.table.items():
-        kind = key[0]
-        if kind is ActionKind.B:
+    for rule in (*rules.table.values(), *rules.collectives.values()):
+        kind, done = rule.action.kind, rule.done
+        if kind is ActionKind.B or not flags.count(0, done, done + count):
             continue  # B and I set one flag between them; it is looked at once, for I
-        lacking = [m for m, done in enumerate(rule.done) if not done] if rule.done.count(0) else []
-        names = rule.name
-        if kind is ActionKind.I:
-            names = (*rules.table[ActionKind.B, key[1]].name, *names)
-        elif kind is ActionKind.W:
-            lacking = [m for m in lacking if rule.needs[0][m]]  # without an I the whole backward is missing
+        lacking = [microbatch for microbatch in range(count) if not flags[done + microbatch]]
+        if kind is ActionKind.W:  # without an I the whole backward is missing
+            lacking = [microbatch for microbatch in lacking if flags[rule.needs[0] + microbatch]]
         if lacking:
-            faults.append(_missing(position, names, lacking))
-    faults += [
-        _missing(position, rule.name, [m for m, done in enumerate(rule.done) if not done])
-        for rule in rules.collectives.values()
-        if rule.done.count(0)
-    ]
+            faults.append(_missing(check.position, rules.makers.get(done, (rule.action,)), lacking))
     return faults + [
-        Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done", position)
+        Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done", check.position)
         for name, stages in rules.tied.items()
-        if name not in rules.reduced
+        if name not in check.reduced
     ]
 
 
-def _missing(position: int, names: tuple[str, ...], microbatches: list[int]) -> Fault:
-    listed = ", ".join(" or ".join(name.format(m) for name in names) for m in microbatches[:8])
+def _missing(position: int, actions: tuple[Action, ...], microbatches: list[int]) -> Fault:
+    listed = ", ".join(" or ".join(_token(action, m) for action in actions) for m in microbatches[:8])
     more = f" and {len(microbatches) - 8} more" if len(microbatches) > 8 else ""
     return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
+
+
+def who_sets(mark: int, marks: Marks, checks: Sequence[PositionCheck], exchanges: Sequence[Exchanges] = ()) -> str:
+    """Who sets the mark, in which step, by which action."""
+    received, count = marks.received, marks.plan.num_microbatches
+    if mark >= marks.num_fixed:
+        own = next((own for own in exchanges if own.base <= mark < own.base + own.most), None)
+        if own is not None:
+            position, step = own.position, own.steps[mark - own.base]
+        else:
+            group, number, position = marks.call(mark)
+            step = checks[position].calls[group][number].step
+        return f"position {position}, step {step}: {step_text(checks[position].steps[step])}"
+    if mark >= 2 * received:
+        maker, microbatch = divmod(mark - 2 * received, count)
+        position, stage, forward = marks.makers[maker]
+        tokens = [f"{stage}F{microbatch}"] if forward else [f"{stage}B{microbatch}", f"{stage}I{microbatch}"]
+    else:
+        sends = mark < received
+        number, microbatch = divmod(mark if sends else mark - received, count)
+        route = marks.routes[number]
+        position = route.lane.source if sends else route.lane.destination
+        tokens = [str(route.end(microbatch, sends=sends))]
+    for token in tokens:
+        at = checks[position].step_of(token)
+        if at is not None:
+            return f"position {position}, step {at}: {token}"
+    return f"position {position}: {tokens[0]}"

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from pipegrid.schedules.checking import Call
+from attrs import Factory, define
+
+from pipegrid.schedules.checking import PositionCheck
 from pipegrid.schedules.errors import Fault
+from pipegrid.schedules.explaining import who_sets
 from pipegrid.schedules.marks import Marks
-from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.plan_text import step_text
-from pipegrid.schedules.rules import Traffic
 from pipegrid.schedules.waiting import Program
 
 
-def check_lanes(marks: Marks, traffic: Traffic) -> list[Fault]:
+def check_lanes(marks: Marks, checks: Sequence[PositionCheck]) -> list[Fault]:
     """On each lane, receives are in the order of the sends."""
     faults = []
-    for lane, sent in traffic.sent.items():
-        received = traffic.received.get(lane, [])
-        if sent == received or set(sent) != set(received):
-            continue  # a message with one end only is reported where the other is missing
-        number = next(i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b)
-        faults.append(
-            Fault(
-                "order",
-                f"lane {lane}: message {number} is sent by {marks.text(sent[number])}, and received as "
-                f"another by {marks.text(received[number] + marks.received)}; lanes are first in, first out",
+    for check in checks:
+        for lane, sent in check.sent.items():
+            received = checks[lane.destination].received[lane]
+            if sent == received or set(sent) != set(received):
+                continue  # a message with one end only is reported where the other is missing
+            number = next(i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b)
+            faults.append(
+                Fault(
+                    "order",
+                    f"lane {lane}: message {number} is sent by {who_sets(sent[number], marks, checks)}, and received "
+                    f"as another by {who_sets(received[number] + marks.received, marks, checks)}; lanes are first in, "
+                    "first out",
+                )
             )
-        )
     return faults
 
 
-def check_groups(gathered: Mapping[str, Mapping[int, Sequence[Call]]], plan: Plan) -> list[Fault]:
+def check_groups(marks: Marks, checks: Sequence[PositionCheck]) -> list[Fault]:
     """The members of a group do its collectives in one order."""
     faults = []
-    for name, calls in gathered.items():
+    for group in marks.plan.groups:
+        calls = {position: checks[position].calls[group.name] for position in group.positions}
         first, *others = calls
         ours = [call.same for call in calls[first]]
         for other in others:
@@ -46,62 +51,47 @@ def check_groups(gathered: Mapping[str, Mapping[int, Sequence[Call]]], plan: Pla
             number = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
             ways = [
                 f"position {position}, step {calls[position][number].step}: "
-                + step_text(plan.positions[position][calls[position][number].step])
+                + step_text(checks[position].steps[calls[position][number].step])
                 if number < len(calls[position])
                 else f"position {position} has no more"
                 for position in (first, other)
             ]
             faults.append(
-                Fault("group", f"group {name!r}: collective {number} differs between members: {'; '.join(ways)}")
+                Fault("group", f"group {group.name!r}: collective {number} differs between members: {'; '.join(ways)}")
             )
     return faults
 
 
-def share_lanes(marks: Marks, programs: Sequence[Program]) -> list[Fault]:
+@define(eq=False)
+class Exchanges:
+    """What one position exchanges with another: per batch, the marks of its messages, and its step.
+
+    A batch of one message has that one in place of a list. ``base``: the mark of the first exchange; ``most``: how
+    many there may be.
+    """
+
+    base: int
+    most: int
+    position: int
+    contents: list[int | list[int]] = Factory(list)
+    steps: list[int] = Factory(list)
+
+
+class Shared(NamedTuple):
+    """What is different where the lanes between two positions are one communicator."""
+
+    faults: list[Fault]
+    programs: list[Program]
+    exchanges: list[Exchanges]
+
+
+def share_lanes(marks: Marks, checks: Sequence[PositionCheck]) -> Shared:
     """With one communicator for each pair of positions, their batches match one to one, in order.
 
-    Takes the programs of a rendezvous, and replaces a batch's marks for messages by one for each partner.
+    Takes the checks of a rendezvous; in its programs a batch's marks for messages become one for each partner.
     """
-    exchanges = marks.number_exchanges(max(len(program.steps) for program in programs))
-    count, received, num_messages, partners = (
-        marks.plan.num_microbatches,
-        marks.received,
-        2 * marks.received,
-        marks.partners,
-    )
-    for position, program in enumerate(programs):
-        ways = {
-            other: (own, exchanges[other, position]) for (here, other), own in exchanges.items() if here == position
-        }
-        shared: list[int] = []
-        starts: list[int] = []
-        operations = program.operations
-        for (start, end), step in zip(pairwise([*program.starts, len(operations)]), program.steps, strict=True):
-            starts.append(len(shared))
-            waits: list[int] = []
-            messages: dict[int, int | list[int]] = {}  # per partner; mostly there is but one
-            for operation in operations[start:end]:
-                if 0 <= operation < num_messages:
-                    partner = partners[operation // count]
-                    message = operation if operation < received else operation - received
-                    if partner in messages:
-                        first = messages[partner]
-                        messages[partner] = sorted([message, *(first if isinstance(first, list) else [first])])
-                    else:
-                        messages[partner] = message
-                elif operation >= num_messages:
-                    shared.append(operation)
-                elif ~operation >= num_messages:
-                    waits.append(operation)
-            for partner, content in messages.items():
-                mine, theirs = ways[partner]
-                number = len(mine.contents)
-                mine.contents.append(content)
-                mine.steps.append(step)
-                shared.append(mine.base + number)
-                waits.append(~(theirs.base + number))
-            shared += waits
-        program.operations, program.starts = shared, starts
+    exchanges = _number_exchanges(marks, max(len(check.program.steps) for check in checks))
+    programs = [_share(marks, check, exchanges) for check in checks]
     faults = []
     for (position, partner), mine in exchanges.items():
         theirs = exchanges[partner, position]
@@ -110,11 +100,54 @@ def share_lanes(marks: Marks, programs: Sequence[Program]) -> list[Fault]:
         pairs = enumerate(zip(mine.contents, theirs.contents, strict=False))
         shorter = min(len(mine.contents), len(theirs.contents))
         number = next((i for i, (ours, others) in pairs if ours != others), shorter)
+        ends = [who_sets(own.base + number, marks, checks, list(exchanges.values())) for own in (mine, theirs)]
         faults.append(
             Fault(
                 "order",
                 f"positions {position} and {partner} share a lane, and their exchange {number} does not match: "
-                f"{marks.text(mine.base + number)} against {marks.text(theirs.base + number)}",
+                f"{ends[0]} against {ends[1]}",
             )
         )
-    return faults
+    return Shared(faults, programs, list(exchanges.values()))
+
+
+def _number_exchanges(marks: Marks, most: int) -> dict[tuple[int, int], Exchanges]:
+    """Marks for what each position exchanges with each other one, batch by batch, ``most`` at most."""
+    pairs = {(route.lane.source, route.lane.destination) for route in marks.routes}
+    pairs |= {(receiver, sender) for sender, receiver in pairs}
+    first = len(marks)
+    return {pair: Exchanges(first + number * most, most, pair[0]) for number, pair in enumerate(sorted(pairs))}
+
+
+def _share(marks: Marks, check: PositionCheck, exchanges: dict[tuple[int, int], Exchanges]) -> Program:
+    count, received, num_messages = marks.plan.num_microbatches, marks.received, 2 * marks.received
+    partners, program, operations = marks.partners, check.program, check.program.operations
+    ways = {other: (own, exchanges[other, here]) for (here, other), own in exchanges.items() if here == check.position}
+    shared: list[int] = []
+    starts: list[int] = []
+    for (start, end), step in zip(pairwise([*program.starts, len(operations)]), program.steps, strict=True):
+        starts.append(len(shared))
+        waits: list[int] = []
+        messages: dict[int, int | list[int]] = {}  # per partner; mostly there is but one
+        for operation in operations[start:end]:
+            if 0 <= operation < num_messages:
+                partner = partners[operation // count]
+                message = operation if operation < received else operation - received
+                if partner in messages:
+                    first = messages[partner]
+                    messages[partner] = sorted([message, *(first if isinstance(first, list) else [first])])
+                else:
+                    messages[partner] = message
+            elif operation >= num_messages:
+                shared.append(operation)
+            elif ~operation >= num_messages:
+                waits.append(operation)
+        for partner, content in messages.items():
+            mine, theirs = ways[partner]
+            number = len(mine.contents)
+            mine.contents.append(content)
+            mine.steps.append(step)
+            shared.append(mine.base + number)
+            waits.append(~(theirs.base + number))
+        shared += waits
+    return Program(shared, starts, program.steps)

@@ -53,7 +53,7 @@ def _direction_key(direction: Direction) -> str:
     return direction.value
 
 
-@frozen(order=True)
+@frozen(order=True, cache_hash=True)  # whoever proves or runs a plan looks things up by it
 class Lane:
     """One direction of traffic from one position to another, first in, first out.
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from attrs import Factory, define
-
-from pipegrid.schedules.actions import ActionKind
+from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.dependencies import Transfer
-from pipegrid.schedules.marks import Marks
+from pipegrid.schedules.marks import Marks, Route
 from pipegrid.schedules.plan import Lane
 from pipegrid.transport.edge import Direction, Edge
 
@@ -20,18 +18,15 @@ _KINDS = {
     BACKWARD: (ActionKind.SEND_B, ActionKind.RECV_B),
 }
 
-Name: TypeAlias = tuple[str, ...]
-"""Templates of the tokens that would do, with ``{}`` for the microbatch."""
-
 RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int]
 """Kind and stage of a compute; kind, source and destination of an action along an edge."""
 
 
 class Message(NamedTuple):
-    """One message of an action, whatever the microbatch: each number is a base to add it to."""
+    """One message of an action, whatever the microbatch: each number but the first is a base to add it to."""
 
-    order: list[int]
-    """Where the lane notes the messages of this end in order."""
+    lane: int
+    """The number, in `Rules.lanes`, of where this end is noted in order."""
     number: int
     """The message: the mark of its send."""
     sets: int
@@ -39,199 +34,161 @@ class Message(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What holds for one kind of action at one position; flags are indexed by microbatch."""
+    """What holds for one kind of action at one position.
 
-    done: bytearray
+    ``done``, ``needs`` and ``also`` are bases of flags of this position, to which the microbatch is added.
+    """
+
+    action: Action
+    """The action for microbatch 0."""
+    done: int
     """Set by the action; whoever finds it set is a duplicate."""
-    needs: tuple[bytearray, ...]
+    needs: tuple[int, ...] = ()
     """Flags that earlier actions of the position must have set."""
-    also: bytearray | None
+    also: int | None = None
     """A second flag to set: ``B`` does the work of ``W`` too, and ``I`` opens the way for it."""
-    messages: tuple[Message, ...]
-    sets: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    sets: tuple[int, ...] = ()
     """Bases of further marks that the action sets when it is done."""
-    awaits: tuple[int, ...]
+    awaits: tuple[int, ...] = ()
     """Bases of further marks that it waits for first."""
-    name: Name
-    need_names: tuple[Name, ...]
-
-
-@define
-class Traffic:
-    """Per lane, the messages in the order in which the sender, and the receiver, has them."""
-
-    sent: dict[Lane, list[int]] = Factory(dict)
-    received: dict[Lane, list[int]] = Factory(dict)
 
 
 class Rules:
-    """The rules of one position, and the flags behind them."""
+    """The rules of one position: they follow from the plan's shape, whatever the steps.
 
-    def __init__(self, marks: Marks, traffic: Traffic, position: int, *, rendezvous: bool) -> None:
-        self._marks, self._traffic, self._position = marks, traffic, position
-        self._plan = marks.plan
-        self._rendezvous = rendezvous
+    ``num_flags``: how many flags they speak of; ``makers``: by base of flags, the actions that set them, for
+    microbatch 0; ``lanes``: the lanes on which the position sends, and on which it receives.
+    """
+
+    def __init__(self, marks: Marks, position: int, *, rendezvous: bool) -> None:
+        self.marks, self.position, self.rendezvous = marks, position, rendezvous
+        self.plan = marks.plan
+        self.num_flags = 0
         self.table: dict[RuleKey, Rule] = {}
         self.collectives: dict[tuple[Edge, Direction], Rule] = {}
-        held = self._plan.stages_at[position]
-        self.forwards = {stage: self._flags() for stage in held}
-        self.gradients = {stage: self._flags() for stage in held}
-        self.halves = {stage: self._flags() for stage in held}  # I without its W, or both
-        self.weights = {stage: self._flags() for stage in held}
-        self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
+        self.lanes: dict[tuple[Lane, bool], int] = {}
+        self.makers: dict[int, tuple[Action, ...]] = {}
+        self.stages = self.plan.stages_at[position]
+        self.forwards = {stage: self._flags() for stage in self.stages}
+        self.gradients = {stage: self._flags() for stage in self.stages}
+        self.halves = {stage: self._flags() for stage in self.stages}  # I without its W, or both
+        self.weights = {stage: self._flags() for stage in self.stages}
+        for stage in self.stages:
+            self.makers[self.forwards[stage]] = (Action(F, stage, 0),)
+            self.makers[self.gradients[stage]] = (Action(B, stage, 0), Action(I, stage, 0))
+            self.makers[self.halves[stage]] = (Action(I, stage, 0),)
         self.tied = {
             group.name: stages
-            for group in self._plan.groups
-            if self._plan.communicates and (stages := [stage for stage in group.tied if stage in held])
+            for group in self.plan.groups
+            if self.plan.communicates and (stages := [stage for stage in group.tied if stage in self.stages])
         }
         self._add_communication()
-        for stage in held:
+        for stage in self.stages:
             self._add_computes(stage)
 
-    def _flags(self) -> bytearray:
-        return bytearray(self._plan.num_microbatches)
+    def _flags(self) -> int:
+        self.num_flags += self.plan.num_microbatches
+        return self.num_flags - self.plan.num_microbatches
 
-    def _result(self, stage: int, direction: Direction) -> tuple[bytearray, Name]:
-        """The flags of what ``stage`` makes here, and the actions that make it."""
-        if direction is FORWARD:
-            return self.forwards[stage], (f"{stage}F{{}}",)
-        return self.gradients[stage], (f"{stage}B{{}}", f"{stage}I{{}}")
+    def _result(self, stage: int, direction: Direction) -> int:
+        """The flags of what ``stage`` makes here."""
+        return self.forwards[stage] if direction is FORWARD else self.gradients[stage]
 
     def _add_communication(self) -> None:
-        plan, position = self._plan, self._position
+        plan, position = self.plan, self.position
         if not plan.communicates:
             return
-        for key, transfer in self._marks.transfers.items():
+        for key, transfer in self.marks.transfers.items():
             edge, direction = key
             if edge in plan.collective_edges:
                 if position in {*transfer.sources, *transfer.destinations} or self._in_group_of(edge):
                     self._add_collective(edge, direction)
                 continue
-            send, receive = _KINDS[direction]
+            routes = self.marks.routes_of[key]
             if position in transfer.senders:
-                self._add_messages(send, transfer, self._flags())
+                self._add_messages(transfer, [route for route in routes if route.lane.source == position], sends=True)
             if position in transfer.receivers:
-                self._add_messages(receive, transfer, self._flags())
+                self._add_messages(
+                    transfer, [route for route in routes if route.lane.destination == position], sends=False
+                )
 
-    def _add_messages(self, kind: ActionKind, transfer: Transfer, done: bytearray) -> None:
+    def _add_messages(self, transfer: Transfer, routes: list[Route], *, sends: bool) -> None:
         """The rule of one end of the edge's messages, which may have several partners."""
-        edge, direction, position = transfer.edge, transfer.direction, self._position
-        if kind.is_send:
-            noted, ways = self._traffic.sent, [(position, other) for other in transfer.destinations]
-            name = f"{transfer.producer}{kind.value}{{}}>{transfer.consumer}"
-            need, makers = self._result(transfer.producer, direction)
-        else:
-            noted, ways = self._traffic.received, [(other, position) for other in transfer.sources]
-            name = f"{transfer.consumer}{kind.value}{{}}<{transfer.producer}"
-        ways = [way for way in ways if way != (position, position)]
-        bases = [self._marks.sent(transfer, sender, receiver) for sender, receiver in ways]
-        self.table[kind, edge.source, edge.destination] = Rule(
-            done=done,
-            needs=(need,) if kind.is_send else (),
-            also=None,
+        received, done = self.marks.received, self._flags()
+        send, receive = _KINDS[transfer.direction]
+        kind = send if sends else receive
+        action = Action(kind, transfer.producer if sends else transfer.consumer, 0, transfer.edge)
+        self.makers[done] = (action,)
+        self.table[kind, transfer.edge.source, transfer.edge.destination] = Rule(
+            action,
+            done,
+            needs=(self._result(transfer.producer, transfer.direction),) if sends else (),
             messages=tuple(
                 Message(
-                    noted.setdefault(Lane(sender, receiver, direction), []),
-                    base,
-                    base if kind.is_send else base + self._marks.received,
-                    base + self._marks.received if kind.is_send else base,
+                    self.lanes.setdefault((route.lane, sends), len(self.lanes)),
+                    route.base,
+                    route.base if sends else route.base + received,
+                    route.base + received if sends else route.base,
                 )
-                for (sender, receiver), base in zip(ways, bases, strict=True)
+                for route in routes
             ),
-            sets=(),
-            awaits=(),
-            name=(name,),
-            need_names=(makers,) if kind.is_send else (),
         )
 
     def _in_group_of(self, edge: Edge) -> bool:
-        name = self._plan.collective_edges[edge]
-        return any(group.name == name and self._position in group.positions for group in self._plan.groups)
+        name = self.plan.collective_edges[edge]
+        return any(group.name == name and self.position in group.positions for group in self.plan.groups)
 
     def _add_collective(self, edge: Edge, direction: Direction) -> None:
         """Members of the group take part even where they hold neither stage."""
-        transfer = self._marks.transfers[edge, direction]
-        here = self._position in transfer.sources
-        flags, makers = self._result(transfer.producer, direction) if here else (bytearray(), ())
-        group = self._plan.collective_edges[edge]
-        self.collectives[edge, direction] = Rule(
-            done=self._flags(),
-            needs=(flags,) if here else (),
-            also=None,
-            messages=(),
-            sets=(),
-            awaits=(),
-            name=(f"{transfer.producer}COLLECTIVE{{}}>{transfer.consumer}@{group}",),
-            need_names=(makers,) if here else (),
-        )
+        transfer = self.marks.transfers[edge, direction]
+        action = Action(ActionKind.COLLECTIVE, transfer.producer, 0, edge, self.plan.collective_edges[edge])
+        done = self._flags()
+        needs = (self._result(transfer.producer, direction),) if self.position in transfer.sources else ()
+        self.makers[done] = (action,)
+        self.collectives[edge, direction] = Rule(action, done, needs)
 
     def _add_computes(self, stage: int) -> None:
-        forward_only = stage in self._plan.forward_only
         self._add_compute(F, stage, self.forwards[stage], None)
-        if not forward_only:
+        if stage not in self.plan.forward_only:
             self._add_compute(B, stage, self.gradients[stage], self.weights[stage])
             self._add_compute(I, stage, self.gradients[stage], self.halves[stage])
-            self.table[W, stage] = Rule(
-                done=self.weights[stage],
-                needs=(self.halves[stage],),
-                also=None,
-                messages=(),
-                sets=(),
-                awaits=(),
-                name=(f"{stage}W{{}}",),
-                need_names=((f"{stage}I{{}}",),),
-            )
+            self.table[W, stage] = Rule(Action(W, stage, 0), self.weights[stage], needs=(self.halves[stage],))
 
-    def _add_compute(self, kind: ActionKind, stage: int, done: bytearray, also: bytearray | None) -> None:
+    def _add_compute(self, kind: ActionKind, stage: int, done: int, also: int | None) -> None:
         direction = FORWARD if kind is F else BACKWARD
-        needs: list[tuple[bytearray, Name]] = []
+        needs: list[int] = []
         awaits: list[int] = []
         if direction is BACKWARD:
-            needs.append(self._result(stage, FORWARD))
-        for edge in self._plan.graph.stage_edges:
+            needs.append(self.forwards[stage])
+        for edge in self.plan.graph.stage_edges:
             if direction is FORWARD and edge.destination == stage:
                 self._need_from(edge.source, edge, direction, needs, awaits)
-            elif direction is BACKWARD and edge.source == stage and edge in self._plan.gradient_edges:
+            elif direction is BACKWARD and edge.source == stage and edge in self.plan.gradient_edges:
                 self._need_from(edge.destination, edge, direction, needs, awaits)
         sets: tuple[int, ...] = ()
-        if not self._plan.communicates:
-            sets = (self._marks.made(self._position, stage, forward=direction is FORWARD),)
+        if not self.plan.communicates:
+            sets = (self.marks.made(self.position, stage, forward=direction is FORWARD),)
         self.table[kind, stage] = Rule(
-            done=done,
-            needs=tuple(flags for flags, _ in needs),
-            also=also,
-            messages=(),
-            sets=sets,
-            awaits=tuple(awaits),
-            name=(f"{stage}{kind.value}{{}}",),
-            need_names=tuple(name for _, name in needs),
+            Action(kind, stage, 0), done, tuple(needs), also, sets=sets, awaits=tuple(awaits)
         )
 
-    def _need_from(
-        self,
-        stage: int,
-        edge: Edge,
-        direction: Direction,
-        needs: list[tuple[bytearray, Name]],
-        awaits: list[int],
-    ) -> None:
+    def _need_from(self, stage: int, edge: Edge, direction: Direction, needs: list[int], awaits: list[int]) -> None:
         """Add what a compute needs of ``stage`` along ``edge``: made here, received here, or awaited."""
-        position = self._position
-        transfer = self._marks.transfers.get((edge, direction))
+        key, position = (edge, direction), self.position
+        transfer = self.marks.transfers.get(key)
         if transfer is None:  # colocated: each position keeps what it makes
             needs.append(self._result(stage, direction))
             return
-        if (edge, direction) in self.collectives:
-            rule = self.collectives[edge, direction]
-            needs.append((rule.done, rule.name))
+        if key in self.collectives:
+            needs.append(self.collectives[key].done)
             return
         if position in transfer.sources:
             needs.append(self._result(stage, direction))
         others = [other for other in transfer.sources if other != position]
-        if not self._plan.communicates:
-            awaits += [self._marks.made(other, stage, forward=direction is FORWARD) for other in others]
+        if not self.plan.communicates:
+            awaits += [self.marks.made(other, stage, forward=direction is FORWARD) for other in others]
         elif others:
-            receive = self.table[_KINDS[direction][1], edge.source, edge.destination]
-            needs.append((receive.done, receive.name))
-            if not self._rendezvous:
-                awaits += [self._marks.sent(transfer, other, position) for other in others]
+            needs.append(self.table[_KINDS[direction][1], edge.source, edge.destination].done)
+            if not self.rendezvous:
+                awaits += [route.base for route in self.marks.routes_of[key] if route.lane.destination == position]

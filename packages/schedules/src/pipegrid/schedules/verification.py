@@ -7,13 +7,15 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-from pipegrid.schedules.checking import LocalChecks
+from pipegrid.schedules.checking import PositionCheck
 from pipegrid.schedules.creation import check_creation
 from pipegrid.schedules.errors import Fault, PlanError
+from pipegrid.schedules.explaining import who_sets
 from pipegrid.schedules.marks import Marks
-from pipegrid.schedules.matching import check_groups, check_lanes, share_lanes
+from pipegrid.schedules.matching import Exchanges, check_groups, check_lanes, share_lanes
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.plan_text import step_text
+from pipegrid.schedules.rules import Rules
 from pipegrid.schedules.waiting import Program, circles, play
 
 Lanes: TypeAlias = Literal["separate", "shared"]
@@ -93,18 +95,12 @@ def verify(
         message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches"
         raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
     marks = Marks(plan)
-    checks = LocalChecks(plan, marks, rendezvous=rendezvous)
-    faults = [
-        *checks.faults,
-        *check_lanes(marks, checks.traffic),
-        *check_groups(checks.gathered, plan),
-        *check_creation(plan, lanes=lanes),
+    checks = [
+        PositionCheck(Rules(marks, position, rendezvous=rendezvous), steps)
+        for position, steps in enumerate(plan.positions)
     ]
-    if not faults and lanes == "shared":
-        faults += _share(plan, marks, checks)
-    if not faults:
-        faults += _circle_faults(plan, marks, checks.programs)
-    peaks = tuple(checks.peaks)
+    faults = list_faults(marks, checks, check_creation(plan, lanes=lanes), lanes=lanes)
+    peaks = tuple(check.peak for check in checks)
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
         for position, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
@@ -115,13 +111,13 @@ def verify(
     return Proof(
         num_positions=plan.num_positions,
         num_microbatches=plan.num_microbatches,
-        num_actions=checks.num_actions,
-        num_messages=sum(map(len, checks.traffic.sent.values())),
+        num_actions=sum(check.num_actions for check in checks),
+        num_messages=sum(len(sent) for check in checks for sent in check.sent.values()),
         communicates=plan.communicates,
         rendezvous=rendezvous,
         lanes=lanes,
         peak_live=peaks,
-        peak_live_inputs=tuple(checks.input_peaks),
+        peak_live_inputs=tuple(check.input_peak for check in checks),
     )
 
 
@@ -138,22 +134,48 @@ def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequenc
     return memory_limit
 
 
-def _share(plan: Plan, marks: Marks, checks: LocalChecks) -> list[Fault]:
-    if checks.rendezvous:
-        return share_lanes(marks, checks.programs)
-    again = Marks(plan)  # what a buffered send does not wait for must match all the same
-    return share_lanes(again, LocalChecks(plan, again, rendezvous=True).programs)
+def list_faults(
+    marks: Marks, checks: Sequence[PositionCheck], creation: Sequence[Fault], *, lanes: Lanes
+) -> list[Fault]:
+    """Every fault of the steps: those found at each position, and those between positions.
+
+    The circles of waiting come last, as they say nothing where anything else, the ``creation`` included, is wrong.
+    """
+    faults = [fault for check in checks for fault in check.faults]
+    faults += [*check_lanes(marks, checks), *check_groups(marks, checks), *creation]
+    if faults:
+        return faults
+    programs, exchanges = [check.program for check in checks], list[Exchanges]()
+    if lanes == "shared":
+        shared = share_lanes(marks, [_blocking(check) for check in checks])
+        if shared.faults:
+            return shared.faults
+        if checks[0].rules.rendezvous:
+            programs, exchanges = shared.programs, shared.exchanges
+    return _circle_faults(marks, checks, programs, exchanges)
 
 
-def _circle_faults(plan: Plan, marks: Marks, programs: Sequence[Program]) -> list[Fault]:
-    at = play(programs, len(marks))
+def _blocking(check: PositionCheck) -> PositionCheck:
+    """The same steps under a rendezvous: what a buffered send does not wait for must match all the same."""
+    if check.rules.rendezvous:
+        return check
+    return PositionCheck(Rules(check.rules.marks, check.position, rendezvous=True), check.steps)
+
+
+def _circle_faults(
+    marks: Marks,
+    checks: Sequence[PositionCheck],
+    programs: Sequence[Program],
+    exchanges: Sequence[Exchanges],
+) -> list[Fault]:
+    at = play(programs, len(marks) + sum(own.most for own in exchanges))
     if all(index == len(program.operations) for index, program in zip(at, programs, strict=True)):
         return []
     faults = []
     for circle in circles(programs, at):
         lines = [
-            f"\n      position {position}, step {step}: {step_text(plan.positions[position][step])} "
-            f"waits for {marks.text(mark)}"
+            f"\n      position {position}, step {step}: {step_text(checks[position].steps[step])} "
+            f"waits for {who_sets(mark, marks, checks, exchanges)}"
             for position, step, mark in circle
         ]
         position, step, _ = circle[0]

@@ -99,7 +99,7 @@ def verify(
         PositionCheck(Rules(marks, position, rendezvous=rendezvous), steps)
         for position, steps in enumerate(plan.positions)
     ]
-    faults = list_faults(marks, checks, check_creation(plan, lanes=lanes), lanes=lanes)
+    faults = _twins(plan) + list_faults(marks, checks, check_creation(plan, lanes=lanes), lanes=lanes)
     peaks = tuple(check.peak for check in checks)
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
@@ -119,6 +119,21 @@ def verify(
         peak_live=peaks,
         peak_live_inputs=tuple(check.input_peak for check in checks),
     )
+
+
+def _twins(plan: Plan) -> list[Fault]:
+    """The faults of positions that are one: each is *the* class of ranks with its stages. Any may be empty."""
+    first: dict[tuple[int, ...], int] = {}
+    return [
+        Fault(
+            "position",
+            f"holds stages {', '.join(map(str, stages))}, exactly as position {first[stages]} does; a position is all "
+            "the ranks that hold the same stages (data lanes act alike), so make the two one",
+            position,
+        )
+        for position, stages in enumerate(plan.stages_at)
+        if stages and first.setdefault(stages, position) != position
+    ]
 
 
 def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequence[float]:

@@ -13,6 +13,7 @@ PLANNING = {
     "Lane",
     "Plan",
     "PlanError",
+    "PlanFieldError",
     "PlanSyntaxError",
     "Proof",
     "Step",

@@ -26,7 +26,14 @@ from pipegrid.schedules.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError, StepArgumentError
+from pipegrid.schedules.errors import (
+    Fault,
+    PlanError,
+    PlanFieldError,
+    PlanMismatchError,
+    PlanSyntaxError,
+    StepArgumentError,
+)
 from pipegrid.schedules.generators import (
     UShapeCounts,
     dualpipe_v,
@@ -131,6 +138,7 @@ __all__ = [
     "PipelineRuntime",
     "Plan",
     "PlanError",
+    "PlanFieldError",
     "PlanMismatchError",
     "PlanSyntaxError",
     "ProfilerRanges",

@@ -5,11 +5,14 @@ from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
+    Costs,
     Group,
     Lane,
     PlanError,
+    compare,
     from_text,
     gpipe,
+    greedy,
     interleaved_1f1b,
     lower,
     multi_module_1f1b,
@@ -464,6 +467,20 @@ def test_memory_is_bounded_for_all_positions_or_for_each():
     ]
     with pytest.raises(PlanError, match="memory_limit has 2 numbers and the plan 3 positions"):
         verify(plan, memory_limit=[3, 2])
+    assert verify(plan, memory_limit=10**400).peak_live == (3, 2, 1)
+    verify(plan, memory_limit=[3, None, 1])
+
+
+@pytest.mark.parametrize("limit", [float("nan"), -1, "3", "321", True, [3, float("nan"), 1], [3, -2, 1], 1j])
+def test_a_limit_that_is_none_is_refused(limit):
+    computes = one_f_one_b(3, 6)
+    with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
+        verify(computes, memory_limit=limit)
+    if not isinstance(limit, list):
+        with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
+            greedy(Costs(), limit, num_positions=3, num_microbatches=6)
+        with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
+            compare(3, 6, memory_limit=limit)
 
 
 def test_lanes_are_separate_or_shared():

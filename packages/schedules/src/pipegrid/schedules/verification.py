@@ -11,6 +11,7 @@ from pipegrid.schedules.checking import PositionCheck
 from pipegrid.schedules.creation import check_creation
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.explaining import who_sets
+from pipegrid.schedules.limits import as_limit
 from pipegrid.schedules.marks import Marks
 from pipegrid.schedules.matching import Exchanges, check_groups, check_lanes, share_lanes
 from pipegrid.schedules.plan import Plan
@@ -137,16 +138,14 @@ def _twins(plan: Plan) -> list[Fault]:
 
 
 def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequence[float]:
-    if memory_limit is None:
-        return (float("inf"),) * plan.num_positions
-    if isinstance(memory_limit, int | float):
-        return (memory_limit,) * plan.num_positions
+    if isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence):
+        return (as_limit(memory_limit),) * plan.num_positions
     if len(memory_limit) != plan.num_positions:
         raise PlanError(
             f"memory_limit has {len(memory_limit)} numbers and the plan {plan.num_positions} positions; give "
             "one number, or one per position"
         )
-    return memory_limit
+    return [as_limit(limit) for limit in memory_limit]
 
 
 def list_faults(

@@ -7,27 +7,119 @@ posted; messages between two positions meet in the order in which they were post
 data ("separate" lanes: an activation and a gradient never meet), or batch by batch ("shared"). A collective
 holds its positions up until all of the group are there, in the order in which each names the group.
 
-A state is how far each position has come, and whether its step is posted. `explore` walks through the states
-and returns what can go wrong. Position-by-position bookkeeping only; nothing is shared with the package but
-the data.
+What a position has in hand depends on its own earlier steps alone, so each position is read by itself
+(`Part`): where it runs out of data, and what it would do twice or never. What is left is the meeting of
+messages. A state is how far each position has come, and whether its step is posted; `explore` walks through
+the states and returns what can go wrong. Nothing is shared with the package but the data.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import cached_property
+from typing import NamedTuple
 
 STUCK = "stuck"  # some order of events ends before every position has done all its steps
 WRONG = "wrong"  # all runs to the end, and something was done twice, never, with wrong data or for nothing
 
+# What a position's own steps can have wrong.
+STRANGE = "strange"  # an action that has no business there
+UNKNOWN = "unknown microbatch"
+TWICE = "twice"
+NEVER = "never"
+TOO_SOON = "too soon"  # before what it uses is there, if that ever comes
 
-class _Program:
-    """What one plan asks of each position, in the explorer's own words."""
 
-    def __init__(self, plan, lanes):
-        self.plan = plan
+class Reading(NamedTuple):
+    """One action in the explorer's own words."""
+
+    does: tuple | None = None  # what is there after it, to be done once
+    needs: frozenset = frozenset()  # what it uses
+    also: tuple = ()  # what is there after it as well
+    ends: tuple = ()  # its ends of messages, and its part in a collective: (queue, side, content)
+    wrong: str | None = None  # why it should not be there, whatever the other steps are
+
+
+class Part:
+    """What the steps of one position say by themselves; each step comes as the readings of its actions.
+
+    ``mistakes``: what is wrong with them. Any of these is a problem whatever the other positions do: out of
+    data, the position never comes to its end, and if it does the rest shows in its account.
+    ``stop``: the step at which it runs out of data, or the number of steps.
+    """
+
+    def __init__(self, explorer, position, steps):
+        self.explorer, self.steps = explorer, steps
+        self.mistakes = set()
+        self.stop = None
+        held = set()
+        for number, step in enumerate(steps):
+            for does, needs, also, _, wrong in step:
+                if wrong is not None:
+                    self.mistakes.add(wrong)
+                elif does in held:
+                    self.mistakes.add(TWICE)
+                else:
+                    if not needs <= held:
+                        self.mistakes.add(TOO_SOON)
+                        if self.stop is None:
+                            self.stop = number
+                    if does is not None:
+                        held.add(does)
+                        held.update(also)
+        if self.stop is None:
+            self.stop = len(steps)
+        if not held.issuperset(explorer.wanted[position]) or any(
+            thing[0] == "half" and ("weight", *thing[1:]) not in held for thing in held
+        ):
+            self.mistakes.add(NEVER)
+
+    @cached_property
+    def posts(self):
+        """Per step, its ends as (queue, side, place in the queue, content)."""
+        counts, posts = {}, []
+        for step in self.steps:
+            ends = [end for reading in step for end in reading.ends]
+            if self.explorer.lanes == "shared":
+                ends = _exchanges(ends)
+            placed = []
+            for queue, side, content in ends:
+                place = counts.get((queue, side), 0)
+                counts[queue, side] = place + 1
+                placed.append((queue, side, place, content))
+            posts.append(tuple(placed))
+        return posts
+
+    @cached_property
+    def queues(self):
+        """(queue, side) -> the contents, in the order in which they are posted."""
+        queues = {}
+        for ends in self.posts:
+            for queue, side, _, content in ends:
+                queues.setdefault((queue, side), []).append(content)
+        return queues
+
+    @cached_property
+    def trace(self):
+        """All that the others ever see of it: the batches it posts, as numbers, and whether it comes to its end."""
+        numbers = self.explorer.batches
+        batches = [numbers.setdefault(ends, len(numbers)) for ends in self.posts[: self.stop] if ends]
+        return (*batches, self.stop == len(self.steps))
+
+
+def _exchanges(ends):
+    """One exchange per pair of positions and batch, whatever the order in the batch; collectives as they are."""
+    exchanges = {}
+    for number, (queue, side, content) in enumerate(ends):
+        exchanges.setdefault((queue, side, number if queue[0] == "group" else None), []).append(content)
+    return [(queue, side, tuple(sorted(contents, key=str))) for (queue, side, _), contents in exchanges.items()]
+
+
+class Explorer:
+    """Knows the shape of a plan, whatever its steps: reads each position's, and lets the parts meet."""
+
+    def __init__(self, plan, lanes="separate"):
         self.lanes = lanes
-        self.problems = set()
-        self.steps = [[step if isinstance(step, tuple) else (step,) for step in steps] for steps in plan.positions]
+        self.num_microbatches = plan.num_microbatches
         self.places = [set(places) for places in plan.placement]
         self.edges = {(edge.source, edge.destination) for edge in plan.graph.stage_edges}
         self.dead = set(plan.forward_only)
@@ -40,40 +132,62 @@ class _Program:
         }
         self.tied = {group.name: set(group.tied) for group in plan.groups}
         self.members = {group.name: set(group.positions) for group in plan.groups}
-        self.ends = []  # per position and step: the message ends in it, (queue, place in it, content)
-        self.needs = []  # per position and step: what it uses
-        self.makes = []  # per position and step: what is there after it
-        self.queues = {}  # (queue, side) -> contents in order of posting
-        for position, steps in enumerate(self.steps):
-            self._read(position, steps)
+        self.wanted = [self._wanted(position) for position in range(len(plan.positions))]
+        self.batches = {}  # all ends of a step -> their number
+        self._meetings = {}  # traces -> what comes of their meeting
 
-    def _read(self, position, steps):
-        ends, needs, makes = [], [], []
-        for number, step in enumerate(steps):
-            step_ends, step_needs, step_makes = [], [], []
-            for action in step:
-                kind, stage = str(action.kind), action.stage
-                if kind in ("F", "B", "I", "W"):
-                    used, made = self._compute(kind, stage, action.microbatch, position)
-                elif kind in ("REDUCE", "COLLECTIVE"):
-                    used, made = self._collective(action, position, number, step_ends)
-                else:
-                    used, made = self._message(action, position, number, step_ends)
-                step_needs += used
-                step_makes += made
-            ends.append(step_ends)
-            needs.append(step_needs)
-            makes.append(step_makes)
-        self.ends.append(ends)
-        self.needs.append(needs)
-        self.makes.append(makes)
+    def part(self, position, steps):
+        """One position's steps, read."""
+        return Part(self, position, [self.read(position, step) for step in steps])
+
+    def read(self, position, step):
+        """The readings of a step's actions."""
+        return tuple(self._read(position, action) for action in (step if isinstance(step, tuple) else (step,)))
+
+    def _wanted(self, position):
+        """What must have been done at a position in the end."""
+        wanted = set()
+        for microbatch in range(self.num_microbatches):
+            for stage, places in enumerate(self.places):
+                if position in places:
+                    wanted.add(("F", stage, microbatch))
+                    if stage not in self.dead:
+                        wanted.add(("grad", stage, microbatch))
+            for source, destination in self.edges:
+                for forward in (True, False):
+                    way = (source, destination, forward)
+                    if not forward and {source, destination} & self.dead:
+                        continue
+                    if way in self.carriers:
+                        if position in self.members[self.carriers[way]]:
+                            wanted.add(("collected", *way, microbatch))
+                        continue
+                    if self.places[source] == self.places[destination]:
+                        continue
+                    maker, user = (source, destination) if forward else (destination, source)
+                    for verb, stage, other in (("sent", maker, user), ("received", user, maker)):
+                        if position in self.places[stage] and self.places[other] - {position}:
+                            wanted.add((verb, *way, microbatch))
+        for group, stages in self.tied.items():
+            if any(position in self.places[stage] for stage in stages):
+                wanted.add(("reduced", group))
+        return wanted
+
+    def _read(self, position, action):
+        kind = str(action.kind)
+        if kind in ("F", "B", "I", "W"):
+            return self._compute(kind, action.stage, action.microbatch, position)
+        if kind in ("REDUCE", "COLLECTIVE"):
+            return self._collective(action, position)
+        return self._message(action, position)
 
     def _compute(self, kind, stage, microbatch, position):
         if stage >= len(self.places) or position not in self.places[stage]:
-            self.problems.add(WRONG)
-            return [], []
-        if microbatch >= self.plan.num_microbatches:
-            self.problems.add(WRONG)
+            return Reading(wrong=STRANGE)
+        if kind != "F" and stage in self.dead:
+            return Reading(wrong=STRANGE)
+        if microbatch >= self.num_microbatches:
+            return Reading(wrong=UNKNOWN)
         if kind == "F":
             used = [
                 thing
@@ -81,244 +195,215 @@ class _Program:
                 if destination == stage
                 for thing in self._along(source, destination, True, microbatch, position)
             ]
-            return used, [("F", stage, microbatch)]
-        if stage in self.dead:
-            self.problems.add(WRONG)
+            return Reading(("F", stage, microbatch), frozenset(used))
+        half, weight = ("half", stage, microbatch), ("weight", stage, microbatch)
         if kind == "W":
-            return [("I", stage, microbatch)], [("W", stage, microbatch)]
+            return Reading(weight, frozenset([half]))
         used = [("F", stage, microbatch)]
         for source, destination in self.edges:
-            if source == stage and destination not in self.dead and stage not in self.dead:
+            if source == stage and destination not in self.dead:
                 used += self._along(source, destination, False, microbatch, position)
-        made = [("grad", stage, microbatch)]
-        made += [("B", stage, microbatch)] if kind == "B" else [("I", stage, microbatch)]
-        return used, made
+        return Reading(("grad", stage, microbatch), frozenset(used), (weight,) if kind == "B" else (half,))
 
     def _along(self, source, destination, forward, microbatch, position):
         """What ``position`` must hold to use the edge's tensor of ``microbatch``."""
         maker = source if forward else destination
-        made = "F" if forward else "grad"
+        made = ("F" if forward else "grad", maker, microbatch)
         if (source, destination, forward) in self.carriers:
             return [("collected", source, destination, forward, microbatch)]
         if self.places[source] == self.places[destination]:
-            return [(made, maker, microbatch)]
+            return [made]
         return [
-            (made, maker, microbatch)
-            if other == position
-            else ("received", source, destination, forward, microbatch, other)
+            made if other == position else ("received", source, destination, forward, microbatch)
             for other in self.places[maker]
         ]
 
-    def _message(self, action, position, number, step_ends):
+    def _message(self, action, position):
         kind = str(action.kind)
         source, destination = action.edge.source, action.edge.destination
-        if (source, destination) not in self.edges or action.microbatch >= self.plan.num_microbatches:
-            self.problems.add(WRONG)
-            return [], []
         forward, sending = kind.endswith("_F"), kind.startswith("SEND")
+        if (source, destination) not in self.edges or (source, destination, forward) in self.carriers:
+            return Reading(wrong=STRANGE)
         if not forward and {source, destination} & self.dead:
-            self.problems.add(WRONG)
-        if (source, destination, forward) in self.carriers:
-            self.problems.add(WRONG)
+            return Reading(wrong=STRANGE)
         maker, user = (source, destination) if forward else (destination, source)
-        content = (source, destination, forward, action.microbatch)
-        if position not in self.places[maker if sending else user]:
-            self.problems.add(WRONG)
-            return [], []
-        if self.places[source] == self.places[destination]:
-            self.problems.add(WRONG)
-            return [], []
         partners = sorted(self.places[user if sending else maker] - {position})
-        if not partners:
-            self.problems.add(WRONG)
+        if position not in self.places[maker if sending else user] or not partners:
+            return Reading(wrong=STRANGE)
+        if self.places[source] == self.places[destination]:
+            return Reading(wrong=STRANGE)
+        content = (source, destination, forward, action.microbatch)
+        ends = []
         for partner in partners:
             way = (position, partner) if sending else (partner, position)
             if self.lanes == "separate":
-                queue, side, met = (*way, forward), sending, content
+                ends.append(((*way, forward), sending, content))
             else:
-                queue, side, met = tuple(sorted(way)), position, (*content, way)
-            posted = self.queues.setdefault((queue, side), [])
-            if self.lanes == "separate":
-                step_ends.append((queue, side, len(posted), met))
-                posted.append(met)
-            elif step_ends and (same := [end for end in step_ends if end[0] == queue]):
-                same[0][3].append(met)  # one exchange per pair of positions and batch
-            else:
-                exchange = [met]
-                step_ends.append((queue, side, len(posted), exchange))
-                posted.append(exchange)
-        if sending:
-            return [("F" if forward else "grad", maker, action.microbatch)], []
-        return [], [("received", *content, partner) for partner in partners]
+                ends.append((tuple(sorted(way)), position, (*content, way)))
+        wrong = UNKNOWN if action.microbatch >= self.num_microbatches else None
+        if not sending:
+            return Reading(("received", *content), ends=tuple(ends), wrong=wrong)
+        made = ("F" if forward else "grad", maker, action.microbatch)
+        return Reading(("sent", *content), frozenset([made]), ends=tuple(ends), wrong=wrong)
 
-    def _collective(self, action, position, number, step_ends):
+    def _collective(self, action, position):
+        ends = ()
         if action.group is not None:
             if position not in self.members.get(action.group, ()):
-                self.problems.add(WRONG)
-                return [], []
-            queue = ("group", action.group)
-            posted = self.queues.setdefault((queue, position), [])
+                return Reading(wrong=STRANGE)
             whose = action.stage if action.edge is not None else None  # tied stages each reduce their own
             met = (str(action.kind), whose, action.edge, action.microbatch)
-            step_ends.append((queue, position, len(posted), met))
-            posted.append(met)
+            ends = ((("group", action.group), position, met),)
         if action.kind == "REDUCE":
             held = {stage for stage, places in enumerate(self.places) if position in places}
             if action.stage not in held or action.stage in self.dead:
-                self.problems.add(WRONG)
+                return Reading(wrong=STRANGE, ends=ends)
             finished = {action.stage} | (self.tied.get(action.group, set()) & held)
-            return [("all", stage) for stage in finished], [("reduced", action.group or action.stage)]
+            weights = [("weight", stage, m) for stage in finished for m in range(self.num_microbatches)]
+            return Reading(("reduced", action.group or action.stage), frozenset(weights), ends=ends)
+        unknown = action.microbatch is not None and action.microbatch >= self.num_microbatches
         if action.edge is None:
-            if action.microbatch is not None and action.microbatch >= self.plan.num_microbatches:
-                self.problems.add(WRONG)
-            return [], []
+            return Reading(ends=ends, wrong=UNKNOWN if unknown else None)
         source, destination = action.edge.source, action.edge.destination
         way = (source, destination, action.stage == source)
-        if self.carriers.get(way) != action.group or action.microbatch >= self.plan.num_microbatches:
-            self.problems.add(WRONG)
+        if self.carriers.get(way) != action.group:
+            return Reading(wrong=STRANGE, ends=ends)
+        if unknown:
+            return Reading(wrong=UNKNOWN, ends=ends)
         used = []
         if action.stage < len(self.places) and position in self.places[action.stage]:
             used = [("F" if way[2] else "grad", action.stage, action.microbatch)]
-        return used, [("collected", *way, action.microbatch)]
+        return Reading(("collected", *way, action.microbatch), frozenset(used), ends=ends)
 
-    def others(self, end):
-        """The other ends of ``end``: (queue, side, place, content there or None)."""
-        queue, side, place, _ = end
+    def _others(self, queue, side):
+        """The other sides of a queue."""
         if queue[0] == "group":
-            sides = sorted(self.members[queue[1]] - {side})
-        elif self.lanes == "separate":
-            sides = [not side]
-        else:
-            sides = [other for other in queue if other != side]
-        for other in sides:
-            posted = self.queues.get((queue, other), [])
-            yield queue, other, place, posted[place] if place < len(posted) else None
+            return sorted(self.members[queue[1]] - {side})
+        if self.lanes == "separate":
+            return [not side]
+        return [other for other in queue if other != side]
+
+    def judge(self, parts):
+        """What comes of the parts in one order of events, which is as good as all (see `walk`)."""
+        traces = tuple([part.trace for part in parts])
+        if traces not in self._meetings:
+            self._meetings[traces] = self._meet(traces)
+        return self._sum_up(parts, *self._meetings[traces])
+
+    def _meet(self, traces):
+        """Whether all come to their ends, and whether all that met was of one message."""
+        batches = list(self.batches)
+        todo = [[batches[number] for number in trace[:-1]] for trace in traces]
+        posted = {}  # (queue, side) -> contents so far
+        at = [0] * len(traces)
+        for steps in todo:
+            _post(steps[:1], posted)
+        fitting, moved = True, True
+        while moved:
+            moved = False
+            for position, steps in enumerate(todo):
+                while at[position] < len(steps):
+                    met = [
+                        (content, other[place] if place < len(other) else None)
+                        for queue, side, place, content in steps[at[position]]
+                        for other in [posted.get((queue, other), ()) for other in self._others(queue, side)]
+                    ]
+                    fitting = fitting and all(theirs in (None, ours) for ours, theirs in met)
+                    if any(theirs is None for _, theirs in met):
+                        break
+                    at[position] += 1
+                    _post(steps[at[position] : at[position] + 1], posted)
+                    moved = True
+        finished = all(number == len(trace) - 1 and trace[-1] for number, trace in zip(at, traces, strict=True))
+        return finished, fitting
+
+    def crossed(self, parts):
+        """Whether in some queue what one side posts is not what another does, message by message."""
+        posted = {end: contents for part in parts for end, contents in part.queues.items()}
+        return any(
+            posted.get((queue, other)) != contents
+            for (queue, side), contents in posted.items()
+            for other in self._others(queue, side)
+        )
+
+    def walk(self, parts, limit=2_000_000):
+        """What can come of the parts in any order of events: goes through all states that any timing can reach."""
+        where = {  # (queue, side, place) -> (position, step)
+            (queue, side, place): (position, number)
+            for position, part in enumerate(parts)
+            for number, ends in enumerate(part.posts)
+            for queue, side, place, _ in ends
+        }
+        fitting, finished, stuck = True, False, False
+
+        def meets(state, end):
+            nonlocal fitting
+            queue, side, place, content = end
+            there = True
+            for other in self._others(queue, side):
+                at = where.get((queue, other, place))
+                if at is None or state[at[0]] < (at[1], True):
+                    there = False
+                else:
+                    fitting = fitting and parts[at[0]].queues[queue, other][place] == content
+            return there
+
+        def moves(state):
+            for position, part in enumerate(parts):
+                number, posted = state[position]
+                if number == part.stop:
+                    continue
+                if not posted:
+                    yield _with(state, position, (number, True))
+                    continue
+                met = [meets(state, end) for end in part.posts[number]]
+                if all(met):
+                    yield _with(state, position, (number + 1, False))
+
+        first = tuple((0, False) for _ in parts)
+        seen, todo = {first}, [first]
+        while todo:
+            state = todo.pop()
+            followers = list(moves(state))
+            if not followers:
+                done = all(number == len(part.steps) for (number, _), part in zip(state, parts, strict=True))
+                finished, stuck = finished or done, stuck or not done
+            for follower in followers:
+                if follower not in seen:
+                    if len(seen) >= limit:
+                        raise RuntimeError(f"more than {limit} states; give a smaller plan")
+                    seen.add(follower)
+                    todo.append(follower)
+        return self._sum_up(parts, finished, fitting) | ({STUCK} if stuck else set())
+
+    def _sum_up(self, parts, finished, fitting):
+        problems = set() if finished else {STUCK}
+        if not fitting or any(part.mistakes & {STRANGE, UNKNOWN} for part in parts):
+            problems.add(WRONG)
+        if finished and any(part.mistakes for part in parts):
+            problems.add(WRONG)
+        return problems
 
 
-def _meets(end, other, lanes):
-    """Whether the two ends are of one message."""
-    if other is None:
-        return False
-    if end[0][0] == "group" or lanes == "separate":
-        return end[3] == other
-    return Counter(map(tuple, end[3])) == Counter(map(tuple, other))
-
-
-def explore(plan, *, lanes="separate", every_order=True, limit=2_000_000):
-    """What can go wrong with ``plan``: a set with any of `STUCK` and `WRONG`, empty if nothing can.
-
-    ``every_order`` walks through all states that any timing can reach; otherwise one order of events, which
-    is enough as long as no event can disable another (the tests hold both against each other).
-    """
-    program = _Program(plan, lanes)
-    problems = set(program.problems)
-    count = len(program.steps)
-    where = {}  # (queue, side, place) -> (position, step)
-    for position, ends in enumerate(program.ends):
-        for number, step_ends in enumerate(ends):
-            for queue, side, place, _ in step_ends:
-                where[queue, side, place] = (position, number)
-
-    def starved(position, number):
-        """Whether a step uses something that the position's earlier steps have not brought."""
-        held = set()
-        for made in program.makes[position][:number]:
-            held.update(made)
-        for thing in program.needs[position][number]:
-            if thing[0] == "all":
-                stage = thing[1]
-                if any(
-                    ("B", stage, m) not in held and ("W", stage, m) not in held for m in range(plan.num_microbatches)
-                ):
-                    return True
-            elif thing not in held:
-                return True
-        return False
-
-    # Whether a step finds its data depends on its own position's earlier steps alone.
-    hungry = [[starved(p, n) for n in range(len(program.steps[p]))] for p in range(count)]
-
-    def moves(state):
-        for position in range(count):
-            number, posted = state[position]
-            if number == len(program.steps[position]) or hungry[position][number]:
-                continue
-            if not posted:
-                yield _with(state, position, (number, True))
-                continue
-            meets = True
-            for end in program.ends[position][number]:
-                for queue, side, place, content in program.others(end):
-                    at = where.get((queue, side, place))
-                    if at is None or not (state[at[0]][0] > at[1] or (state[at[0]][0] == at[1] and state[at[0]][1])):
-                        meets = False
-                    elif not _meets(end, content, lanes):
-                        problems.add(WRONG)
-            if meets:
-                yield _with(state, position, (number + 1, False))
-
-    first = tuple((0, False) for _ in range(count))
-    seen, todo = {first}, [first]
-    finished = False
-    while todo:
-        state = todo.pop()
-        followers = list(moves(state))
-        if not followers:
-            if all(number == len(steps) for (number, _), steps in zip(state, program.steps, strict=True)):
-                finished = True
-            else:
-                problems.add(STUCK)
-        for follower in followers if every_order else followers[:1]:
-            if follower not in seen:
-                if len(seen) >= limit:
-                    raise RuntimeError(f"more than {limit} states; give a smaller plan")
-                seen.add(follower)
-                todo.append(follower)
-    if finished:
-        problems |= _account(program)
-    return problems
+def _post(steps, posted):
+    for ends in steps:
+        for queue, side, _, content in ends:
+            posted.setdefault((queue, side), []).append(content)
 
 
 def _with(state, position, value):
     return (*state[:position], value, *state[position + 1 :])
 
 
-def _account(program):
-    """After a run to the end: was everything done, once, and was every message of use?"""
-    plan = program.plan
-    for position in range(len(program.steps)):
-        made = Counter(thing for things in program.makes[position] for thing in things)
-        used = {thing for things in program.needs[position] for thing in things}
-        if any(times > 1 for times in made.values()):
-            return {WRONG}
-        wanted = set()
-        for stage, places in enumerate(program.places):
-            if position not in places:
-                continue
-            for microbatch in range(plan.num_microbatches):
-                wanted.add(("F", stage, microbatch))
-                if stage not in program.dead:
-                    halves = [made["I", stage, microbatch], made["W", stage, microbatch]]
-                    whole = made["B", stage, microbatch]
-                    if (whole, *halves) not in ((1, 0, 0), (0, 1, 1)):
-                        return {WRONG}
-        for way, group in program.carriers.items():
-            if position in program.members[group]:
-                wanted |= {("collected", *way, microbatch) for microbatch in range(plan.num_microbatches)}
-        for group, stages in program.tied.items():
-            if any(position in program.places[stage] for stage in stages):
-                wanted.add(("reduced", group))
-        if any(made[thing] != 1 for thing in wanted):
-            return {WRONG}
-        for thing in made:
-            if thing[0] == "received" and thing not in used:
-                return {WRONG}
-    for (queue, side), posted in program.queues.items():
-        for place, content in enumerate(posted):
-            for *_, other in program.others((queue, side, place, content)):
-                if not _meets((queue, side, place, content), other, program.lanes):
-                    return {WRONG}
-    return set()
+def explore(plan, *, lanes="separate", every_order=True):
+    """What can go wrong with ``plan``: a set with any of `STUCK` and `WRONG`, empty if nothing can.
+
+    ``every_order`` walks through all states that any timing can reach; otherwise one order of events, which
+    is enough as long as no event can disable another (the tests hold both against each other).
+    """
+    explorer = Explorer(plan, lanes)
+    parts = [explorer.part(position, steps) for position, steps in enumerate(plan.positions)]
+    return explorer.walk(parts) if every_order else explorer.judge(parts)
 
 
 def explore_creation(plan, *, lanes="separate"):

@@ -24,6 +24,20 @@ FLAT = (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
 LOOPED = (interleaved_1f1b, looped_bfs, forward_only)
 V_SHAPED = (zero_bubble_v, v_half, v_min, dualpipe_v)
 U_SHAPED = (u_shape,)
+GENERATORS = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "forward_only": forward_only,
+    "zero_bubble_h1": zero_bubble_h1,
+    "zero_bubble_h2": zero_bubble_h2,
+    "zero_bubble_v": zero_bubble_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+    "u_shape": u_shape,
+}
 
 
 def compute_plans(num_positions, num_microbatches):

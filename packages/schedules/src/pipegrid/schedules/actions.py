@@ -123,7 +123,7 @@ class Action:
         way = "" if peer is None else f"{'<' if self.kind in _RECEIVES else '>'}{peer}"
         microbatch = "" if self.microbatch is None else self.microbatch
         group = "" if self.group is None else f"@{self.group}"
-        return f"{self.stage}{self.kind.value}{microbatch}{way}{group}"
+        return f"{self.stage}{self.kind}{microbatch}{way}{group}"
 
     @property
     def peer(self) -> int | None:

@@ -114,13 +114,13 @@ class PositionCheck:
         self.num_actions = num_actions
         self.peak, self.input_peak = peak / unit, input_peak / unit
 
-    def step_of(self, token: str) -> int | None:
-        """The last step with an action of this token; None if there is none."""
-        return self._steps_by_token.get(token)
+    def step_of(self, action: Action) -> int | None:
+        """The last step with this action; None if there is none."""
+        return self._steps_by_action.get(_identity(action))
 
     @cached_property
-    def _steps_by_token(self) -> dict[str, int]:
-        return {str(action): index for index, step in enumerate(self.steps) for action in actions_of(step)}
+    def _steps_by_action(self) -> dict[tuple[object, ...], int]:
+        return {_identity(action): index for index, step in enumerate(self.steps) for action in actions_of(step)}
 
     def _fault(self, rule: str, message: str, step: int) -> None:
         self.faults.append(Fault(rule, message, self.position, step))
@@ -207,3 +207,8 @@ class PositionCheck:
 
 def _members(plan: Plan, name: str) -> tuple[int, ...]:
     return next((group.positions for group in plan.groups if group.name == name), ())
+
+
+def _identity(action: Action) -> tuple[object, ...]:
+    """What is quicker to hash than the action itself."""
+    return action.kind, action.stage, action.microbatch, action.edge, action.group

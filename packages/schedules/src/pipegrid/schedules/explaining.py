@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attrs import evolve
-
 from pipegrid.schedules.actions import COMPUTES, Action, ActionKind
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.marks import Marks
@@ -60,21 +58,21 @@ def why_refused(check: PositionCheck, step: int, action: Action, rule: Rule) -> 
     if check.flags[rule.done + microbatch]:
         return Fault("duplicate", f"{action} has been done before, and may be done once", position, step)
     unmet = next(needed for needed in rule.needs if not check.flags[needed + microbatch])
-    tokens = [_token(maker, microbatch) for maker in rules.makers[unmet]]
-    later = [at for token in tokens if (at := check.step_of(token)) is not None]
+    makers = [_of(maker, microbatch) for maker in rules.makers[unmet]]
+    later = [at for maker in makers if (at := check.step_of(maker)) is not None]
     where = f"which comes at step {later[0]}" if later else "which this position never does"
-    late = bool(later) and action.kind in COMPUTES and rules.makers[unmet][0].kind.is_receive
+    late = bool(later) and action.kind in COMPUTES and makers[0].kind.is_receive
     return Fault(
         "late-receive" if late else "dependency",
-        f"{action} needs {' or '.join(tokens)} before it, {where}",
+        f"{action} needs {' or '.join(map(str, makers))} before it, {where}",
         position,
         step,
     )
 
 
-def _token(action: Action, microbatch: int) -> str:
-    """The token of the same action for another microbatch."""
-    return str(evolve(action, microbatch=microbatch))
+def _of(action: Action, microbatch: int) -> Action:
+    """The same action for another microbatch."""
+    return Action(action.kind, action.stage, microbatch, action.edge, action.group)
 
 
 def unknown_microbatch(action: Action, count: int, position: int, step: int) -> Fault:
@@ -105,7 +103,7 @@ def missing(check: PositionCheck) -> list[Fault]:
 
 
 def _missing(position: int, actions: tuple[Action, ...], microbatches: list[int]) -> Fault:
-    listed = ", ".join(" or ".join(_token(action, m) for action in actions) for m in microbatches[:8])
+    listed = ", ".join(" or ".join(str(_of(action, m)) for action in actions) for m in microbatches[:8])
     more = f" and {len(microbatches) - 8} more" if len(microbatches) > 8 else ""
     return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
 
@@ -124,15 +122,16 @@ def who_sets(mark: int, marks: Marks, checks: Sequence[PositionCheck], exchanges
     if mark >= 2 * received:
         maker, microbatch = divmod(mark - 2 * received, count)
         position, stage, forward = marks.makers[maker]
-        tokens = [f"{stage}F{microbatch}"] if forward else [f"{stage}B{microbatch}", f"{stage}I{microbatch}"]
+        kinds = (ActionKind.F,) if forward else (ActionKind.B, ActionKind.I)
+        actions = [Action(kind, stage, microbatch) for kind in kinds]
     else:
         sends = mark < received
         number, microbatch = divmod(mark if sends else mark - received, count)
         route = marks.routes[number]
         position = route.lane.source if sends else route.lane.destination
-        tokens = [str(route.end(microbatch, sends=sends))]
-    for token in tokens:
-        at = checks[position].step_of(token)
+        actions = [route.end(microbatch, sends=sends)]
+    for action in actions:
+        at = checks[position].step_of(action)
         if at is not None:
-            return f"position {position}, step {at}: {token}"
-    return f"position {position}: {tokens[0]}"
+            return f"position {position}, step {at}: {action}"
+    return f"position {position}: {actions[0]}"

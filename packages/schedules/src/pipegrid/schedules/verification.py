@@ -84,8 +84,7 @@ def verify(
     Time and memory are linear in the number of actions.
 
     Raises:
-        PlanError: ``faults`` has every fault, with position and step; a circle is printed action by action.
-        It is
+        PlanError: ``faults`` has every fault, with position and step; a circle is printed action by action. It is
             looked for only where nothing else is wrong, since otherwise no one can say who waits for whom.
     """
     if lanes not in ("separate", "shared"):

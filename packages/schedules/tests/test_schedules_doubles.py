@@ -1,0 +1,235 @@
+"""Every plan with one mistake or two, for every generator up to 3 positions and 4 microbatches.
+
+On each of them `verify` and the explorer agree whether anything can go wrong, and what `verify` names is what the
+explorer counts. That is 71 million different plans, and needs no more than this:
+
+- Both judge the steps of each position by themselves first, and what is wrong there is wrong whatever the others
+  do. In `verify` that is `PositionCheck`, one per position, and `list_faults` for all that is left; in the explorer
+  it is `Part`, and `Explorer.judge`. So each order of steps that up to two mistakes make of one position's is
+  judged once by itself, by both; a plan with a wrong one in it is refused by both.
+- All plans with no such position are judged whole: two mistakes on one position, and one on each of two.
+- Swaps commute, and much that is duplicated is dropped again: equal orders are judged once.
+
+That the parts make up the whole is in the code of both sides, and is tried on a sample of all plans, on which
+`verify` and `explore` themselves are called. The whole matrix takes about an hour of one core, nightly, each test
+some minutes at most; a slice of it always runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from zlib import crc32
+
+import pytest
+
+from pipegrid.schedules.checking import PositionCheck
+from pipegrid.schedules.creation import check_creation
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.marks import Marks
+from pipegrid.schedules.plan_text import step_text
+from pipegrid.schedules.rules import Rules
+from pipegrid.schedules.verification import list_faults, verify
+
+from .explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
+from .mutations import Alphabet, single_mutations
+from .schedules_plans import GENERATORS
+
+SIZES = [(p, m) for p in (1, 2, 3) for m in (1, 2, 3, 4)]
+SLICES = {(3, 4): 4}  # what is cut into several tests
+LANES = ("separate", "shared")
+SAMPLED = 1000  # one in so many plans is judged by `verify` and `explore` themselves
+NAMES = {
+    "unknown-microbatch": UNKNOWN,
+    "duplicate": TWICE,
+    "missing": NEVER,
+    "dependency": TOO_SOON,
+    "late-receive": TOO_SOON,
+}
+
+
+class Sound:
+    """A position's steps with nothing wrong in themselves, as each side has read them."""
+
+    def __init__(self, checked, parts):
+        self.checked, self.parts = checked, parts
+
+
+def text(checked):
+    """The steps that were checked."""
+    return " ".join(map(step_text, checked.steps))
+
+
+class Judges:
+    """Both sides, prepared for plans that differ from ``plan`` in their steps only.
+
+    ``every_order``: the explorer plays the meeting of sound words in every order of events, and not in one only.
+    """
+
+    def __init__(self, plan, *, every_order=False):
+        self.plan, self.every_order = plan, every_order
+        self.alphabet = Alphabet(plan.num_microbatches)
+        self.words = [self.alphabet.word(steps) for steps in plan.positions]
+        self.marks = Marks(plan)
+        self.rules = [Rules(self.marks, position, rendezvous=True) for position in range(plan.num_positions)]
+        self.creation = {lanes: check_creation(plan, lanes=lanes) for lanes in LANES}
+        self.explorers = {lanes: Explorer(plan, lanes) for lanes in LANES}
+        self._read = functools.cache(
+            lambda lanes, position, letter: self.explorers[lanes].read(position, self.alphabet.step(letter))
+        )
+
+    def part(self, lanes, position, word):
+        """What the explorer reads in a word."""
+        return Part(self.explorers[lanes], position, [self._read(lanes, position, letter) for letter in word])
+
+    def alone(self, position, word):
+        """Let both judge a word by itself: what is wrong with it, in the explorer's words."""
+        checked = PositionCheck(self.rules[position], self.alphabet.steps(word))
+        part = self.part("separate", position, word)
+        named = {NAMES[fault.rule] for fault in checked.faults}
+        assert named == part.mistakes, (position, checked.faults, part.mistakes, text(checked))
+        if named:
+            return None
+        return Sound(checked, {"separate": part, "shared": self.part("shared", position, word)})
+
+    def together(self, sounds):
+        """Let both judge a plan of words that are sound by themselves: whether it is right for all lanes."""
+        checks = [sound.checked for sound in sounds]
+        right = True
+        for lanes in LANES:
+            named = {fault.rule for fault in list_faults(self.marks, checks, self.creation[lanes], lanes=lanes)}
+            parts = [sound.parts[lanes] for sound in sounds]
+            problems = self.explorers[lanes].judge(parts)
+            if self.every_order:
+                assert problems == self.explorers[lanes].walk(parts), (lanes, [*map(text, checks)])
+            wanted = set()
+            if self.explorers[lanes].crossed(parts):
+                wanted = {"order"}
+            elif STUCK in problems:
+                wanted = {"cycle"}
+            assert bool(named) == bool(problems), (lanes, named, problems, [*map(text, checks)])
+            assert named == wanted, (lanes, named, problems, [*map(text, checks)])
+            right = right and not named
+        return right
+
+    def whole(self, words):
+        """Let `verify` and `explore` themselves judge a plan: it comes to what its positions have wrong, and more."""
+        plan = self.alphabet.with_words(self.plan, words)
+        alone = set().union(*(self.part("separate", p, word).mistakes for p, word in enumerate(words)))
+        for lanes in LANES:
+            try:
+                verify(plan, lanes=lanes)
+                named = set()
+            except PlanError as error:
+                named = {fault.rule for fault in error.faults}
+            problems = explore(plan, lanes=lanes, every_order=False)
+            assert bool(named) == bool(problems), (lanes, named, problems, str(plan))
+            assert {NAMES[rule] for rule in named & NAMES.keys()} == alone, (lanes, named, alone, str(plan))
+            assert named - NAMES.keys() <= ({"order"} if alone else {"order", "cycle"}), (lanes, str(plan))
+
+
+def changed(words, position, word):
+    """The words with another one at ``position``."""
+    return [*words[:position], word, *words[position + 1 :]]
+
+
+def slice_of(word, slices):
+    """In which slice a word is, the same in every process."""
+    return crc32(word.encode("utf-16", "surrogatepass")) % slices
+
+
+def two_on_one_position(judges, number, slices):
+    """All plans with up to two mistakes, on one position: how many, and how many are right."""
+    originals = [judges.alone(position, word) for position, word in enumerate(judges.words)]
+    count = right = 0
+    for position, word in enumerate(judges.words):
+        singles = {word} | {once for _, once in judges.alphabet.changes(word)}
+        doubles = {
+            twice
+            for single in singles
+            for _, twice in judges.alphabet.changes(single)
+            if slice_of(twice, slices) == number
+        }
+        for at, twice in enumerate(doubles):
+            sound = judges.alone(position, twice)
+            count += 1
+            if sound is not None:
+                right += judges.together(changed(originals, position, sound))
+            if at % SAMPLED == 0:
+                judges.whole(changed(judges.words, position, twice))
+    return count, right
+
+
+def one_on_each_of_two_positions(judges, number, slices):
+    """All plans with a mistake on each of two positions: how many, and how many are right."""
+    rng = random.Random(number)
+    originals = [judges.alone(position, word) for position, word in enumerate(judges.words)]
+    words = [sorted({once for _, once in judges.alphabet.changes(word)} - {word}) for word in judges.words]
+    sounds = [
+        [sound for word in own if (sound := judges.alone(position, word)) is not None]
+        for position, own in enumerate(words)
+    ]
+    count = right = 0
+    for one, two in itertools.combinations(range(len(words)), 2):
+        num_pairs = len(range(number, len(words[one]) * len(words[two]), slices))
+        for first, second in itertools.islice(itertools.product(sounds[one], sounds[two]), number, None, slices):
+            right += judges.together(changed(changed(originals, one, first), two, second))
+        for _ in range(num_pairs // SAMPLED + 1):
+            judges.whole(changed(changed(judges.words, one, rng.choice(words[one])), two, rng.choice(words[two])))
+        count += num_pairs
+    return count, right
+
+
+def check(name, p, m, number, slices):
+    """Check one of so many slices of a generator's plans of a size: how many there are, and how many are right."""
+    judges = Judges(lower(GENERATORS[name](p, m)), every_order=p <= 2 and m <= 2)
+    results = [judge(judges, number, slices) for judge in (two_on_one_position, one_on_each_of_two_positions)]
+    return tuple(map(sum, zip(*results, strict=True)))
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_of_any_two_mistakes_a_sample_is_judged_alike(name):
+    for p, m, slices in ((2, 1, 4), (3, 2, 40)):
+        count, _ = check(name, p, m, len(name) % slices, slices)
+        assert count > 10
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_the_slices_together_are_all_plans(slices):
+    plan = lower(GENERATORS["gpipe"](2, 1))
+    brute = {twice for _, once in single_mutations(plan) for _, twice in single_mutations(once)}
+    brute |= {once for _, once in single_mutations(plan)}
+    counts = [check("gpipe", 2, 1, number, slices) for number in range(slices)]
+    repeated = len(plan.positions) - 1  # the plan itself, as often as there are positions
+    assert sum(count for count, _ in counts) - repeated == len(brute)
+    right = sum(right for _, right in counts) - repeated
+    assert right == sum(not refused(mutant) for mutant in brute)
+
+
+def refused(plan):
+    """Whether `verify` refuses the plan, for any kind of lanes."""
+    for lanes in LANES:
+        try:
+            verify(plan, lanes=lanes)
+        except PlanError:
+            return True
+    return False
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(
+    ("p", "m", "number", "slices"),
+    [
+        pytest.param(p, m, number, slices, id=f"{p}x{m}-{number + 1}of{slices}")
+        for p, m in SIZES
+        for slices in [SLICES.get((p, m), 1)]
+        for number in range(slices)
+    ],
+)
+def test_any_two_mistakes_are_judged_alike(name, p, m, number, slices):
+    count, right = check(name, p, m, number, slices)
+    assert right < count
+    assert right or slices > 1  # the plan as it was is one of them

@@ -48,6 +48,17 @@ def test_show_knows_every_schedule(name, capsys):
     assert capsys.readouterr().out.startswith(f"{name}: 2 positions, 4 microbatches\n")
 
 
+def test_1f1b_in_chunks_is_interleaved_1f1b(capsys):
+    sizes = ["--pp", "4", "--microbatches", "8"]
+    assert main(["show", "1f1b", *sizes, "--chunks", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("interleaved_1f1b: 4 positions, 8 microbatches\nmakespan 28.5 · bubble 15.8%")
+    assert main(["show", "interleaved_1f1b", *sizes]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["show", "1f1b", *sizes, "--chunks", "1"]) == 0
+    assert capsys.readouterr().out.startswith("1f1b: ")
+
+
 def test_show_lowers_and_takes_costs(tmp_path, capsys):
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"F": 0.002, "I": 0.002, "W": 0.001, "latency": 0.0005}))

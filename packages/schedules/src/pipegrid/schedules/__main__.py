@@ -83,7 +83,7 @@ def show(arguments: argparse.Namespace) -> int:
                 num_stages=arguments.pp * chunks,
             )
         else:
-            schedule = find_schedule(name)
+            schedule = find_schedule(name, arguments.chunks)
             plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks)
             name = schedule.name
     if arguments.lower:
@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, greedy; or a file (.csv, .json, .txt)")
     draw.add_argument("--pp", type=int, help="positions")
     draw.add_argument("--microbatches", type=int)
-    draw.add_argument("--chunks", type=int, help="stages per position")
+    draw.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
     draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
     draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy")
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")

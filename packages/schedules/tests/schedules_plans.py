@@ -67,6 +67,8 @@ def random_module_plan(seed):
     placement = [
         tuple(rng.sample(range(positions), rng.choice([1, 1, 1, 2, 3][: most + 2]))) for _ in range(graph.num_stages)
     ]
+    held = [[stage for stage, places in enumerate(placement) if p in places] for p in range(positions)]
+    placement = [[p for p in places if held.index(held[p]) == p] for places in placement]  # no two positions alike
     plan = multi_module_1f1b(graph, rng.randint(1, 6), placement=placement)
     options = {
         "receives": rng.choice(["late", "early"]),

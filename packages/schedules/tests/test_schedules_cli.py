@@ -26,6 +26,8 @@ CROSSED = """\
 1: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0
 """
 
+LONG = ', "modules": [["m", 1]], "placement": [[0]], "positions": [["0F0"]]}'
+
 
 def test_show_draws_in_every_form(tmp_path, capsys):
     files = {name: tmp_path / f"out.{name}" for name in ("svg", "json", "csv")}
@@ -44,6 +46,17 @@ def test_show_draws_in_every_form(tmp_path, capsys):
 def test_show_knows_every_schedule(name, capsys):
     assert main(["show", name, "--pp", "2", "--microbatches", "4"]) == 0
     assert capsys.readouterr().out.startswith(f"{name}: 2 positions, 4 microbatches\n")
+
+
+def test_1f1b_in_chunks_is_interleaved_1f1b(capsys):
+    sizes = ["--pp", "4", "--microbatches", "8"]
+    assert main(["show", "1f1b", *sizes, "--chunks", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("interleaved_1f1b: 4 positions, 8 microbatches\nmakespan 28.5 · bubble 15.8%")
+    assert main(["show", "interleaved_1f1b", *sizes]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["show", "1f1b", *sizes, "--chunks", "1"]) == 0
+    assert capsys.readouterr().out.startswith("1f1b: ")
 
 
 def test_show_lowers_and_takes_costs(tmp_path, capsys):
@@ -133,14 +146,65 @@ def test_compare_refuses_unknown_names():
         (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BAD"], "'G' is no cost"),
         (["verify", "TABLE"], "line 1, column 8: found"),
         (["verify", "no-such-file"], "no-such-file"),
+        (["verify", "BYTES"], "bytes.txt is no UTF-8 text: byte 0xff at offset 3"),
+        (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BYTES"], "is no UTF-8 text"),
+        (["verify", "DEEP"], "expected brackets that nest less deeply"),
+        (["verify", "LONG"], "line 1, column 18: found 999"),
+        (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "DEEP"], "brackets that nest less deeply"),
+        (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "NULL"], "F is None; a cost is a number"),
+        (["show", "greedy", "--pp", "2", "--microbatches", "2", "--chunks", "0"], "num_chunks is 0"),
+        (["show", "greedy", "--pp", "2", "--microbatches", "2", "--chunks", "-1"], "num_chunks is -1"),
+        (["compare", "--pp", "2", "--microbatches", "2", "--chunks", "0"], "num_chunks is 0"),
+        (["show", "greedy", "--pp", "2", "--microbatches", "2", "--memory-limit", "nan"], "memory_limit is nan"),
+        (["compare", "--pp", "2", "--microbatches", "2", "--memory-limit", "-1"], "memory_limit is -1.0"),
+        (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--memory-limit", "2"], "is what greedy keeps to"),
     ],
 )
 def test_bad_input_is_explained(arguments, message, tmp_path, capsys):
     (tmp_path / "costs.json").write_text('{"G": 1}')
     (tmp_path / "table.txt").write_text("0: 0F0 0X1\n")
-    places = {"BAD": str(tmp_path / "costs.json"), "TABLE": str(tmp_path / "table.txt")}
+    (tmp_path / "bytes.txt").write_bytes(b"0: \xff\n")
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    (tmp_path / "long.json").write_text('{"microbatches": ' + "9" * 5000 + LONG)
+    (tmp_path / "null.json").write_text('{"F": null}')
+    places = {
+        "BAD": str(tmp_path / "costs.json"),
+        "TABLE": str(tmp_path / "table.txt"),
+        "BYTES": str(tmp_path / "bytes.txt"),
+        "DEEP": str(tmp_path / "deep.json"),
+        "LONG": str(tmp_path / "long.json"),
+        "NULL": str(tmp_path / "null.json"),
+    }
     assert main([places.get(word, word) for word in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_verify_refuses_a_limit_that_is_none_as_it_refuses_a_plan(tmp_path, capsys):
+    table = tmp_path / "plan.csv"
+    table.write_text("0F0,0B0\n")
+    for limit in ("nan", "-1"):
+        assert main(["verify", str(table), "--memory-limit", limit]) == 2
+        assert "give a number from 0" in capsys.readouterr().err
+
+
+def test_costs_per_edge_serve_the_schedules_whose_edges_they_are_of(tmp_path, capsys):
+    costs, plan = tmp_path / "costs.json", tmp_path / "plan.txt"
+    costs.write_text('{"latency": {"0>1": 0.5, "1>2": 1, "2>3": 0.5}}')
+    given = ["--costs", str(costs)]
+    assert main(["show", "1f1b", "--pp", "4", "--microbatches", "8", *given, "--plan", str(plan)]) == 0
+    shown = capsys.readouterr().out.splitlines()[1]
+    assert main(["show", str(plan), *given]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == shown
+    # Four stages, be they on four positions or on two.
+    assert main(["show", "zero_bubble_v", "--pp", "2", "--microbatches", "8", *given]) == 0
+    assert main(["show", "zero_bubble_v", "--pp", "4", "--microbatches", "8", *given]) == 2
+    assert "latency is given per edge; a model cut anew has other edges" in capsys.readouterr().err
+    assert main(["compare", "--pp", "4", "--microbatches", "8", *given]) == 0
+    *table, left_out = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in table[2:]} == {"gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_h2", "greedy"}
+    assert left_out.startswith("left out, as ")
+    assert left_out.endswith("interleaved_1f1b, looped_bfs, zero_bubble_v, v_half, v_min, dualpipe_v, u_shape")
+    assert main(["compare", "--pp", "7", "--microbatches", "8", *given]) == 2
 
 
 def test_names_are_forgiving():

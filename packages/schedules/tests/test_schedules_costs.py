@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules.costs import Costs, CostsError, costs_from_json, costs_to_json
+from pipegrid.schedules.costs import Costs, CostsError, OtherCutError, costs_from_json, costs_to_json
 from pipegrid.transport.edge import Edge
 
 
@@ -39,6 +39,17 @@ def test_know_for_how_many_stages_they_are():
         (lambda: Costs(F=-1), r"F is -1; a cost is finite and not negative"),
         (lambda: Costs(I=math.nan), r"I is nan; a cost is a number"),
         (lambda: Costs(W=[1, "2"]), r"W is '2'; a cost is a number"),
+        (lambda: Costs(F=None), r"F is None; a cost is a number"),
+        (lambda: Costs(F="12"), r"F is '12'; a cost is a number"),
+        (lambda: Costs(F={0: 1}), r"F is \{0: 1\}; a cost is a number"),
+        (lambda: Costs(F=10**400), r"F is an integer of 1329 bits; a cost is finite"),
+        (lambda: Costs(F=[(Edge(0, 1), 3)]), r"F is given per edge .*; it is a cost of stages"),
+        (lambda: Costs(F=object()), r"F is <object .*; a cost is a number"),
+        (lambda: Costs(overhead=None), r"overhead is None; a cost is a number"),
+        (lambda: Costs(overhead=(1, 2)), r"overhead is \(1, 2\); a cost is a number"),
+        (lambda: Costs(latency=None), r"latency is None; a cost is a number"),
+        (lambda: Costs(latency=[1.0, 2.0]), r"latency holds 1.0; costs per edge are pairs of an Edge and a number"),
+        (lambda: Costs(latency=[(Edge(0, 1), 1), 2.0]), r"latency is \[.*\]; a cost is a number"),
         (lambda: Costs(F=()), r"F is empty; give one number, or one per stage"),
         (lambda: Costs(bandwidth=0), r"bandwidth is 0; it must be positive"),
         (lambda: Costs(overhead=math.inf), r"overhead is inf; a cost is finite"),
@@ -59,6 +70,19 @@ def test_know_for_how_many_stages_they_are():
 def test_impossible_costs_are_refused(build, message):
     with pytest.raises(CostsError, match=message):
         build()
+
+
+def test_costs_per_edge_hold_where_the_edges_are_theirs():
+    edges = {Edge(0, 1): 1, Edge(1, 2): 2, Edge(2, 3): 3}
+    costs = Costs(latency=edges)
+    assert costs.cut_into(4, slices=4) == costs
+    assert costs.cut_into(4, slices=2) == Costs(F=0.5, I=0.5, W=0.5, latency=edges)  # four stages on two positions
+    with pytest.raises(OtherCutError, match=r"other edges \(0>1\) than those given \(0>1, 1>2, 2>3\)"):
+        costs.cut_into(2, slices=2)
+    branched = Costs(bandwidth={Edge(0, 2): 1, Edge(1, 2): 2})
+    assert branched.cut_into(3, slices=3, edges=[Edge(0, 2), Edge(1, 2)]) == branched
+    with pytest.raises(OtherCutError, match=r"bandwidth is given per edge; a model cut anew has other edges"):
+        branched.cut_into(3, slices=3)
 
 
 def test_cut_anew_into_equal_shares():
@@ -102,6 +126,15 @@ def test_edges_in_json():
         ('{"F": "1"}', r"F is '1'; a cost is a number, a list or an object per edge"),
         ('{"latency": {"0-1": 1}}', r"latency names the edge '0-1'; write source stage, '>'"),
         ('{"F": [1, -1]}', r"F is -1; a cost is finite and not negative"),
+        ('{"F": null}', r"F is None; a cost is a number"),
+        ('{"F": {"0>1": 3}}', r"F is given per edge .*; it is a cost of stages"),
+        ('{"F": [[1, 2]]}', r"F is \[1, 2\]; a cost is a number"),
+        ('{"latency": [1, 2]}', r"latency holds 1; costs per edge are pairs"),
+        ('{"overhead": [1, 2]}', r"overhead is \[1, 2\]; a cost is a number"),
+        ('{"latency": {"1>0": 1}}', r"latency names the edge '1>0'"),
+        ('{"F": 1' + "0" * 400 + "}", r"F is inf; a cost is finite"),
+        ('{"F": ' + "9" * 5000 + "}", r"F is inf; a cost is finite"),
+        ("[" * 200_000, r"costs are no JSON \(line 1, column 1\): found .*; expected brackets that nest less deeply"),
     ],
 )
 def test_bad_json_is_refused(text, message):

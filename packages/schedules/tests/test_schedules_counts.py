@@ -7,6 +7,8 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.schedules import forward_only_order, interleaved_1f1b, one_f_one_b_order
+from pipegrid.schedules.actions import ActionKind
 from pipegrid.schedules.counts import (
     check_first_val_step,
     convert_schedule_table_to_order,
@@ -87,6 +89,50 @@ def test_warmup_with_chunks_counts_both_ways_and_the_groups_of_earlier_chunks():
         2 * 2 + 4 + 1,
         23,
     )
+
+
+def chunks_of(order, stages_of_position):
+    """An order as `convert_schedule_table_to_order` writes it: chunks from 1, a backward's with a minus.
+
+    Backwards take the table's chunks from the last on, so its chunk 0, less V, is minus the last chunk.
+    """
+    sign = {ActionKind.F: 1, ActionKind.B: -1}
+    return [sign[action.kind] * (stages_of_position.index(action.stage) + 1) for action in order]
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_plan_of_interleaved_1f1b_is_what_counts_and_table_say(stages, chunks):
+    for group in range(stages, stages + 4):
+        for microbatches in range(group, 3 * group + 1):
+            if 0 < microbatches % group < stages:
+                continue  # the counts are for whole rounds; the plan leaves a gap in a short one
+            table = get_schedule_table(microbatches, chunks, group)
+            plan = interleaved_1f1b(stages, microbatches, num_chunks=chunks, group_size=group)
+            for rank, held in enumerate(plan.stages_at):
+                place = Place(stages, rank)
+                _, _, warmup, _ = get_pp_rank_microbatches(microbatches, chunks, group, p2p_communicator=place)
+                order = list(plan.actions(rank))
+                assert chunks_of(order, held) == convert_schedule_table_to_order(warmup, chunks, table)
+                forwards = [(a.microbatch, held.index(a.stage)) for a in order if a.kind is ActionKind.F]
+                assert forwards == table
+
+
+@given(st.integers(2, 6), st.integers(1, 20))
+def test_the_plan_of_1f1b_warms_up_as_the_counts_say(stages, microbatches):
+    for rank in range(stages):
+        place = Place(stages, rank)
+        _, _, warmup, _ = get_pp_rank_microbatches(microbatches, 1, None, p2p_communicator=place)
+        table = get_schedule_table(microbatches, 1, stages)
+        order = one_f_one_b_order(rank, stages, microbatches)
+        assert chunks_of(order, [rank]) == convert_schedule_table_to_order(warmup, 1, table)
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
+def test_the_plan_of_forwards_alone_is_the_table(stages, microbatches, chunks):
+    for rank in range(stages):
+        order = forward_only_order(rank, stages, microbatches, num_chunks=chunks)
+        assert [(a.microbatch, a.stage // stages) for a in order] == get_schedule_table(microbatches, chunks, stages)
 
 
 def test_forward_only_is_all_warmup_and_one_stage_warms_up_with_one():

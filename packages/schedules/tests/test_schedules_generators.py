@@ -86,8 +86,8 @@ def test_every_plan_verifies_at_every_shape():
 
 def test_a_positions_order_is_generated_without_the_others():
     for num_positions, num_microbatches in [(1, 2), (3, 2), (4, 9)]:
-        for generator in (*FLAT, *LOOPED, *U_SHAPED, zero_bubble_v, dualpipe_v):
-            order = getattr(generators, f"{generator.__name__}_order")
+        for generator in (*FLAT, *LOOPED, *U_SHAPED, *V_SHAPED):
+            order = getattr(pipegrid.schedules, f"{generator.__name__}_order")
             plan = generator(num_positions, num_microbatches)
             for position in range(num_positions):
                 assert tuple(order(position, num_positions, num_microbatches)) == plan.positions[position]

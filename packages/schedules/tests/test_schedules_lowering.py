@@ -113,8 +113,10 @@ def test_what_stays_on_its_position_is_not_sent():
     # The turn of the V: stages 1 and 2 are both on position 1.
     assert rows(plan)[1] == "1RECV_F0<0 1F0 2F0 2SEND_F0>3 2RECV_B0<3 2I0 2W0 1I0 1SEND_B0>0 1W0"
     assert not lower(gpipe(1, 3)).has_communication
-    colocated = multi_module_1f1b(ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]}), 2, placement=[(0, 1), (0, 1)])
-    assert not lower(colocated).has_communication
+    # a and b on the very same positions, which c makes two.
+    graph = ModuleGraph({"a": 1, "b": 1, "c": 2}, {"a": ["b"]})
+    colocated = lower(multi_module_1f1b(graph, 2, placement=[(0, 1), (0, 1), 0, 1]))
+    assert {action.edge for position in (0, 1) for action in colocated.actions(position)} == {None, Edge(2, 3)}
 
 
 def test_forwards_alone_send_no_gradients():
@@ -237,8 +239,8 @@ def test_computes_that_wait_for_each_other_are_refused():
 def test_a_collective_waits_for_all_positions_of_its_stages():
     # Without the collective each position keeps its own; with it, 0 has to wait for 1 and 1 for 0.
     table = from_text(
-        "modules a:1 b:1 c:1 d:1\nedges a>b c>d\nplacement 0,1 0,1 0,1 0,1\nforward_only 0 1 2 3\n"
-        "0: 0F0 1F0 2F0 3F0\n1: 2F0 3F0 0F0 1F0"
+        "modules a:1 b:1 c:1 d:1 e:1\nedges a>b c>d\nplacement 0,1 0,1 0,1 0,1 1\nforward_only 0 1 2 3 4\n"
+        "0: 0F0 1F0 2F0 3F0\n1: 2F0 3F0 0F0 1F0 4F0"
     )
     assert not lower(table).has_communication
     with pytest.raises(PlanError) as error:

@@ -11,6 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import (
+    Costs,
+    interleaved_1f1b,
+    lower,
+    multi_module_1f1b,
+    one_f_one_b,
+    simulate,
+    timeline,
+    zero_bubble_v,
+)
 from pipegrid.schedules.ascii import ascii_timeline
 from pipegrid.schedules.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.svg import svg, write_svg
@@ -25,6 +36,7 @@ from pipegrid.schedules.timelines import (
     summary,
     time_text,
 )
+from pipegrid.transport.edge import Edge
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -199,6 +211,46 @@ def test_perfetto_arrows_start_and_end_inside_the_slices_of_a_send_and_its_recei
         (finish,) = (e for e in events if e["ph"] == "f" and e["id"] == start["id"])
         assert around(start)["cat"].replace("SEND", "RECV") == around(finish)["cat"]
         assert finish["bp"] == "e"
+
+
+def in_nanoseconds(event):
+    start = round(event["ts"] * 1000)
+    return start, start + round(event.get("dur", 0) * 1000)
+
+
+FREE_SENDS = lower(
+    multi_module_1f1b(ModuleGraph({"enc": 1, "llm": 2}, {"enc": ["llm"]}), 4), collectives={Edge(0, 1): "bridge"}
+)
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(latency=0.1), Costs(F=0.3, I=0.1, W=0)], ids=["free", "slow", "no W"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lower(one_f_one_b(4, 8)),
+        one_f_one_b(4, 8),
+        lower(interleaved_1f1b(4, 8)),
+        lower(zero_bubble_v(4, 8)),
+        FREE_SENDS,
+    ],
+    ids=["1f1b", "1f1b computes", "interleaved", "zbv", "a bridge"],
+)
+def test_each_end_of_an_arrow_of_a_simulated_plan_lies_in_one_slice(plan, costs):
+    drawn = timeline(simulate(plan, costs))
+    events = perfetto(drawn)["traceEvents"]
+    slices = {}
+    for event in events:
+        if event["ph"] == "X":
+            slices.setdefault(event["tid"], []).append((*in_nanoseconds(event), event["name"]))
+    ends = [event for event in events if event["ph"] in "sf"]
+    assert len(ends) == 2 * len(drawn.flows) > 0
+    spans = [span for flow in drawn.flows for span in (drawn.spans[flow.source], drawn.spans[flow.destination])]
+    for event, span in zip(ends, spans, strict=True):
+        at, _ = in_nanoseconds(event)
+        assert [name for start, end, name in slices[event["tid"]] if start <= at < end] == [span.name]
+    for span, event in zip(drawn.spans, (event for event in events if event["ph"] == "X"), strict=True):
+        if span.is_compute and span.duration > 0:
+            assert event["tid"] % 64 == 0  # work is on the row's own track
 
 
 KINDS = ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "COLLECTIVE", "data"]

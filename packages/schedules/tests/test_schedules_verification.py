@@ -5,11 +5,15 @@ from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
+    Costs,
     Group,
     Lane,
     PlanError,
+    compare,
     from_text,
     gpipe,
+    greedy,
+    interleaved_1f1b,
     lower,
     multi_module_1f1b,
     one_f_one_b,
@@ -463,6 +467,20 @@ def test_memory_is_bounded_for_all_positions_or_for_each():
     ]
     with pytest.raises(PlanError, match="memory_limit has 2 numbers and the plan 3 positions"):
         verify(plan, memory_limit=[3, 2])
+    assert verify(plan, memory_limit=10**400).peak_live == (3, 2, 1)
+    verify(plan, memory_limit=[3, None, 1])
+
+
+@pytest.mark.parametrize("limit", [float("nan"), -1, "3", "321", True, [3, float("nan"), 1], [3, -2, 1], 1j])
+def test_a_limit_that_is_none_is_refused(limit):
+    computes = one_f_one_b(3, 6)
+    with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
+        verify(computes, memory_limit=limit)
+    if not isinstance(limit, list):
+        with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
+            greedy(Costs(), limit, num_positions=3, num_microbatches=6)
+        with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
+            compare(3, 6, memory_limit=limit)
 
 
 def test_lanes_are_separate_or_shared():
@@ -476,3 +494,46 @@ def test_a_plan_that_lost_all_its_messages_is_not_taken_for_one_of_computes():
     with pytest.raises(PlanError, match="1F0 needs 1RECV_F0<0 before it, which this position never does"):
         verify(bare)
     verify(evolve(bare, creation=None))
+
+
+# Tied parameters and positions
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lower(interleaved_1f1b(1, 2, num_chunks=2), tied={"emb": (0, 1)}),
+        lower(one_f_one_b(2, 2), tied={"emb": (0, 1)}),
+        lower(zero_bubble_v(2, 2), tied={"emb": (0, 3)}),
+    ],
+    ids=["one position", "two positions", "one of two positions"],
+)
+def test_a_reduce_that_nobody_does_is_refused(plan):
+    verify(plan)
+    positions = [[step for step in steps if "REDUCE" not in str(step)] for steps in plan.positions]
+    for creation in (None, plan.creation):
+        with pytest.raises(PlanError) as error:
+            verify(evolve(plan, positions=positions, creation=creation))
+        members = plan.groups[0].positions
+        assert [(fault.rule, fault.position) for fault in error.value.faults] == [("missing", p) for p in members]
+        assert "0REDUCE@emb: to be done here, and never done" in error.value.faults[0].message
+
+
+def test_a_plan_of_computes_that_ties_parameters_is_told_of_lower():
+    computes = evolve(one_f_one_b(2, 2), groups=[Group("emb", [0, 1], tied=[0, 1])])
+    with pytest.raises(PlanError, match="0REDUCE@emb: .* never done; lower adds it to a plan of computes"):
+        verify(computes)
+    verify(lower(computes))
+
+
+def test_two_positions_that_hold_the_same_stages_are_refused():
+    graph = ModuleGraph({"enc": 1, "llm": 1}, {"enc": ["llm"]})
+    with pytest.raises(PlanError) as error:
+        verify(multi_module_1f1b(graph, 2, placement=[(0, 1), (0, 1)]))
+    (fault,) = error.value.faults
+    assert (fault.rule, fault.position) == ("position", 1)
+    assert fault.message.startswith("holds stages 0, 1, exactly as position 0 does; a position is all the ranks")
+
+
+def test_positions_without_any_stage_may_be_several():
+    assert verify(lower(interleaved_1f1b(4, 3, num_chunks=1, num_stages=2))).num_positions == 4

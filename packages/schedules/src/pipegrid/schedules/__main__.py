@@ -11,10 +11,12 @@ from pathlib import Path
 
 from pipegrid.schedules.ascii import ascii_timeline
 from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
-from pipegrid.schedules.comparison import compare, comparison_table
+from pipegrid.schedules.comparison import COMPARED, compare, comparison_table
 from pipegrid.schedules.costs import Costs, CostsError, costs_from_json
 from pipegrid.schedules.drawing import timeline
 from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import check_sizes
+from pipegrid.schedules.limits import as_limit
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.perfetto import write_perfetto
 from pipegrid.schedules.plan import Plan
@@ -30,9 +32,18 @@ USAGE = 2
 REFUSED = 1
 
 
+def read_file(path: Path) -> str:
+    """The text of a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise PlanError(f"{path} is no UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
+
+
 def read_plan(path: Path) -> Plan:
     """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
-    text = path.read_text(encoding="utf-8")
+    text = read_file(path)
     if path.suffix == ".csv":
         return from_csv(text)
     return from_json(text) if path.suffix == ".json" else from_text(text)
@@ -46,13 +57,15 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def read_costs(path: Path | None) -> Costs:
     """The costs in a JSON file; without one, F = I = W = 1 per position and free communication."""
-    return Costs() if path is None else costs_from_json(path.read_text(encoding="utf-8"))
+    return Costs() if path is None else costs_from_json(read_file(path))
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Draw one schedule."""
     costs = read_costs(arguments.costs)
     name: str = arguments.schedule
+    if arguments.memory_limit is not None and name != "greedy":
+        raise PlanError("--memory-limit is what greedy keeps to; verify and compare hold other plans against it")
     path = Path(name)
     if path.is_file():
         plan, name = read_plan(path), path.name
@@ -60,7 +73,8 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.pp is None or arguments.microbatches is None:
             raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
         if name == "greedy":
-            chunks = arguments.chunks or 1
+            chunks = 1 if arguments.chunks is None else arguments.chunks
+            check_sizes(num_positions=arguments.pp, num_chunks=chunks)
             plan = greedy(
                 costs.cut_into(arguments.pp * chunks, slices=arguments.pp),
                 arguments.memory_limit,
@@ -69,12 +83,14 @@ def show(arguments: argparse.Namespace) -> int:
                 num_stages=arguments.pp * chunks,
             )
         else:
-            schedule = find_schedule(name)
+            schedule = find_schedule(name, arguments.chunks)
             plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks)
             name = schedule.name
     if arguments.lower:
         plan = lower(plan)
-    cut = costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside)
+    cut = costs.cut_into(
+        plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside, edges=plan.graph.stage_edges
+    )
     simulation = simulate(plan, cut)
     drawn = timeline(simulation, unit=arguments.unit)
     drawn = timeline(drawn, title=f"{name}: {drawn.title}")
@@ -93,6 +109,7 @@ def show(arguments: argparse.Namespace) -> int:
 def verify_file(arguments: argparse.Namespace) -> int:
     """Prove one plan, or say what is wrong with it."""
     plan = read_plan(arguments.plan)
+    as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
     try:
         proof = verify(
             plan,
@@ -117,6 +134,10 @@ def compare_all(arguments: argparse.Namespace) -> int:
         num_chunks=arguments.chunks,
     )
     print(comparison_table(rows, unit=arguments.unit), end="")
+    shown = {row.schedule for row in rows}
+    left_out = [name for name in COMPARED if name not in shown]
+    if left_out:
+        print(f"left out, as no plan fits under the cap or the costs are of other edges: {', '.join(left_out)}")
     return 0
 
 
@@ -129,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, greedy; or a file (.csv, .json, .txt)")
     draw.add_argument("--pp", type=int, help="positions")
     draw.add_argument("--microbatches", type=int)
-    draw.add_argument("--chunks", type=int, help="stages per position")
+    draw.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
     draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
     draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy")
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")

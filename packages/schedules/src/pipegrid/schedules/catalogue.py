@@ -82,8 +82,10 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule fo
 """Every named schedule of a chain, by name."""
 
 
-def find_schedule(name: str) -> Schedule:
+def find_schedule(name: str, num_chunks: int | None = None) -> Schedule:
     """The schedule called ``name``; dashes and capitals do not matter, and ``one_f_one_b`` is ``1f1b``.
+
+    With more than one chunk asked for, ``1f1b`` is ``interleaved_1f1b``: 1F1B in chunks is what that is.
 
     Raises:
         PlanError: no schedule is called that; the names are listed.
@@ -92,4 +94,6 @@ def find_schedule(name: str) -> Schedule:
     wanted = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}.get(wanted, wanted)
     if wanted not in SCHEDULES:
         raise PlanError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
+    if wanted == "1f1b" and num_chunks is not None and num_chunks > 1:
+        wanted = "interleaved_1f1b"
     return SCHEDULES[wanted]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
 from pipegrid.schedules.catalogue import SCHEDULES
-from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.costs import Costs, OtherCutError
 from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import check_sizes
+from pipegrid.schedules.limits import as_limit
 from pipegrid.schedules.list_scheduling import SLACK
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search import greedy
@@ -21,7 +22,7 @@ from pipegrid.schedules.timelines import amount, time_text
 class Row:
     """The figures of one schedule (see `Simulation`); ``fits`` says whether its peak keeps to the cap."""
 
-    name: str
+    schedule: str
     plan: Plan
     makespan: float
     bubble_of_makespan: float
@@ -29,6 +30,15 @@ class Row:
     peak_until_weight: float
     peak_until_input: float
     fits: bool
+
+    @property
+    def name(self) -> str:
+        """The schedule, and its chunks where it has more than one."""
+        return self.schedule if self.plan.num_chunks == 1 else f"{self.schedule} ({self.plan.num_chunks} chunks)"
+
+
+COMPARED = (*(name for name, schedule in SCHEDULES.items() if schedule.trains), "greedy")
+"""The schedules that `compare` knows."""
 
 
 def compare(
@@ -44,37 +54,42 @@ def compare(
 
     ``costs`` are those of the model cut into one slice per position where numbers are single, or of
     consecutive slices where they are lists; schedules with more stages cut it further. ``names`` restricts
-    the table. ``num_chunks`` is for the schedules that take any number.
+    the table. ``num_chunks`` is for the schedules that take any number. Where costs are given per edge, schedules
+    that cut the model into other stages are left out.
 
     Raises:
-        PlanError: a size below 1, or a name that is not in the catalogue.
-        CostsError: costs per edge, which cannot be cut further.
+        PlanError: a size below 1, a cap that is none, or a name that is not in the catalogue.
+        CostsError: costs per edge that are those of no schedule.
     """
     costs = Costs() if costs is None else costs
-    limit = math.inf if memory_limit is None else memory_limit
-    wanted = [name for name, schedule in SCHEDULES.items() if schedule.trains]
-    wanted.append("greedy")
-    if names is not None:
-        names = list(names)
-        unknown = sorted(set(names) - set(wanted))
-        if unknown:
-            raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(wanted)}")
-        wanted = [name for name in wanted if name in names]
+    limit = as_limit(memory_limit)
+    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    wanted = COMPARED if names is None else tuple(names)
+    unknown = sorted(set(wanted) - set(COMPARED))
+    if unknown:
+        raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(COMPARED)}")
     rows: list[Row] = []
-    for name in wanted:
-        plans = (
-            _greedy(num_positions, num_microbatches, costs, memory_limit, {1, num_chunks, 2})
-            if name == "greedy"
-            else [
-                SCHEDULES[name].plan(
-                    num_positions,
-                    num_microbatches,
-                    num_chunks if SCHEDULES[name].chunks is None else None,
-                )
-            ]
-        )
-        found = [_row(name, plan, costs, limit) for plan in plans]
+    refusal: OtherCutError | None = None
+    for name in (name for name in COMPARED if name in wanted):
+        try:
+            plans = (
+                _greedy(num_positions, num_microbatches, costs, memory_limit, {1, num_chunks, 2})
+                if name == "greedy"
+                else [
+                    SCHEDULES[name].plan(
+                        num_positions,
+                        num_microbatches,
+                        num_chunks if SCHEDULES[name].chunks is None else None,
+                    )
+                ]
+            )
+            found = [_row(name, plan, costs, limit) for plan in plans]
+        except OtherCutError as error:
+            refusal = error
+            continue
         rows += sorted(found, key=_rank)[:1]
+    if refusal is not None and not rows:
+        raise refusal
     return sorted(rows, key=_rank)
 
 
@@ -96,18 +111,20 @@ def _greedy(
                 num_microbatches=num_microbatches,
                 num_stages=num_stages,
             )
-        except PlanError:  # nothing fits under the cap with this many chunks
+        except (PlanError, OtherCutError):  # nothing fits under the cap with this many chunks, or the costs do not
             continue
         plans.append(plan)
     return plans
 
 
 def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
-    cut = costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside)
+    cut = costs.cut_into(
+        plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside, edges=plan.graph.stage_edges
+    )
     simulation = simulate(plan, cut)
     peak = simulation.peak()
     return Row(
-        name if plan.num_chunks == 1 else f"{name} ({plan.num_chunks} chunks)",
+        name,
         plan,
         simulation.makespan,
         simulation.bubble(),

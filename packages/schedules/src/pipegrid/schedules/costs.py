@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 
 from attrs import evolve, field, fields, frozen
 
+from pipegrid.schedules.errors import PlanError, PlanSyntaxError
+from pipegrid.schedules.json_reading import load_json
+from pipegrid.schedules.words import parse_edge
 from pipegrid.transport.edge import Edge
 
 PerStage: TypeAlias = float | tuple[float, ...]
@@ -23,16 +26,28 @@ class CostsError(ValueError):
     """Costs that are negative, not numbers, or missing for a stage or an edge."""
 
 
-def _per_stage(value: float | Iterable[float] | None) -> Any:
-    if value is None or isinstance(value, (int, float)):
-        return value
-    return tuple(value)
+class OtherCutError(CostsError):
+    """Costs per edge for other edges than those of the model as it is cut into stages here."""
 
 
-def _per_edge(value: float | Mapping[Edge, float] | Iterable[tuple[Edge, float]]) -> Any:
-    if isinstance(value, (int, float)):
+# Converters leave what they do not know as it is, for `Costs` to say what is wrong with it.
+def _per_stage(value: Any) -> Any:
+    if isinstance(value, str | Mapping):
         return value
-    return tuple(sorted(value.items() if isinstance(value, Mapping) else value))
+    try:
+        return tuple(value)
+    except TypeError:
+        return value
+
+
+def _per_edge(value: Any) -> Any:
+    try:
+        return tuple(sorted(value.items() if isinstance(value, Mapping) else value))
+    except TypeError:
+        return value
+
+
+PER_EDGE = ("latency", "bandwidth", "message")
 
 
 @frozen
@@ -66,28 +81,20 @@ class Costs:
     def __attrs_post_init__(self) -> None:
         for attribute in fields(Costs):
             name, value = attribute.name, getattr(self, attribute.name)
-            if value is None:
+            if value is None and attribute.default is None:
                 continue
-            values = value if isinstance(value, tuple) else (value,)
-            if not values:
+            if not isinstance(value, tuple) or name == "overhead":
+                _check(name, value)
+                continue
+            if not value:
                 raise CostsError(f"{name} is empty; give one number, or one per stage or edge")
-            for entry in values:
-                self._check(name, entry)
-
-    @staticmethod
-    def _check(name: str, entry: Any) -> None:
-        number, where = entry, ""
-        if isinstance(entry, tuple):
-            if len(entry) != 2 or not isinstance(entry[0], Edge):
-                raise CostsError(f"{name} holds {entry!r}; costs per edge are pairs of an Edge and a number")
-            number, where = entry[1], f" of edge {entry[0]}"
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
-            raise CostsError(f"{name}{where} is {number!r}; a cost is a number")
-        if name == "bandwidth":
-            if number <= 0:
-                raise CostsError(f"bandwidth{where} is {number}; it must be positive (infinite: free)")
-        elif number < 0 or math.isinf(number):
-            raise CostsError(f"{name}{where} is {number}; a cost is finite and not negative")
+            for entry in value:
+                if name in PER_EDGE:
+                    _check_pair(name, entry)
+                elif isinstance(entry, tuple):
+                    raise CostsError(f"{name} is given per edge ({entry!r}); it is a cost of stages: one number each")
+                else:
+                    _check(name, entry)
 
     @property
     def stages(self) -> int | None:
@@ -123,18 +130,32 @@ class Costs:
             raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
         return {edge: float(known[edge]) for edge in edges}
 
-    def cut_into(self, num_stages: int, *, slices: int, beside: Sequence[int] | None = None) -> Costs:
+    def cut_into(
+        self,
+        num_stages: int,
+        *,
+        slices: int,
+        beside: Sequence[int] | None = None,
+        edges: Iterable[Edge] | None = None,
+    ) -> Costs:
         """The same model cut into ``num_stages`` stages, of equal share or of 1/n each for n in ``beside``.
 
         A single number is the cost of one of ``slices`` equal slices (one per position, say); numbers per
-        stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut anew.
+        stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut: they must be for
+        the edges of the result, ``edges`` (by default those of a chain).
 
         Raises:
-            CostsError: latency, bandwidth or message is given per edge.
+            OtherCutError: latency, bandwidth or message is given for other edges.
         """
-        for name in ("latency", "bandwidth", "message"):
-            if isinstance(getattr(self, name), tuple):
-                raise CostsError(f"{name} is given per edge; a model cut anew has other edges, give one number")
+        wanted = {Edge(stage, stage + 1) for stage in range(num_stages - 1)} if edges is None else set(edges)
+        for name in PER_EDGE:
+            value = getattr(self, name)
+            given = {edge for edge, _ in value} if isinstance(value, tuple) else wanted
+            if given != wanted:
+                raise OtherCutError(
+                    f"{name} is given per edge; a model cut anew has other edges ({_listed(wanted)}) than those given "
+                    f"({_listed(given)}): give one number, or one for each of them"
+                )
 
         uneven = beside is not None and len(set(beside)) > 1
         weights = [1 / number for number in beside] if beside is not None and uneven else [1.0] * num_stages
@@ -148,6 +169,31 @@ class Costs:
             return tuple(value * slices * share for share in shares) if uneven else value * slices / num_stages
 
         return evolve(self, **{name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")})
+
+
+def _check(name: str, number: Any, where: str = "") -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != number:  # noqa: PLR0124 -- nan
+        raise CostsError(f"{name}{where} is {number!r}; a cost is a number")
+    try:
+        value = float(number)
+    except OverflowError:
+        raise CostsError(f"{name}{where} is an integer of {int(number).bit_length()} bits; a cost is finite") from None
+    if name == "bandwidth":
+        if value <= 0:
+            raise CostsError(f"bandwidth{where} is {number}; it must be positive (infinite: free)")
+    elif value < 0 or math.isinf(value):
+        raise CostsError(f"{name}{where} is {number}; a cost is finite and not negative")
+
+
+def _check_pair(name: str, entry: Any) -> None:
+    if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], Edge):
+        raise CostsError(f"{name} holds {entry!r}; costs per edge are pairs of an Edge and a number")
+    _check(name, entry[1], f" of edge {entry[0]}")
+
+
+def _listed(edges: Iterable[Edge]) -> str:
+    first = sorted(edges)
+    return ", ".join(map(str, first[:8])) + (f" and {len(first) - 8} more" if len(first) > 8 else "") or "none"
 
 
 def _resampled(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
@@ -185,9 +231,10 @@ def costs_from_json(text: str) -> Costs:
         CostsError: no JSON object, a key that is no field, or a value that is no cost.
     """
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CostsError(f"costs are no JSON (line {error.lineno}, column {error.colno}): {error.msg}") from None
+        data = load_json(text)
+    except PlanSyntaxError as error:
+        where = f"line {error.line}, column {error.column}"
+        raise CostsError(f"costs are no JSON ({where}): found {error.found}; expected {error.expected}") from None
     if not isinstance(data, dict):
         raise CostsError(f'costs are a JSON object such as {{"F": 1.0}}, not {data!r}')
     names = [attribute.name for attribute in fields(Costs)]
@@ -202,7 +249,8 @@ def costs_from_json(text: str) -> Costs:
 
 
 def _edge(name: str, key: str) -> Edge:
-    source, _, destination = key.partition(">")
-    if not (source.strip().isdigit() and destination.strip().isdigit()):
-        raise CostsError(f"{name} names the edge {key!r}; write source stage, '>', destination stage: '0>1'")
-    return Edge(int(source), int(destination))
+    try:
+        return parse_edge("".join(key.split()))
+    except PlanError:
+        message = f"{name} names the edge {key!r}; write source stage, '>', destination stage: '0>1'"
+        raise CostsError(message) from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 from attrs import frozen
 
@@ -34,6 +35,26 @@ class PlanError(ValueError):
         self.faults = tuple(faults)
         listed = "".join(f"\n  {fault}" for fault in self.faults)
         super().__init__(message + listed)
+
+
+FieldPath: TypeAlias = tuple[Hashable, ...]
+"""The way to a part of a plan: an attribute, then what leads on from it.
+
+That is an index, or the item itself where order means nothing: ``("placement", 1, 7)`` is position 7 of stage 1's.
+"""
+
+
+class PlanFieldError(PlanError):
+    """A part of a plan that does not fit the others: where (``path``), and what was expected there."""
+
+    def __init__(self, message: str, *, path: FieldPath, expected: str) -> None:
+        self.path = path
+        self.expected = expected
+        super().__init__(message)
+
+    def inside(self, *path: Hashable) -> PlanFieldError:
+        """The same of something that lies at ``path`` of the plan."""
+        return PlanFieldError(str(self), path=(*path, *self.path), expected=self.expected)
 
 
 class PlanSyntaxError(PlanError):

@@ -94,8 +94,9 @@ def missing(check: PositionCheck) -> list[Fault]:
             lacking = [microbatch for microbatch in lacking if flags[rule.needs[0] + microbatch]]
         if lacking:
             faults.append(_missing(check.position, rules.makers.get(done, (rule.action,)), lacking))
+    remedy = "" if rules.plan.has_communication else "; lower adds it to a plan of computes"
     return faults + [
-        Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done", check.position)
+        Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done{remedy}", check.position)
         for name, stages in rules.tied.items()
         if name not in check.reduced
     ]

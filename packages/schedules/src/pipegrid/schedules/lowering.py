@@ -58,9 +58,10 @@ def lower(
     if plan.has_communication:
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
     groups = _with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
-    plan = evolve(plan, groups=groups, creation=None)
+    untied = evolve(plan, groups=[evolve(group, tied=()) for group in groups], creation=None)
     with _collector_paused():
-        verify(plan)
+        verify(untied)  # each REDUCE is added below
+        plan = evolve(plan, groups=groups, creation=None)
         dates = compute_dates(plan, duration)
         if dates is None:  # verify refuses such plans
             raise PlanError("the computes of the plan wait for each other")

@@ -6,9 +6,9 @@ The format: "Trace Event Format" (the JSON of chrome://tracing), times in micros
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipegrid.schedules.timelines import Span, Timeline, as_panels
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 MICROSECONDS = 1e6  # of a second
 UNIT = 1e3  # microseconds that a unit of cost is shown as, where a timeline has no unit
-SHORTEST = 1e-3  # a nanosecond: slices without any length swallow their arrows
+NANOSECONDS = 1000  # of a microsecond; the finest that a trace tells apart
 TRACKS_PER_ROW = 64  # thread ids that a row may take: its work, then its transfers
 
 
@@ -24,25 +24,40 @@ def _factor(unit: str) -> float:
     return MICROSECONDS if unit == "s" else UNIT
 
 
-def _tracks(spans: Sequence[tuple[int, Span]]) -> dict[int, int]:
+class _Slice(NamedTuple):
+    """A span as drawn, in nanoseconds from the timeline's start: at least one, as no arrow binds to a slice of none."""
+
+    start: int
+    end: int
+    number: int
+    beside: bool
+    """Whether it goes beside the row's work: a transfer, or what takes no time and so would cover the next."""
+
+
+def _slice(index: int, span: Span, zero: float, factor: float) -> _Slice:
+    start, end = (round((time - zero) * factor * NANOSECONDS) for time in (span.start, span.end))
+    return _Slice(start, max(end, start + 1), index, beside=span.is_transfer or start == end)
+
+
+def _tracks(slices: Iterable[_Slice]) -> dict[int, int]:
     """Span index -> track: 0 for work; transfers overlap, so each takes the first of 1, 2, ... that is free.
 
-    Slices of one thread must nest; spans of work that overlap (ranks of one row) move to further tracks too.
+    Slices of one thread must nest, and an arrow that ends in two belongs to neither; so spans of work that overlap
+    (ranks of one row) move to further tracks too.
     """
-    free_at: list[float] = [float("-inf")]
+    free_at = [0]
     track_of: dict[int, int] = {}
-    for index, span in sorted(spans, key=lambda item: (item[1].start, item[1].end)):
-        first = 1 if span.is_transfer else 0
+    for drawn in sorted(slices):
+        first = int(drawn.beside)
         track = next(
-            (t for t in range(first, len(free_at)) if free_at[t] <= span.start),
+            (t for t in range(first, len(free_at)) if free_at[t] <= drawn.start),
             max(len(free_at), first),
         )
-        if track >= TRACKS_PER_ROW:
-            track = TRACKS_PER_ROW - 1
+        track = min(track, TRACKS_PER_ROW - 1)
         while len(free_at) <= track:
-            free_at.append(float("-inf"))
-        free_at[track] = max(free_at[track], span.end)
-        track_of[index] = track
+            free_at.append(0)
+        free_at[track] = max(free_at[track], drawn.end)
+        track_of[drawn.number] = track
     return track_of
 
 
@@ -56,9 +71,10 @@ def _process(timeline: Timeline, pid: int, first_flow: int) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     tid_of: dict[int, int] = {}
-    rows: list[list[tuple[int, Span]]] = [[] for _ in timeline.rows]
-    for index, span in enumerate(timeline.spans):
-        rows[span.row].append((index, span))
+    slices = [_slice(index, span, zero, factor) for index, span in enumerate(timeline.spans)]
+    rows: list[list[_Slice]] = [[] for _ in timeline.rows]
+    for drawn, span in zip(slices, timeline.spans, strict=True):
+        rows[span.row].append(drawn)
     for row, title in enumerate(timeline.rows):
         tracks = _tracks(rows[row])
         for track in sorted({0, *tracks.values()}):
@@ -74,24 +90,19 @@ def _process(timeline: Timeline, pid: int, first_flow: int) -> Iterator[Event]:
             }
         for index, track in tracks.items():
             tid_of[index] = row * TRACKS_PER_ROW + track
-    for index, span in enumerate(timeline.spans):
+    for (start, end, index, _), span in zip(slices, timeline.spans, strict=True):
         yield {
             "ph": "X",
             "name": span.name,
             "cat": span.kind,
             "pid": pid,
             "tid": tid_of[index],
-            "ts": at(span.start),
-            "dur": max((span.end - span.start) * factor, SHORTEST),
+            "ts": start / NANOSECONDS,
+            "dur": (end - start) / NANOSECONDS,
             "args": {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch},
         }
     for number, flow in enumerate(timeline.flows, first_flow):
-        source, destination = timeline.spans[flow.source], timeline.spans[flow.destination]
-        ends: tuple[tuple[str, int, Span], ...] = (
-            ("s", flow.source, source),
-            ("f", flow.destination, destination),
-        )
-        for phase, index, span in ends:
+        for phase, index in (("s", flow.source), ("f", flow.destination)):
             yield {
                 "ph": phase,
                 "bp": "e",  # bind to the slice around it, not to the next one
@@ -100,7 +111,7 @@ def _process(timeline: Timeline, pid: int, first_flow: int) -> Iterator[Event]:
                 "cat": "transfer",
                 "pid": pid,
                 "tid": tid_of[index],
-                "ts": at(span.start),
+                "ts": slices[index].start / NANOSECONDS,
             }
     for counter in timeline.counters:
         title = f"{counter.name}, {timeline.rows[counter.row]}"

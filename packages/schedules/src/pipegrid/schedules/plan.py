@@ -14,7 +14,8 @@ from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import GROUP_NAME, Action
-from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.plan_checks import check_creation_lists, check_shape
 from pipegrid.transport.edge import Direction, Edge
 
 Step: TypeAlias = Action | tuple[Action, ...]
@@ -44,9 +45,17 @@ class Group:
 
     def __attrs_post_init__(self) -> None:
         if not GROUP_NAME.fullmatch(self.name):
-            raise PlanError(f"{self.name!r} is not a group name; use letters, digits and any of _ . : - (no spaces)")
+            raise PlanFieldError(
+                f"{self.name!r} is not a group name; use letters, digits and any of _ . : - (no spaces)",
+                path=("name",),
+                expected="a group name: letters, digits and any of _ . : -",
+            )
         if not self.positions or len(set(self.positions)) != len(self.positions):
-            raise PlanError(f"group {self.name!r} has positions {list(self.positions)}; name each once")
+            raise PlanFieldError(
+                f"group {self.name!r} has positions {list(self.positions)}; name each once",
+                path=("positions",),
+                expected="one or more positions, each once",
+            )
 
 
 def _direction_key(direction: Direction) -> str:
@@ -132,7 +141,7 @@ class Plan:
     Whether the plan is *right* is for `verify` to say: here only its shape is checked.
 
     Raises:
-        PlanError: positions, placement, groups and creation do not fit each other.
+        PlanFieldError: positions, placement, groups and creation do not fit each other; ``path`` says which.
     """
 
     positions: tuple[tuple[Step, ...], ...] = field(converter=_as_steps, repr=_count_steps)
@@ -144,10 +153,10 @@ class Plan:
     creation: tuple[tuple[Lane | str, ...], ...] = field(converter=_as_creation, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        _check_shape(self)
+        check_shape(self)
         if self.creation is None:
             object.__setattr__(self, "creation", default_creation(self))
-        _check_creation(self)
+        check_creation_lists(self)
 
     @property
     def num_positions(self) -> int:
@@ -260,84 +269,6 @@ def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:
             creation[lane.source].append(lane)
             creation[lane.destination].append(lane)
     return tuple(tuple(names) for names in creation)
-
-
-def _check_shape(plan: Plan) -> None:
-    num_positions, num_stages = len(plan.positions), plan.graph.num_stages
-    if num_positions < 1:
-        raise PlanError("the plan has no positions; it needs at least one")
-    if not isinstance(plan.num_microbatches, int) or plan.num_microbatches < 1:
-        raise PlanError(f"num_microbatches is {plan.num_microbatches!r}; a plan has at least 1 microbatch")
-    if len(plan.placement) != num_stages:
-        raise PlanError(
-            f"the placement covers {len(plan.placement)} stages and the graph has {num_stages}; give the "
-            "position of every stage"
-        )
-    for stage, positions in enumerate(plan.placement):
-        if not positions or len(set(positions)) != len(positions):
-            raise PlanError(f"stage {stage} is placed on {list(positions)}; name each of its positions once")
-        for position in positions:
-            if not 0 <= position < num_positions:
-                raise PlanError(
-                    f"stage {stage} is placed on position {position}; the plan has positions 0..{num_positions - 1}"
-                )
-    for stage in plan.forward_only:
-        if not 0 <= stage < num_stages:
-            raise PlanError(f"forward_only names stage {stage}; the graph has stages 0..{num_stages - 1}")
-    for stage in range(num_stages):
-        after = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
-        if stage not in plan.forward_only and after and all(s in plan.forward_only for s in after):
-            raise PlanError(
-                f"stage {stage} is trained, but all stages that it feeds ({', '.join(map(str, after))}) are "
-                "forward_only, so no gradient comes back to it; make it forward_only too, or one of them not"
-            )
-    _check_groups(plan)
-
-
-def _check_groups(plan: Plan) -> None:
-    names = [group.name for group in plan.groups]
-    if len(set(names)) != len(names):
-        raise PlanError(f"groups are named twice in {names}; every name must be unique")
-    carriers: dict[Edge, str] = {}
-    for group in plan.groups:
-        for position in group.positions:
-            if not 0 <= position < plan.num_positions:
-                last = plan.num_positions - 1
-                raise PlanError(f"group {group.name!r} names position {position}; the plan has positions 0..{last}")
-        for edge in group.edges:
-            if edge not in plan.graph.stage_edges:
-                known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
-                raise PlanError(f"group {group.name!r} names edge {edge}; the graph has {known}")
-            if carriers.setdefault(edge, group.name) != group.name:
-                raise PlanError(f"groups {carriers[edge]!r} and {group.name!r} both carry edge {edge}; choose one")
-        for stage in group.tied:
-            if not 0 <= stage < plan.num_stages:
-                raise PlanError(
-                    f"group {group.name!r} ties stage {stage}; the plan has stages 0..{plan.num_stages - 1}"
-                )
-            if stage in plan.forward_only:
-                raise PlanError(f"group {group.name!r} ties stage {stage}, which has no backward to reduce")
-        holders = {place for stage in group.tied for place in plan.placement[stage]}
-        if group.tied and set(group.positions) - holders:
-            raise PlanError(
-                f"group {group.name!r} has positions {list(group.positions)} and ties stages of {sorted(holders)} "
-                "alone; a position without a tied stage has nothing to reduce"
-            )
-        ends = {stage for edge in group.edges for stage in (edge.source, edge.destination)}
-        needed = holders | {place for stage in ends for place in plan.placement[stage]}
-        if not needed <= set(group.positions):
-            raise PlanError(
-                f"group {group.name!r} has positions {list(group.positions)} and its stages lie on {sorted(needed)}; "
-                "it must have all of these"
-            )
-
-
-def _check_creation(plan: Plan) -> None:
-    if len(plan.creation) != plan.num_positions:
-        raise PlanError(
-            f"creation has {len(plan.creation)} lists and the plan {plan.num_positions} positions; "
-            "give one list per position"
-        )
 
 
 def compute_plan(

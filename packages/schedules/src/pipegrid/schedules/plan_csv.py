@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterator
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Plan, chain
-from pipegrid.schedules.plan_reading import PlanReader, Word, words
+from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan_reading import PlanReader
 from pipegrid.schedules.plan_text import header_lines, step_text
+from pipegrid.schedules.words import Word, words
 
-_OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
 
 
 def to_csv(plan: Plan) -> str:
@@ -39,16 +40,14 @@ def from_csv(text: str, *, num_microbatches: int | None = None, num_stages: int 
         PlanSyntaxError: line and column, what was found, what was expected.
         PlanError: the parts do not fit each other.
     """
-    reader = PlanReader(num_microbatches=num_microbatches)
-    if num_stages is not None:
-        reader.graph = chain(num_stages)
+    reader = PlanReader(num_stages=num_stages, num_microbatches=num_microbatches)
     lines = text.splitlines()
     while lines and not lines[-1].strip():
         lines.pop()  # an empty row in the middle is a position that does nothing; at the end it is nothing
     row = 0
     for number, line in enumerate(lines, start=1):
         if line.startswith("#:"):
-            reader.header(words(line, line_number=number, start=2))
+            reader.header.read(words(line, line_number=number, start=2))
             continue
         if line.startswith("#"):
             continue
@@ -60,10 +59,15 @@ def from_csv(text: str, *, num_microbatches: int | None = None, num_stages: int 
 def _cells(line: str, line_number: int) -> Iterator[Word]:
     column = 1
     for cell in line.split(","):
-        pair = _OVERLAP.search(cell)
+        pair = _OVERLAP.fullmatch(cell)
         if pair is not None:
             for part in (1, 2):
-                yield Word(pair[part].strip(), line_number, column + pair.start(part))
+                yield Word(pair[part], line_number, column + pair.start(part))
+        elif "OVERLAP" in cell:
+            start = len(cell) - len(cell.lstrip())
+            raise Word(cell.strip(), line_number, column + start).error(
+                "a cell of its own for each step; a pair is written (4F5;3B0)OVERLAP_F_B"
+            )
         else:
             for match in re.finditer(r"\S+", cell):
                 yield Word(match[0], line_number, column + match.start())

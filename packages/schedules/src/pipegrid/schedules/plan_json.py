@@ -9,18 +9,17 @@ An object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import Action, parse_action
-from pipegrid.schedules.errors import PlanError, PlanSyntaxError
-from pipegrid.schedules.plan import Group, Lane, Plan, Step
-from pipegrid.schedules.plan_reading import check_action, parse_creation, parse_edge
-
-Path: TypeAlias = tuple[str | int, ...]
-"""Keys and indices from the top of the document."""
+from pipegrid.schedules.errors import FieldPath, PlanError, PlanFieldError, PlanSyntaxError
+from pipegrid.schedules.json_reading import Path, load_json, locate
+from pipegrid.schedules.plan import Group, Lane, Plan, Step, actions_of
+from pipegrid.schedules.plan_header import located_graph
+from pipegrid.schedules.table_checks import Extent, check_action
+from pipegrid.schedules.words import parse_creation, parse_edge
 
 
 def to_json(plan: Plan) -> str:
@@ -59,16 +58,15 @@ def from_json(text: str) -> Plan:
         PlanSyntaxError: line and column, what was found, what was expected.
         PlanError: the parts do not fit each other, say a placement that misses a stage.
     """
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        found = repr(text[error.pos : error.pos + 12]) if error.pos < len(text) else "the end"
-        raise PlanSyntaxError(line=error.lineno, column=error.colno, found=found, expected=error.msg) from None
+    document = load_json(text)
     reader = _Reader(text, document)
     for key in reader.mapping((), document):
         if key not in _KEYS:
             raise reader.error((key,), f"one of the keys {', '.join(_KEYS)}", found=repr(key))
-    return reader.plan()
+    try:
+        return reader.plan()
+    except PlanFieldError as error:
+        raise reader.error(_way(document, error.path), error.expected) from None
 
 
 _KEYS = (
@@ -107,9 +105,9 @@ class _Reader:
     def part(self, key: str, what: str) -> Sequence[Any]:
         return self.sequence((key,), self.document.get(key, []), what)
 
-    def count(self, path: Path, value: Any, what: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(path, f"{what}, an integer from 0")
+    def count(self, path: Path, value: Any, what: str, *, least: int = 0) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(path, f"{what}, an integer from {least}")
         return value
 
     def counts(self, path: Path, value: Any, what: str) -> tuple[int, ...]:
@@ -126,40 +124,30 @@ class _Reader:
         for key in ("microbatches", "modules", "placement", "positions"):
             if key not in self.document:
                 raise self.error((), f"the key {key!r}", found="an object without it")
+        count = self.count(("microbatches",), self.document["microbatches"], "a number of microbatches", least=1)
+        rows = [
+            self.sequence(("positions", p), steps, "a list of steps")
+            for p, steps in enumerate(self.part("positions", "a list of positions"))
+        ]
+        positions = [
+            [self._step(("positions", p, i), item) for i, item in enumerate(row)] for p, row in enumerate(rows)
+        ]
+        actions = [action for steps in positions for step in steps for action in actions_of(step)]
+        if not actions:
+            raise self.error(("positions",), "an action; no position does anything")
+        table = Extent.of(actions)
+        table.require_microbatches(count)
         graph = self._graph()
-        count = self.count(("microbatches",), self.document["microbatches"], "a number of microbatches")
+        table.require_stages(graph)
         groups = [self._group(("groups", i), item) for i, item in enumerate(self.part("groups", "a list"))]
         names = {group.name for group in groups}
         edges = frozenset(graph.stage_edges)
 
-        def action(path: Path, value: Any) -> Action:
-            if not isinstance(value, str):
-                raise self.error(path, 'an action, such as "3F7"')
+        for path, action in self._placed(positions):
             try:
-                found = parse_action(value)
-                check_action(found, graph=graph, edges=edges, num_microbatches=count, groups=names)
+                check_action(action, graph=graph, edges=edges, num_microbatches=count, groups=names)
             except PlanError as error:
                 raise self.error(path, str(error)) from None
-            return found
-
-        def step(path: Path, value: Any) -> Step:
-            if not isinstance(value, list):
-                return action(path, value)
-            if not value:
-                raise self.error(path, "communications in the batch")
-            batch = tuple(action((*path, i), item) for i, item in enumerate(value))
-            for i, item in enumerate(batch):
-                if item.kind.is_compute:
-                    raise self.error((*path, i), "a communication; computes stand alone, outside a batch")
-            return batch
-
-        positions = [
-            [
-                step(("positions", p, i), item)
-                for i, item in enumerate(self.sequence(("positions", p), steps, "a list of steps"))
-            ]
-            for p, steps in enumerate(self.part("positions", "a list of positions"))
-        ]
         return Plan(
             positions=positions,
             graph=graph,
@@ -173,21 +161,51 @@ class _Reader:
             creation=self._creation() if "creation" in self.document else None,
         )
 
+    def _step(self, path: Path, value: Any) -> Step:
+        if not isinstance(value, list):
+            return self._action(path, value)
+        if not value:
+            raise self.error(path, "communications in the batch")
+        batch = tuple(self._action((*path, i), item) for i, item in enumerate(value))
+        for i, item in enumerate(batch):
+            if item.kind.is_compute:
+                raise self.error((*path, i), "a communication; computes stand alone, outside a batch")
+        return batch
+
+    def _action(self, path: Path, value: Any) -> Action:
+        if not isinstance(value, str):
+            raise self.error(path, 'an action, such as "3F7"')
+        try:
+            return parse_action(value)
+        except PlanError as error:
+            raise self.error(path, str(error)) from None
+
+    @staticmethod
+    def _placed(positions: Sequence[Sequence[Step]]) -> Iterator[tuple[Path, Action]]:
+        """Every action, and the way to it."""
+        for p, steps in enumerate(positions):
+            for i, step in enumerate(steps):
+                if isinstance(step, Action):
+                    yield ("positions", p, i), step
+                    continue
+                for k, action in enumerate(step):
+                    yield ("positions", p, i, k), action
+
     def _graph(self) -> ModuleGraph:
         modules = [
             self.pair(("modules", i), item, "a pair of a name and a depth")
             for i, item in enumerate(self.part("modules", "a list of modules"))
         ]
         for i, (_, depth) in enumerate(modules):
-            self.count(("modules", i, 1), depth, "a depth")
+            self.count(("modules", i, 1), depth, "a depth", least=1)
         edges = [
             self.pair(("edges", i), item, "a pair of names of modules")
             for i, item in enumerate(self.part("edges", "a list of edges"))
         ]
-        try:
-            return ModuleGraph(modules, edges)
-        except ValueError as error:
-            raise self.error(("edges" if edges else "modules",), str(error)) from None
+        for i, (_, destination) in enumerate(edges):
+            if not isinstance(destination, str):
+                raise self.error(("edges", i, 1), "the name of a module")
+        return located_graph(modules, edges)
 
     def _group(self, path: Path, value: Any) -> Group:
         item = self.mapping(path, value)
@@ -205,8 +223,8 @@ class _Reader:
         tied = self.counts((*path, "tied"), item.get("tied", []), "stage")
         try:
             return Group(item["name"], positions, edges=edges, tied=tied)
-        except PlanError as error:
-            raise self.error(path, str(error)) from None
+        except PlanFieldError as error:
+            raise error.inside(*path) from None
 
     def _creation(self) -> list[list[Lane | str]]:
         creation = []
@@ -220,47 +238,18 @@ class _Reader:
         return creation
 
 
-_SPACE = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder()
-
-
-def locate(text: str, path: Path) -> tuple[int, int, str]:
-    """Line and column (from 1) of the value at ``path`` in valid JSON, and its text, shortened."""
-    at = _skip(text, 0)
+def _way(document: Mapping[str, Any], path: FieldPath) -> Path:
+    """Where ``path`` of a plan leads in its document, as far as that goes."""
+    way: list[str | int] = []
+    node: Any = document
     for key in path:
-        inside = _skip(text, at + 1)
-        if text[inside] in "]}":
+        step: Any = {"num_microbatches": "microbatches", "depth": 1}.get(str(key), key)
+        if isinstance(node, list) and key != "depth" and not any(isinstance(item, list | dict) for item in node):
+            items = [str(item) for item in node]  # numbers, edges: the key is one of them
+            step = items.index(str(key)) if str(key) in items else None
+        known = step in node if isinstance(node, dict) else isinstance(step, int) and step < len(node)
+        if not known:
             break
-        at = _member(text, inside, key) if isinstance(key, str) else _element(text, inside, key)
-    line = text.count("\n", 0, at) + 1
-    column = at - (text.rfind("\n", 0, at) + 1) + 1
-    _, end = _DECODER.raw_decode(text, at)
-    value = text[at:end]
-    return line, column, value if len(value) <= 60 else f"{value[:57]}..."
-
-
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return at if match is None else match.end()
-
-
-def _element(text: str, at: int, index: int) -> int:
-    for _ in range(index):
-        _, at = _DECODER.raw_decode(text, at)
-        at = _skip(text, _skip(text, at) + 1)
-    return at
-
-
-def _member(text: str, at: int, key: str) -> int:
-    """Where the value of ``key`` starts; of the last one if the key is there twice, as `json` reads it."""
-    found = at
-    while True:
-        name, at = _DECODER.raw_decode(text, at)
-        value = _skip(text, _skip(text, at) + 1)
-        if name == key:
-            found = value
-        _, at = _DECODER.raw_decode(text, value)
-        at = _skip(text, at)
-        if text[at] == "}":
-            return found
-        at = _skip(text, at + 1)
+        way.append(step)
+        node = node[step]
+    return tuple(way)

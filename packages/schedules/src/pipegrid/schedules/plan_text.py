@@ -22,7 +22,8 @@ import re
 
 from pipegrid.schedules.actions import Action
 from pipegrid.schedules.plan import Group, Plan, Step, default_creation
-from pipegrid.schedules.plan_reading import PlanReader, Word, words
+from pipegrid.schedules.plan_reading import PlanReader
+from pipegrid.schedules.words import Word, words
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _POSITION = re.compile(r"\s*(\d+)\s*:", re.ASCII)
@@ -55,7 +56,7 @@ def from_text(text: str) -> Plan:
     for number, line in enumerate(text.splitlines(), start=1):
         head = _POSITION.match(line)
         if head is None:
-            reader.header(words(line, line_number=number))
+            reader.header.read(words(line, line_number=number))
             continue
         position = Word(head[1], number, head.start(1) + 1)
         reader.position(position, words(line, line_number=number, start=head.end()))

@@ -81,7 +81,7 @@ class Rules:
         self.tied = {
             group.name: stages
             for group in self.plan.groups
-            if self.plan.communicates and (stages := [stage for stage in group.tied if stage in self.stages])
+            if (stages := [stage for stage in group.tied if stage in self.stages])
         }
         self._add_communication()
         for stage in self.stages:

@@ -15,6 +15,7 @@ from pipegrid.schedules.costs import Costs
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.generators.shapes import check_sizes, looped_placement, v_placement
+from pipegrid.schedules.limits import as_limit
 from pipegrid.schedules.list_scheduling import (
     SLACK,
     Problem,
@@ -108,7 +109,7 @@ def candidates(
             f"{num_stages} stages cannot occupy {num_positions} positions; take fewer positions or cut the "
             "model into more stages"
         )
-    limit = math.inf if memory_limit is None else float(memory_limit)
+    limit = as_limit(memory_limit)
     placements = _placements(num_positions, num_stages) if placement is None else [_as_places(placement)]
     tried, least = 0, math.inf
     for places in placements:

@@ -11,6 +11,7 @@ from pipegrid.schedules.checking import PositionCheck
 from pipegrid.schedules.creation import check_creation
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.explaining import who_sets
+from pipegrid.schedules.limits import as_limit
 from pipegrid.schedules.marks import Marks
 from pipegrid.schedules.matching import Exchanges, check_groups, check_lanes, share_lanes
 from pipegrid.schedules.plan import Plan
@@ -98,7 +99,7 @@ def verify(
         PositionCheck(Rules(marks, position, rendezvous=rendezvous), steps)
         for position, steps in enumerate(plan.positions)
     ]
-    faults = list_faults(marks, checks, check_creation(plan, lanes=lanes), lanes=lanes)
+    faults = _twins(plan) + list_faults(marks, checks, check_creation(plan, lanes=lanes), lanes=lanes)
     peaks = tuple(check.peak for check in checks)
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
@@ -120,17 +121,30 @@ def verify(
     )
 
 
+def _twins(plan: Plan) -> list[Fault]:
+    """The faults of positions that are one: each is *the* class of ranks with its stages. Any may be empty."""
+    first: dict[tuple[int, ...], int] = {}
+    return [
+        Fault(
+            "position",
+            f"holds stages {', '.join(map(str, stages))}, exactly as position {first[stages]} does; a position is all "
+            "the ranks that hold the same stages (data lanes act alike), so make the two one",
+            position,
+        )
+        for position, stages in enumerate(plan.stages_at)
+        if stages and first.setdefault(stages, position) != position
+    ]
+
+
 def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequence[float]:
-    if memory_limit is None:
-        return (float("inf"),) * plan.num_positions
-    if isinstance(memory_limit, int | float):
-        return (memory_limit,) * plan.num_positions
+    if isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence):
+        return (as_limit(memory_limit),) * plan.num_positions
     if len(memory_limit) != plan.num_positions:
         raise PlanError(
             f"memory_limit has {len(memory_limit)} numbers and the plan {plan.num_positions} positions; give "
             "one number, or one per position"
         )
-    return memory_limit
+    return [as_limit(limit) for limit in memory_limit]
 
 
 def list_faults(

@@ -1,13 +1,16 @@
 """The named schedules: pure functions from a shape to a plan of computes, each with its source.
 
-Where a schedule allows it, ``NAME_order`` gives what one position does without building the others.
+``NAME_order`` gives what one position does without building the others; `v_half` and `v_min` follow them all the same,
+since a position puts its ``W`` where it waits for others.
 """
 
 from __future__ import annotations
 
 from pipegrid.schedules.generators.building_blocks import (
     v_half,
+    v_half_order,
     v_min,
+    v_min_order,
 )
 from pipegrid.schedules.generators.looped import (
     forward_only,
@@ -66,7 +69,9 @@ __all__ = [
     "u_shape_counts",
     "u_shape_order",
     "v_half",
+    "v_half_order",
     "v_min",
+    "v_min_order",
     "zero_bubble_h1",
     "zero_bubble_h1_order",
     "zero_bubble_h2",

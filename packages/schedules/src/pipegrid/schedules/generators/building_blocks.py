@@ -17,7 +17,7 @@ from collections import deque
 from attrs import frozen
 
 from pipegrid.schedules.actions import Action, ActionKind, forward, input_backward, weight_backward
-from pipegrid.schedules.generators.shapes import Order, check_sizes, v_placement
+from pipegrid.schedules.generators.shapes import Order, check_position, check_sizes, v_placement
 from pipegrid.schedules.plan import Plan, compute_plan
 
 
@@ -34,9 +34,20 @@ def v_half(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
+    return _v_plan(num_positions, num_microbatches, _half_orders(num_positions, num_microbatches))
+
+
+def v_half_order(position: int, num_positions: int, num_microbatches: int) -> Order:
+    """What ``position`` of `v_half` does. Where it waits for others is where it puts a ``W``, so all are followed."""
+    check_position(position, num_positions)
+    return _half_orders(num_positions, num_microbatches)[position]
+
+
+def _half_orders(num_positions: int, num_microbatches: int) -> list[Order]:
     check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
     turns = (0, 0, 0) if num_positions % 2 else (2, 0, 3)
-    return _v_plan(num_positions, num_microbatches, _Block((1, 2, 1, 2), turns), limit=2 * ((num_positions + 2) // 2))
+    block = _Block((1, 2, 1, 2), turns)
+    return _v_orders(num_positions, num_microbatches, block, limit=2 * ((num_positions + 2) // 2))
 
 
 def v_min(num_positions: int, num_microbatches: int) -> Plan:
@@ -52,9 +63,20 @@ def v_min(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
+    return _v_plan(num_positions, num_microbatches, _min_orders(num_positions, num_microbatches))
+
+
+def v_min_order(position: int, num_positions: int, num_microbatches: int) -> Order:
+    """What ``position`` of `v_min` does. Where it waits for others is where it puts a ``W``, so all are followed."""
+    check_position(position, num_positions)
+    return _min_orders(num_positions, num_microbatches)[position]
+
+
+def _min_orders(num_positions: int, num_microbatches: int) -> list[Order]:
     check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
     turns = (0, 0, 0) if num_positions % 3 else (1, 0, 2)
-    return _v_plan(num_positions, num_microbatches, _Block((1, 1, 1, 1), turns), limit=2 * ((num_positions + 4) // 3))
+    block = _Block((1, 1, 1, 1), turns)
+    return _v_orders(num_positions, num_microbatches, block, limit=2 * ((num_positions + 4) // 3))
 
 
 PERIOD = 6
@@ -81,8 +103,12 @@ class _Block:
         return first, second, third, fourth
 
 
-def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> Plan:
+def _v_plan(num_positions: int, num_microbatches: int, orders: list[Order]) -> Plan:
     placement = v_placement(num_positions)
+    return compute_plan(orders, graph=len(placement), placement=placement, num_microbatches=num_microbatches)
+
+
+def _v_orders(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> list[Order]:
     orders = []
     for position in range(num_positions):
         down, up = position, 2 * num_positions - 1 - position
@@ -94,12 +120,7 @@ def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: 
         dated = [(date + PERIOD * m, make(stage, m)) for date, (make, stage) in passes for m in range(num_microbatches)]
         dated.sort(key=lambda entry: (entry[0], entry[1].kind, entry[1].stage))
         orders.append([action for _, action in dated])
-    return compute_plan(
-        _with_weight_halves(orders, limit=limit, num_stages=len(placement)),
-        graph=len(placement),
-        placement=placement,
-        num_microbatches=num_microbatches,
-    )
+    return _with_weight_halves(orders, limit=limit, num_stages=2 * num_positions)
 
 
 def _with_weight_halves(orders: list[Order], *, limit: int, num_stages: int) -> list[Order]:

@@ -65,8 +65,45 @@ def test_a_loss_with_tokens_is_divided_by_them_unless_it_is_per_token():
 
 
 @pytest.mark.parametrize(
+    ("counted", "dtype", "divided"),
+    [
+        (3, torch.int64, 2.0),
+        (torch.tensor([3], dtype=torch.int32), torch.int64, 2.0),
+        (1.6, torch.float64, 3.75),
+        (torch.tensor(1.5, dtype=torch.float16), torch.float64, 4.0),
+    ],
+)
+def test_tokens_are_counted_wide_enough_to_be_added_up_and_do_not_widen_the_loss(counted, dtype, divided):
+    def both(per_token):
+        config, store = PipelineConfig(calculate_per_token_loss=per_token), []
+        return forward_step_calc_loss(
+            None,
+            None,
+            lambda _: (torch.tensor(24.0), counted, "info"),
+            config,
+            None,
+            False,
+            4,
+            store,
+            is_last_stage=True,
+        )
+
+    loss, tokens = both(per_token=False)
+    assert (loss.item(), loss.dtype) == (divided, torch.float32)
+    expected = float(counted)
+    assert (tokens.dtype, tokens.shape, tokens.item()) == (dtype, (), expected)
+    assert both(per_token=True)[0].item() == 24.0
+
+
+@pytest.mark.parametrize(
     ("result", "config", "text"),
     [
+        (
+            (torch.ones(()), torch.ones(3), "info"),
+            None,
+            r"counted a tensor of shape \(3,\) as num_tokens; return their",
+        ),
+        ((torch.ones(()), "3", "info"), None, "counted str '3' as num_tokens"),
         (torch.ones(()), None, r"returned a tensor of shape \(\); expected \(loss, info\)"),
         ((torch.ones(()),), None, "returned a tuple of 1"),
         ((torch.ones(3), "info"), None, r"the loss is a tensor of shape \(3,\); a loss is a tensor with one element"),

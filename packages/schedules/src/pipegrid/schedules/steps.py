@@ -120,7 +120,8 @@ def forward_step_calc_loss(
     - ``(loss, info)``: the loss is divided by the number of microbatches and multiplied by the cp size (each
       cp rank returns its share of the mean, and the gradient reduction averages over cp as over dp);
     - ``(loss, num_tokens, info)``: divided by ``max(num_tokens, 1)`` and the number of microbatches, unless
-      ``config.calculate_per_token_loss``: then it is a pure sum, finished by ``finalize_model_grads_func``;
+      ``config.calculate_per_token_loss``: then it is a pure sum, finished by ``finalize_model_grads_func``.
+      ``num_tokens`` may be the sum of tokens' weights, which need not be whole;
     - anything at all, with ``collect_non_loss_data``.
 
     The user's loss tensor is not modified. ``info`` (or the anything) is appended to ``forward_data_store``.
@@ -151,9 +152,10 @@ def forward_step_calc_loss(
             "the loss function"
         )
     if len(result) == 3:
-        num_tokens = torch.as_tensor(result[1])
+        num_tokens = _tokens(result[1])
         if not option(config, "calculate_per_token_loss"):
-            loss = loss / torch.clamp(num_tokens.to(loss.device), min=1) / num_microbatches
+            # Weights are counted in float64, which must not widen the loss.
+            loss = (loss / torch.clamp(num_tokens.to(loss.device), min=1) / num_microbatches).to(loss.dtype)
     elif option(config, "calculate_per_token_loss"):
         raise LossError(
             "calculate_per_token_loss is set, but the loss function returned (loss, info) without a number of tokens; "
@@ -162,7 +164,20 @@ def forward_step_calc_loss(
     else:
         loss = loss * ((cp_group_size or 1) / num_microbatches)
     forward_data_store.append(info)
-    return loss, num_tokens
+    return loss, num_tokens.detach()
+
+
+def _tokens(counted: Any) -> torch.Tensor:
+    """A number of tokens, to be added up exactly: whole ones as int64, weighted ones as float64."""
+    if not isinstance(counted, (int, float, torch.Tensor)) or (
+        isinstance(counted, torch.Tensor) and counted.numel() != 1
+    ):
+        raise LossError(
+            f"the loss function counted {_describe(counted)} as num_tokens; return their number, or the sum of their "
+            "weights: an int, a float or a tensor with one element"
+        )
+    whole = isinstance(counted, int) if not isinstance(counted, torch.Tensor) else not counted.is_floating_point()
+    return torch.as_tensor(counted, dtype=torch.int64 if whole else torch.float64).reshape(())
 
 
 def _describe(value: Any) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.steps import (
     LossError,
     backward_step,
@@ -154,6 +155,41 @@ def test_a_stage_receives_its_input_and_hands_on_a_list_for_a_list():
     outputs, _ = forward_step(func, iter([1.0]), model, 1, [received], [], *args, is_last_stage=False)
     assert isinstance(outputs, list)
     assert torch.equal(outputs[0], output)
+
+
+def mean(output):
+    return output.mean(), {}
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (torch.ones(2, 3), r"returned a tensor of shape \(2, 3\); it returns \(output, loss_func\)"),
+        ((torch.ones(2, 3), torch.ones(1)), r"\(a tensor of shape \(2, 3\), a tensor of shape \(1,\)\)"),
+        ((torch.ones(2, 3), None), r"\(a tensor of shape \(2, 3\), NoneType None\)"),
+        ((torch.ones(2, 3), mean, {}), "returned a tuple of 3"),
+        ({"output": torch.ones(2), "loss": mean}, "returned a dict"),
+        (None, "returned NoneType None; .*: return model"),
+    ],
+)
+def test_a_forward_step_returns_its_output_and_a_loss_function(result, text):
+    with pytest.raises(StepArgumentError, match=text):
+        forward_step(lambda *_: result, None, Model(), 1, None, [], PipelineConfig(), 1)
+
+
+@pytest.mark.parametrize("result", [torch.ones(2, 3), (torch.ones(2, 3), torch.ones(1))], ids=["output", "two outputs"])
+def test_before_the_last_stage_half_of_an_activation_is_never_taken_for_all_of_it(result):
+    with pytest.raises(StepArgumentError, match=r"it returns \(output, loss_func\)"):
+        forward_step(lambda *_: result, None, Model(), 1, None, [], PipelineConfig(), 1, is_last_stage=False)
+
+
+@pytest.mark.parametrize("loss_func", [mean, nn.Identity(), None])
+def test_before_the_last_stage_the_loss_function_is_not_needed(loss_func):
+    output = torch.ones(2, 3)
+    result, _ = forward_step(
+        lambda *_: (output, loss_func), None, Model(), 1, None, [], PipelineConfig(), 1, is_last_stage=False
+    )
+    assert result is output
 
 
 def test_a_stage_without_set_input_tensor_cannot_receive():

@@ -10,6 +10,7 @@ import torch
 
 from pipegrid.schedules.config import option, unwrapped_attribute
 from pipegrid.schedules.engine import run_backward
+from pipegrid.schedules.errors import StepArgumentError
 
 
 class LossError(ValueError):
@@ -49,6 +50,8 @@ def forward_step(
         and the number of tokens its loss counted (0 elsewhere).
 
     Raises:
+        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``. Only the last stage calls
+            ``loss_func``, so that others may return None in its place.
         LossError: the loss function's result is none of the three documented forms.
     """
     if is_first_microbatch:
@@ -68,7 +71,8 @@ def forward_step(
         )
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     with _autocast(config, model):
-        output, loss_func = forward_step_func(data_iterator, model, *extra)
+        result = forward_step_func(data_iterator, model, *extra)
+    output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
     output, num_tokens = forward_step_calc_loss(
         model,
         output,
@@ -84,6 +88,20 @@ def forward_step(
     if as_list and not isinstance(output, list):
         output = [output]
     return output, num_tokens
+
+
+def _output_and_loss(result: Any, *, is_last_stage: bool) -> tuple[Any, Any]:
+    """Taken apart only where it is a pair: an activation whose first axis is 2 comes apart as well."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        found = _describe(result)
+    elif not callable(result[1]) and (is_last_stage or result[1] is not None):
+        found = f"({_describe(result[0])}, {_describe(result[1])})"
+    else:
+        return result[0], result[1]
+    raise StepArgumentError(
+        f"forward_step_func returned {found}; it returns (output, loss_func), and loss_func is called with the output "
+        "on the last stage: return model(...), loss_func"
+    )
 
 
 def _values(payload: Any) -> list[Any]:
@@ -185,6 +203,8 @@ def _describe(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
+    if callable(value) or (isinstance(value, (list, dict)) and value):
+        return f"a {type(value).__name__}"
     return f"{type(value).__name__} {value!r}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pipegrid.schedules.forward_backward import get_forward_backward_func
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving, interleaved_plan
 from pipegrid.schedules.seed_stage import AnnouncedShapesError
 from pipegrid.schedules.seed_step import StepArgumentError
+from pipegrid.transport.errors import P2PConfigError
 
 WIDTH = 4
 
@@ -247,11 +249,20 @@ def call(network, memory_communicator, **changes):
         ({"num_microbatches": 3}, "3 microbatches in groups of 2 over 2 ranks: .* a last group that is full"),
         ({"config": PipelineConfig(microbatch_group_size_per_vp_stage=5)}, "4 microbatches in groups of 5"),
         ({"config": PipelineConfig(microbatch_group_size_per_vp_stage=1)}, "4 microbatches in groups of 1"),
+        ({"num_microbatches": "4"}, "num_microbatches='4': a step needs at least 1"),
+        (
+            {"config": SimpleNamespace(microbatch_group_size_per_vp_stage=0)},
+            "microbatch_group_.* is 0; it must be None or",
+        ),
+        (
+            {"config": SimpleNamespace(microbatch_group_size_per_vp_stage=2.0)},
+            "microbatch_group_size_per_vp_stage is 2.0",
+        ),
         ({"config": PipelineConfig(no_sync_func=[print])}, r"config.no_sync_func is a list of 1 and .* 2 chunks"),
     ],
 )
 def test_bad_arguments_are_named(changes, message, network, memory_communicator):
-    with pytest.raises((StepArgumentError, AnnouncedShapesError), match=message):
+    with pytest.raises((StepArgumentError, AnnouncedShapesError, P2PConfigError), match=message):
         call(network, memory_communicator, **changes)
     assert network.messages == 0
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.counts import require_integer
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving
@@ -35,16 +36,24 @@ def get_forward_backward_func(
     Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``.
 
     Raises:
-        StepArgumentError: neither is given (there is no global parallel state to read), or chunks without a pipeline.
+        StepArgumentError: neither is given (there is no global parallel state to read), a size that is no integer of at
+            least 1, or chunks without a pipeline.
     """
     if pp_size is None and pg_collection is not None:
-        group = getattr(pg_collection, "pp", None)
-        pp_size = 1 if group is None else group.size()
+        if not hasattr(pg_collection, "pp"):
+            raise StepArgumentError(
+                f"pg_collection is a {type(pg_collection).__name__} without a `pp` group, so that the pipeline size is "
+                "not known; pass pp_size=... (of several modules: the communicator's total_stages)"
+            )
+        pp_size = 1 if pg_collection.pp is None else pg_collection.pp.size()
     if pp_size is None:
         raise StepArgumentError(
             "the pipeline size is not known: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
             "with its `pp` group"
         )
+    require_integer("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
+    if vp_size is not None:
+        require_integer("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
     if vp_size is not None and vp_size > 1:
         if pp_size == 1:
             raise StepArgumentError(

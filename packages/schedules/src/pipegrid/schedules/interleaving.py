@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from pipegrid.schedules.config import config_of, option
+from pipegrid.schedules.config import checked_option, config_of, option
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.seed_step import Ties, announce, run_step
+from pipegrid.schedules.seed_step import Ties, announce, require_microbatches, run_step
 from pipegrid.schedules.verification import verify
 
 
@@ -62,7 +62,10 @@ def forward_backward_pipelining_with_interleaving(
     chunks = _chunks(model, data_iterator, p2p_communicator)
     ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage
     config = config_of(chunks[0][0])
-    group_size = option(config, "microbatch_group_size_per_vp_stage") or ranks
+    group_size = checked_option(config, "microbatch_group_size_per_vp_stage")
+    if group_size is None:
+        group_size = ranks
+    require_microbatches(num_microbatches)
     _require_group_size(group_size, ranks, num_microbatches)
     receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
     models = {chunk * ranks + here: part for chunk, (part, _) in enumerate(chunks)}
@@ -131,7 +134,7 @@ def _chunks(model: Any, data_iterator: Any, communicator: Any) -> list[tuple[Any
 
 
 def _require_group_size(group_size: int, ranks: int, num_microbatches: int) -> None:
-    last = num_microbatches % group_size if group_size > 0 else 0
+    last = num_microbatches % group_size
     if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
         raise StepArgumentError(
             f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step takes "

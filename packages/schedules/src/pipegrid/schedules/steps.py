@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from pipegrid.schedules.autocasting import autocast
 from pipegrid.schedules.config import option, unwrapped_attribute
 from pipegrid.schedules.engine import run_backward
 from pipegrid.schedules.errors import StepArgumentError
@@ -70,7 +70,7 @@ def forward_step(
             "give it the method (it is called before each forward with what arrived)"
         )
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
-    with _autocast(config, model):
+    with autocast(config, model):
         result = forward_step_func(data_iterator, model, *extra)
     output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
     output, num_tokens = forward_step_calc_loss(
@@ -108,15 +108,6 @@ def _values(payload: Any) -> list[Any]:
     if isinstance(payload, dict):
         return list(payload.values())
     return list(payload) if isinstance(payload, (list, tuple)) else [payload]
-
-
-def _autocast(config: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    if not option(config, "enable_autocast"):
-        return contextlib.nullcontext()
-    parameter = next(model.parameters(), None)
-    device = "cpu" if parameter is None else parameter.device.type
-    dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")
-    return torch.autocast(device, dtype=dtype)
 
 
 def forward_step_calc_loss(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.engine import shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.steps import (
     LossError,
@@ -245,6 +248,42 @@ def test_custom_backward_equals_autograd_after_the_output_was_freed():
     custom_backward(output, gradient)
     assert torch.equal(x.grad, expected[0])
     assert torch.equal(layer.weight.grad, expected[1])
+
+
+@pytest.mark.parametrize(("shape", "freed"), [((), False), ((), True), ((1, 1), False), ((1, 1), True)])
+def test_custom_backward_needs_no_gradient_for_an_output_of_one_element(shape, freed):
+    x = torch.full(shape, 2.0, requires_grad=True)
+    output = x * 3
+    deallocate_output_tensor(output, freed)
+    custom_backward(output, None)
+    assert torch.equal(x.grad, torch.full(shape, 3.0))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (0,)])
+def test_custom_backward_needs_the_gradient_of_what_had_more_elements_before_it_was_freed(shape):
+    x = torch.ones(shape, requires_grad=True)
+    first, output = (x * 3).expand(2, *shape).unbind()
+    output = output.clone()
+    deallocate_output_tensor(output, True)
+    with pytest.raises(StepArgumentError, match=rf"had shape {re.escape(str(shape))} before it was freed, and no grad"):
+        custom_backward(output, None)
+    assert x.grad is None
+    custom_backward(output, torch.ones(shape))
+    assert torch.equal(x.grad, torch.full(shape, 3.0))
+    assert shape_of_gradient(first) == shape
+
+
+@pytest.mark.parametrize(
+    ("output", "gradient", "text"),
+    [
+        ("x", None, "output is str 'x' and grad_output NoneType None; both must be tensors"),
+        ([torch.ones(1)], None, "output is a list and grad_output"),
+        (torch.ones(1), 1.0, r"output is a tensor of shape \(1,\) and grad_output float 1.0"),
+    ],
+)
+def test_custom_backward_takes_tensors(output, gradient, text):
+    with pytest.raises(StepArgumentError, match=text):
+        custom_backward(output, gradient)
 
 
 def test_custom_backward_wants_a_freed_output_and_deallocation_no_view():

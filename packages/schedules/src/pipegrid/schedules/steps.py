@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from pipegrid.schedules.autocasting import autocast
 from pipegrid.schedules.config import option, unwrapped_attribute
-from pipegrid.schedules.engine import run_backward
+from pipegrid.schedules.engine import run_backward, shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
 
 
@@ -267,17 +268,30 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     ``torch.autograd.backward`` compares the shapes of output and gradient, which a freed output fails; the
     engine itself does not.
 
+    Args:
+        output: has one element, because it was freed or is a loss.
+        grad_output: of the shape that ``output`` had before; None is a one, for an output that always had one element.
+
     Raises:
-        ValueError: the output still has its storage, or no gradient is given for a non-scalar.
+        StepArgumentError: no tensors, the output still has its storage, or no gradient is given for an output that had
+            another number of elements than one.
     """
+    if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
+        raise StepArgumentError(
+            f"output is {_describe(output)} and grad_output {_describe(grad_output)}; both must be tensors, or "
+            "grad_output None: call custom_backward once for each tensor of a payload"
+        )
     if output.numel() != 1:
-        raise ValueError(
+        raise StepArgumentError(
             f"output has shape {tuple(output.shape)}: it was not deallocated; call torch.autograd.backward instead"
         )
-    if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
-        raise ValueError(f"output and grad_output must be tensors, got {type(output)} and {type(grad_output)}")
-    gradient = torch.ones_like(output, memory_format=torch.preserve_format) if grad_output is None else grad_output
-    run_backward((output,), (gradient,))
+    shape = shape_of_gradient(output)
+    if grad_output is None and math.prod(shape) != 1:
+        raise StepArgumentError(
+            f"output had shape {shape} before it was freed, and no gradient was given; only an output of one element "
+            "has one by itself: pass the gradient that was received for it"
+        )
+    run_backward((output,), (output.new_ones(shape) if grad_output is None else grad_output,))
 
 
 def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:

@@ -438,6 +438,13 @@ def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network, 
     assert network.messages == 0
 
 
+def test_one_more_forward_in_flight_is_had_from_interleaving_alone(network, memory_communicator):
+    config = PipelineConfig(overlap_moe_expert_parallel_comm=True)
+    part = build(Case(ModuleGraph({"model": 1}), 4, config=config))[0]
+    with pytest.raises(StepArgumentError, match="asks for one more microbatch in flight, which only interleaving has"):
+        call(p2p_communicator=memory_communicator(network, 2, 0), model=part)
+
+
 def test_the_step_function_follows_the_pipeline_size():
     assert get_forward_backward_func(1) is forward_backward_no_pipelining
     assert get_forward_backward_func(4) is forward_backward_pipelining_without_interleaving

@@ -66,6 +66,8 @@ class PipelineConfig(P2PConfig):
         wgrad_deferral_limit: at most so many microbatches wait; 0 sets no limit.
         microbatch_group_size_per_vp_stage: with interleaving, how many microbatches a chunk runs before the next chunk
             has its turn; None is the number of ranks.
+        overlap_moe_expert_parallel_comm: with interleaving, one forward more runs before the first backward, for models
+            that hide the communication of experts behind another microbatch's computation.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
         monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
@@ -97,6 +99,7 @@ class PipelineConfig(P2PConfig):
     microbatch_group_size_per_vp_stage: int | None = field(
         default=None, validator=_count(1, "give the microbatches of a group, or None for the number of ranks")
     )
+    overlap_moe_expert_parallel_comm: bool = False
     job_group: Any = None
     hooks: tuple[Any, ...] = ()
     monitor: Any = None

@@ -55,6 +55,7 @@ def run_step(
     pg_collection: Any,
     frozen: Collection[str] = (),
     shapes: AnnouncedShapes | None = None,
+    interleaved: bool = False,
 ) -> list[Any]:
     """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
 
@@ -64,6 +65,11 @@ def run_step(
     config = config_of(next(iter(models.values())))
     require_microbatches(num_microbatches)
     _require_forward_step(forward_step_func, config)
+    if option(config, "overlap_moe_expert_parallel_comm") and not interleaved:
+        raise StepArgumentError(
+            "config.overlap_moe_expert_parallel_comm asks for one more microbatch in flight, which only interleaving "
+            "has: use forward_backward_pipelining_with_interleaving with two chunks or more, or unset it"
+        )
     for model in models.values():
         require_autocast(config, model)
     if collect_non_loss_data and not forward_only:

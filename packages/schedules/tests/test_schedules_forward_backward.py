@@ -20,7 +20,7 @@ from pipegrid.schedules.forward_backward import (
     get_forward_backward_func,
 )
 from pipegrid.schedules.runtime import PipelineError
-from pipegrid.schedules.seed_stage import AnnouncedShapes, AnnouncedShapesError, StageOutputError
+from pipegrid.schedules.seed_shapes import AnnouncedShapes, AnnouncedShapesError, StageOutputError
 from pipegrid.transport.errors import P2PConfigError
 
 WIDTH = 4

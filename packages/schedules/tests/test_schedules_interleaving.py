@@ -16,7 +16,7 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.forward_backward import get_forward_backward_func
 from pipegrid.schedules.generators import interleaved_1f1b
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving, interleaved_plan
-from pipegrid.schedules.seed_stage import AnnouncedShapesError
+from pipegrid.schedules.seed_shapes import AnnouncedShapesError
 from pipegrid.schedules.seed_step import StepArgumentError
 from pipegrid.schedules.verification import verify
 from pipegrid.transport.errors import P2PConfigError

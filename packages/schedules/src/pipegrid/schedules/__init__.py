@@ -87,7 +87,7 @@ if TYPE_CHECKING:
         Stage,
         position_of,
     )
-    from pipegrid.schedules.seed_stage import StageOutputError
+    from pipegrid.schedules.seed_shapes import StageOutputError
     from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
@@ -241,7 +241,7 @@ _TORCH_HALF = {
     "PipelineRuntime": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
-    "StageOutputError": "seed_stage",
+    "StageOutputError": "seed_shapes",
     "LossScaler": "loss_scaler",
     "scale_loss": "loss_scaler",
     "unscale_gradients_": "loss_scaler",

@@ -38,7 +38,8 @@ class PipelineConfig(P2PConfig):
     """Settings of a pipelined step, and (inherited) of the communicator that it runs on.
 
     Attributes:
-        hidden_size: last axis of the activations; used where shapes are not agreed at run time.
+        hidden_size: last axis of the activations. Given, and without ``variable_seq_lengths``, what the stages of a
+            single module send is checked against the step's ``seq_length`` and ``micro_batch_size``.
         sequence_parallel: activations between stages are sharded along the sequence over tp.
         calculate_per_token_loss: the loss function returns a sum over tokens; gradients are divided by the
             global number of tokens once, by ``finalize_model_grads_func``.

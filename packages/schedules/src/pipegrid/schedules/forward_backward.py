@@ -133,9 +133,11 @@ def forward_backward_pipelining_without_interleaving(
         model: this rank's stage; a list of one is taken as its item. Its ``config`` is read (`PipelineConfig`). On a
             rank with several modules a dict by module; they have one config.
         num_microbatches: M, the same on every rank.
-        seq_length: tokens of a sample. Messages carry their own shapes, so this is for signature's sake.
+        seq_length: tokens of a sample. Neighbours agree on shapes by themselves, so the sizes only serve a check: of
+            one module whose config has a ``hidden_size`` and fixed shapes, a stage that is about to send another shape
+            than ``(seq_length / cp / (tp with sequence parallelism), micro_batch_size, hidden_size)`` is told so.
         micro_batch_size: samples of a microbatch, likewise.
-        decoder_seq_length: likewise.
+        decoder_seq_length: tokens of a sample on the decoder's side, likewise; both lengths are fine then.
         forward_only: no backward, no gradients.
         collect_non_loss_data: return what ``loss_func(output, non_loss_data=True)`` returns.
         first_val_step: the first step of a validation phase.
@@ -186,7 +188,9 @@ def forward_backward_pipelining_without_interleaving(
         first_val_step=first_val_step,
         pg_collection=pg_collection,
         frozen=place.frozen,
-        shapes=announce(
+        shapes=None
+        if len(place.graph.modules) > 1
+        else announce(
             adjust_tensor_shapes_fn,
             models,
             seq_length=seq_length,

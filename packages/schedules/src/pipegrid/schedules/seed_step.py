@@ -19,7 +19,8 @@ from pipegrid.schedules.output_layer import settle_deferral
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.reduction import Finish, settle_reduction, settle_ties
 from pipegrid.schedules.runtime import PipelineRuntime, position_of
-from pipegrid.schedules.seed_stage import AnnouncedShapes, SeedStage, announced_shapes
+from pipegrid.schedules.seed_shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
+from pipegrid.schedules.seed_stage import SeedStage
 from pipegrid.schedules.tied_parameters import tied_stages
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -54,7 +55,7 @@ def run_step(
     first_val_step: bool | None,
     pg_collection: Any,
     frozen: Collection[str] = (),
-    shapes: AnnouncedShapes | None = None,
+    shapes: AnnouncedShapes | ExpectedShape | None = None,
     interleaved: bool = False,
 ) -> list[Any]:
     """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
@@ -206,17 +207,20 @@ def announce(
     micro_batch_size: int,
     decoder_seq_length: int | None,
     collection: Any,
-) -> AnnouncedShapes | None:
-    """See `announced_shapes`; config and groups are those of a step's models."""
-    return announced_shapes(
-        adjust,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config_of(next(iter(models.values()))),
-        tp_group=getattr(collection, "tp", None),
-        cp_group=getattr(collection, "cp", None),
-    )
+) -> AnnouncedShapes | ExpectedShape | None:
+    """The shapes to check messages against, as `announced_shapes` or else `expected_shape` have them.
+
+    Config and groups are those of a step's ``models``, which are of one module.
+    """
+    sizes = {
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+        "decoder_seq_length": decoder_seq_length,
+        "config": config_of(next(iter(models.values()))),
+        "tp_group": getattr(collection, "tp", None),
+        "cp_group": getattr(collection, "cp", None),
+    }
+    return expected_shape(**sizes) if adjust is None else announced_shapes(adjust, **sizes)
 
 
 def _in_turn(functions: Iterable[Callable[[], None]]) -> None:

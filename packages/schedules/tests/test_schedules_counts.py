@@ -16,6 +16,7 @@ from pipegrid.schedules.counts import (
     get_schedule_table,
     get_tensor_shapes,
 )
+from pipegrid.schedules.errors import StepArgumentError
 
 SMALL = st.integers(1, 8)
 
@@ -147,11 +148,51 @@ def test_a_graph_of_modules_warms_up_by_its_distance_to_the_loss():
     assert get_pp_rank_microbatches(8, 1, None, p2p_communicator=Placed())[2] == 2
 
 
-def test_counts_must_be_positive():
-    with pytest.raises(ValueError, match="num_microbatches=0 and num_model_chunks=1: both must be at least 1"):
-        get_pp_rank_microbatches(0, 1, None)
-    with pytest.raises(ValueError, match="a group needs at least 1 microbatch"):
-        get_schedule_table(4, 2, 0)
+BAD_COUNTS = [0, -3, "2", 2.0, None, True]
+
+
+@pytest.mark.parametrize("bad", BAD_COUNTS)
+def test_sizes_are_integers_of_at_least_one(bad):
+    def refused(name):
+        return pytest.raises(StepArgumentError, match=f"^{name} is {bad!r}; it must be an integer of at least 1: ")
+
+    with refused("num_microbatches"):
+        get_pp_rank_microbatches(bad, 1, None)
+    with refused("num_microbatches"):
+        get_schedule_table(bad, 2, 2)
+    with refused("num_model_chunks"):
+        get_pp_rank_microbatches(1, bad, None)
+    with refused("num_model_chunks"):
+        get_schedule_table(2, bad, 2)
+    with refused("num_model_chunks"):
+        convert_schedule_table_to_order(1, bad, get_schedule_table(2, 2, 2))
+    with refused("microbatch_group_size_per_vp_stage"):
+        get_schedule_table(4, 2, bad)
+
+
+@pytest.mark.parametrize("bad", [size for size in BAD_COUNTS if size is not None])
+def test_a_group_without_microbatches_is_not_taken_for_none_given(bad):
+    place = Place(2, 0)
+    with pytest.raises(StepArgumentError, match=f"^microbatch_group_size_per_vp_stage is {bad!r}; .* number of ranks"):
+        get_pp_rank_microbatches(4, 2, bad, p2p_communicator=place)
+    assert get_pp_rank_microbatches(4, 2, None, p2p_communicator=place) == (8, False, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "table", "text"),
+    [
+        (7, get_schedule_table(2, 2, 2), "num_warmup_microbatches is 7, and schedule_table has 4 forwards in all"),
+        (-1, get_schedule_table(2, 2, 2), "num_warmup_microbatches is -1; it must be an integer of at least 0"),
+        (1.0, get_schedule_table(2, 2, 2), "num_warmup_microbatches is 1.0; it must be an integer"),
+        (1, get_schedule_table(2, 3, 2), r"entry 4 of schedule_table is \(0, 2\); .* with a chunk of 0..1: make the"),
+        (1, [(0, -1)], r"entry 0 of schedule_table is \(0, -1\)"),
+        (1, [0], "entry 0 of schedule_table is 0; it must be"),
+        (1, [(0, 0, 0)], r"entry 0 of schedule_table is \(0, 0, 0\); it must be \(microbatch, chunk\)"),
+    ],
+)
+def test_an_order_that_would_lose_or_invent_a_backward_is_refused(warmup, table, text):
+    with pytest.raises(StepArgumentError, match=text):
+        convert_schedule_table_to_order(warmup, 2, table)
 
 
 def shapes(config, tp=1, cp=1, decoder=None):
@@ -171,6 +212,18 @@ def test_tensor_shapes_share_the_sequence_over_cp_and_sequence_parallel_tp():
     assert shapes(Config(sequence_parallel=True), tp=4, cp=2) == [(4, 2, 16)]
     assert shapes(Config(), decoder=8) == [(8, 2, 16)]
     assert shapes(Config(variable_seq_lengths=True)) == [()]
+
+
+@pytest.mark.parametrize("bad", BAD_COUNTS)
+def test_the_sizes_of_a_shape_are_integers_of_at_least_one(bad):
+    sizes = {"seq_length": 4, "micro_batch_size": 2, "decoder_seq_length": None, "tp_group": None, "cp_group": None}
+    for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
+        if bad is not None or name != "decoder_seq_length":
+            with pytest.raises(StepArgumentError, match=f"^{name} is {bad!r}; it must be an integer of at least 1: "):
+                get_tensor_shapes(**{**sizes, name: bad}, config=Config())
+    with pytest.raises(StepArgumentError, match=f"^config.hidden_size is {bad!r}; .* or set config.variable_seq_len"):
+        get_tensor_shapes(**sizes, config=Config(hidden_size=bad))
+    assert get_tensor_shapes(**{**sizes, "seq_length": bad}, config=Config(variable_seq_lengths=True)) == [()]
 
 
 def test_a_sequence_that_cannot_be_shared_says_to_what_to_pad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from pipegrid.schedules.forward_backward import (
     get_forward_backward_func,
 )
 from pipegrid.schedules.runtime import PipelineError
-from pipegrid.schedules.seed_stage import AnnouncedShapes, AnnouncedShapesError, StageOutputError
+from pipegrid.schedules.seed_shapes import AnnouncedShapes, AnnouncedShapesError, StageOutputError
+from pipegrid.transport.errors import P2PConfigError
 
 WIDTH = 4
 
@@ -414,8 +416,48 @@ def test_bad_arguments_are_named(network, memory_communicator):
         call(p2p_communicator=memory_communicator(network, 2, 0, graph, (7,)))
 
 
+@pytest.mark.parametrize("bad", [0, -3, "2", 2.0, None, True])
+def test_a_number_of_microbatches_is_an_integer(bad, network, memory_communicator):
+    with pytest.raises(StepArgumentError, match=f"^num_microbatches={bad!r}: a step needs at least 1; give an integer"):
+        call(p2p_communicator=memory_communicator(network, 2, 0), num_microbatches=bad)
+
+
+def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network, memory_communicator):
+    communicator = memory_communicator(network, 2, 0)
+    with pytest.raises(StepArgumentError, match=r"forward_step_func is 5; give a function f\(data_iterator, model\)"):
+        call(p2p_communicator=communicator, forward_step_func=5)
+    name = "num_microbatches_with_partial_activation_checkpoints"
+    part = build(Case(ModuleGraph({"model": 1}), 4, config=PipelineConfig(**{name: 1})))[0]
+    with pytest.raises(
+        StepArgumentError, match=rf"{name} is set, .* third argument .* but it takes \(iterator, model\)"
+    ):
+        call(p2p_communicator=communicator, model=part, forward_step_func=lambda iterator, model: None)
+    part.config = SimpleNamespace(**{name: "a"})
+    with pytest.raises(P2PConfigError, match=f"^{name} is 'a'; it must be None or an integer of at least 0"):
+        call(p2p_communicator=communicator, model=part)
+    assert network.messages == 0
+
+
+def test_one_more_forward_in_flight_is_had_from_interleaving_alone(network, memory_communicator):
+    config = PipelineConfig(overlap_moe_expert_parallel_comm=True)
+    part = build(Case(ModuleGraph({"model": 1}), 4, config=config))[0]
+    with pytest.raises(StepArgumentError, match="asks for one more microbatch in flight, which only interleaving has"):
+        call(p2p_communicator=memory_communicator(network, 2, 0), model=part)
+
+
 def test_the_step_function_follows_the_pipeline_size():
     assert get_forward_backward_func(1) is forward_backward_no_pipelining
     assert get_forward_backward_func(4) is forward_backward_pipelining_without_interleaving
+    assert get_forward_backward_func(4, 1) is forward_backward_pipelining_without_interleaving
+    assert get_forward_backward_func(pg_collection=SimpleNamespace(pp=None)) is forward_backward_no_pipelining
+    for bad in (0, -3, "2", 2.0, True):
+        with pytest.raises(StepArgumentError, match=f"^pp_size is {bad!r}; it must be an integer of at least 1: give"):
+            get_forward_backward_func(pp_size=bad)
+        with pytest.raises(
+            StepArgumentError, match=f"^vp_size is {bad!r}; it must be an integer of at least 1: .* None"
+        ):
+            get_forward_backward_func(pp_size=2, vp_size=bad)
+    with pytest.raises(StepArgumentError, match="pg_collection is a SimpleNamespace without a `pp` group, .* pass pp_"):
+        get_forward_backward_func(pg_collection=SimpleNamespace(dp=None))
     with pytest.raises(StepArgumentError, match="Pass pp_size"):
         get_forward_backward_func()

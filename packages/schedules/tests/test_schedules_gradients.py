@@ -57,6 +57,34 @@ def test_token_weighted_gradients_are_divided_by_the_tokens_of_the_job(ranks):
     assert torch.equal(module[0].weight.grad, torch.full_like(module[0].weight, 6.0 / 12))
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("counted", "total"),
+    [
+        ((torch.tensor(0.9), 0, torch.tensor(0.9, dtype=torch.float64)), 0.9 + torch.tensor(0.9).double().item()),
+        ((0.125, 0, 0.25), 0.375),
+        ((2**53 - 2, 0, 1), 2**53 - 1),
+        ((0, 0, 0), 1),
+    ],
+)
+def test_tokens_may_be_weighed_and_whole_ones_are_counted_exactly(ranks, counted, total):
+    """The rank without a loss counts 0 whole tokens, not knowing that the others weigh theirs."""
+    module = network(0)
+    fill(module, 6.0)
+    reduce_gradients(module, Groups(), num_tokens=counted[ranks.rank])
+    assert torch.equal(module[0].weight.grad, torch.full_like(module[0].weight, 6.0) / total)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_gradients_are_divided_by_more_tokens_than_their_type_can_hold(ranks, dtype):
+    module = network(0).to(dtype)
+    fill(module, 1000.0)
+    reduce_gradients(module, Groups(dp=dist.group.WORLD), num_tokens=50_001)
+    expected = torch.full_like(module[0].weight, 0.0, dtype=torch.float64) + 2000.0 / 100_002
+    assert torch.equal(module[0].weight.grad, expected.to(dtype))
+
+
 @pytest.mark.ranks(2)
 def test_a_gradient_on_one_lane_only_counts_as_zero_on_the_other(ranks):
     module = network(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,15 @@ from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.counts import get_pp_rank_microbatches
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.forward_backward import get_forward_backward_func
+from pipegrid.schedules.generators import interleaved_1f1b
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving, interleaved_plan
-from pipegrid.schedules.seed_stage import AnnouncedShapesError
+from pipegrid.schedules.seed_shapes import AnnouncedShapesError
 from pipegrid.schedules.seed_step import StepArgumentError
+from pipegrid.schedules.verification import verify
+from pipegrid.transport.errors import P2PConfigError
 
 WIDTH = 4
 
@@ -108,6 +114,44 @@ def test_gradients_and_infos_are_those_of_one_process(shape, overlap, network, m
     for part, other in zip(parts, expected, strict=True):
         assert torch.allclose(part.weight.grad, other.weight.grad, rtol=1e-12)
     assert all(lane.empty() for lane in network.lanes.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_overlapped_expert_communication_has_one_more_forward_in_flight(
+    shape, network, memory_communicator, in_threads
+):
+    ranks, chunks, microbatches, *group = shape
+    started = [[] for _ in range(ranks)]
+
+    class Watch:
+        def before(self, action):
+            if action.kind in "FB":
+                started[action.stage % ranks].append(action.kind)
+
+        def after(self, action):
+            pass
+
+    config = PipelineConfig(
+        microbatch_group_size_per_vp_stage=group[0] if group else None,
+        overlap_moe_expert_parallel_comm=True,
+        hooks=(Watch(),),
+    )
+    parts, returned = run(ranks, chunks, microbatches, network, memory_communicator, in_threads, config=config)
+    expected, infos = reference(ranks * chunks, microbatches)
+    assert returned == [[]] * (ranks - 1) + [infos]
+    for part, other in zip(parts, expected, strict=True):
+        assert torch.allclose(part.weight.grad, other.weight.grad, rtol=1e-12)
+    for rank, kinds in enumerate(started):
+        place = memory_communicator(network, ranks, rank)
+        counts = get_pp_rank_microbatches(
+            microbatches,
+            chunks,
+            group[0] if group else None,
+            overlap_moe_expert_parallel_comm=True,
+            p2p_communicator=place,
+        )
+        total, _, warmup, _ = counts
+        assert kinds.index("B") == min(warmup + 1, total)
 
 
 def test_forward_only_runs_no_backward(network, memory_communicator, in_threads):
@@ -247,11 +291,20 @@ def call(network, memory_communicator, **changes):
         ({"num_microbatches": 3}, "3 microbatches in groups of 2 over 2 ranks: .* a last group that is full"),
         ({"config": PipelineConfig(microbatch_group_size_per_vp_stage=5)}, "4 microbatches in groups of 5"),
         ({"config": PipelineConfig(microbatch_group_size_per_vp_stage=1)}, "4 microbatches in groups of 1"),
+        ({"num_microbatches": "4"}, "num_microbatches='4': a step needs at least 1"),
+        (
+            {"config": SimpleNamespace(microbatch_group_size_per_vp_stage=0)},
+            "microbatch_group_.* is 0; it must be None or",
+        ),
+        (
+            {"config": SimpleNamespace(microbatch_group_size_per_vp_stage=2.0)},
+            "microbatch_group_size_per_vp_stage is 2.0",
+        ),
         ({"config": PipelineConfig(no_sync_func=[print])}, r"config.no_sync_func is a list of 1 and .* 2 chunks"),
     ],
 )
 def test_bad_arguments_are_named(changes, message, network, memory_communicator):
-    with pytest.raises((StepArgumentError, AnnouncedShapesError), match=message):
+    with pytest.raises((StepArgumentError, AnnouncedShapesError, P2PConfigError), match=message):
         call(network, memory_communicator, **changes)
     assert network.messages == 0
 
@@ -273,6 +326,35 @@ def test_the_step_function_follows_the_number_of_chunks():
     assert get_forward_backward_func(4, 2) is forward_backward_pipelining_with_interleaving
     with pytest.raises(StepArgumentError, match="vp_size=2 with pp_size=1"):
         get_forward_backward_func(1, 2)
+
+
+def chunks_live(plan):
+    """Per position, how many chunks are live at most; a chunk is a share of a microbatch."""
+    return [round(peak * plan.num_chunks) for peak in verify(plan).peak_live]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_each_extra_warmup_forward_is_one_more_chunk_live(ranks, chunks):
+    def live(microbatches, group, extra):
+        return chunks_live(
+            interleaved_1f1b(ranks, microbatches, num_chunks=chunks, group_size=group, extra_warmup=extra)
+        )
+
+    for group in (ranks, 2 * ranks):
+        usual = live(4 * ranks + 4, group, 0)
+        for extra in (1, 2):
+            assert live(4 * ranks + 4, group, extra) == [count + extra for count in usual]
+    for microbatches, group in ((1, 1), (ranks, 1), (ranks, ranks), (2 * ranks + 1, ranks + 1)):
+        usual, more = live(microbatches, group, 0), live(microbatches, group, 1)
+        assert all(0 <= count - before <= 1 for before, count in zip(usual, more, strict=True))
+        assert max(more) <= microbatches * chunks
+
+
+@pytest.mark.parametrize("bad", [-1, 1.0, "1", True])
+def test_an_extra_warmup_is_a_number_of_forwards(bad):
+    with pytest.raises(PlanError, match=f"extra_warmup is {bad!r}; it must be an integer of at least 0"):
+        interleaved_1f1b(2, 4, extra_warmup=bad)
 
 
 def test_a_plan_is_made_once():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from pipegrid.schedules.config import PipelineConfig
+from pipegrid.schedules.engine import shape_of_gradient
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.steps import (
     LossError,
     backward_step,
@@ -65,8 +69,45 @@ def test_a_loss_with_tokens_is_divided_by_them_unless_it_is_per_token():
 
 
 @pytest.mark.parametrize(
+    ("counted", "dtype", "divided"),
+    [
+        (3, torch.int64, 2.0),
+        (torch.tensor([3], dtype=torch.int32), torch.int64, 2.0),
+        (1.6, torch.float64, 3.75),
+        (torch.tensor(1.5, dtype=torch.float16), torch.float64, 4.0),
+    ],
+)
+def test_tokens_are_counted_wide_enough_to_be_added_up_and_do_not_widen_the_loss(counted, dtype, divided):
+    def both(per_token):
+        config, store = PipelineConfig(calculate_per_token_loss=per_token), []
+        return forward_step_calc_loss(
+            None,
+            None,
+            lambda _: (torch.tensor(24.0), counted, "info"),
+            config,
+            None,
+            False,
+            4,
+            store,
+            is_last_stage=True,
+        )
+
+    loss, tokens = both(per_token=False)
+    assert (loss.item(), loss.dtype) == (divided, torch.float32)
+    expected = float(counted)
+    assert (tokens.dtype, tokens.shape, tokens.item()) == (dtype, (), expected)
+    assert both(per_token=True)[0].item() == 24.0
+
+
+@pytest.mark.parametrize(
     ("result", "config", "text"),
     [
+        (
+            (torch.ones(()), torch.ones(3), "info"),
+            None,
+            r"counted a tensor of shape \(3,\) as num_tokens; return their",
+        ),
+        ((torch.ones(()), "3", "info"), None, "counted str '3' as num_tokens"),
         (torch.ones(()), None, r"returned a tensor of shape \(\); expected \(loss, info\)"),
         ((torch.ones(()),), None, "returned a tuple of 1"),
         ((torch.ones(3), "info"), None, r"the loss is a tensor of shape \(3,\); a loss is a tensor with one element"),
@@ -117,6 +158,41 @@ def test_a_stage_receives_its_input_and_hands_on_a_list_for_a_list():
     outputs, _ = forward_step(func, iter([1.0]), model, 1, [received], [], *args, is_last_stage=False)
     assert isinstance(outputs, list)
     assert torch.equal(outputs[0], output)
+
+
+def mean(output):
+    return output.mean(), {}
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (torch.ones(2, 3), r"returned a tensor of shape \(2, 3\); it returns \(output, loss_func\)"),
+        ((torch.ones(2, 3), torch.ones(1)), r"\(a tensor of shape \(2, 3\), a tensor of shape \(1,\)\)"),
+        ((torch.ones(2, 3), None), r"\(a tensor of shape \(2, 3\), NoneType None\)"),
+        ((torch.ones(2, 3), mean, {}), "returned a tuple of 3"),
+        ({"output": torch.ones(2), "loss": mean}, "returned a dict"),
+        (None, "returned NoneType None; .*: return model"),
+    ],
+)
+def test_a_forward_step_returns_its_output_and_a_loss_function(result, text):
+    with pytest.raises(StepArgumentError, match=text):
+        forward_step(lambda *_: result, None, Model(), 1, None, [], PipelineConfig(), 1)
+
+
+@pytest.mark.parametrize("result", [torch.ones(2, 3), (torch.ones(2, 3), torch.ones(1))], ids=["output", "two outputs"])
+def test_before_the_last_stage_half_of_an_activation_is_never_taken_for_all_of_it(result):
+    with pytest.raises(StepArgumentError, match=r"it returns \(output, loss_func\)"):
+        forward_step(lambda *_: result, None, Model(), 1, None, [], PipelineConfig(), 1, is_last_stage=False)
+
+
+@pytest.mark.parametrize("loss_func", [mean, nn.Identity(), None])
+def test_before_the_last_stage_the_loss_function_is_not_needed(loss_func):
+    output = torch.ones(2, 3)
+    result, _ = forward_step(
+        lambda *_: (output, loss_func), None, Model(), 1, None, [], PipelineConfig(), 1, is_last_stage=False
+    )
+    assert result is output
 
 
 def test_a_stage_without_set_input_tensor_cannot_receive():
@@ -172,6 +248,42 @@ def test_custom_backward_equals_autograd_after_the_output_was_freed():
     custom_backward(output, gradient)
     assert torch.equal(x.grad, expected[0])
     assert torch.equal(layer.weight.grad, expected[1])
+
+
+@pytest.mark.parametrize(("shape", "freed"), [((), False), ((), True), ((1, 1), False), ((1, 1), True)])
+def test_custom_backward_needs_no_gradient_for_an_output_of_one_element(shape, freed):
+    x = torch.full(shape, 2.0, requires_grad=True)
+    output = x * 3
+    deallocate_output_tensor(output, freed)
+    custom_backward(output, None)
+    assert torch.equal(x.grad, torch.full(shape, 3.0))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (0,)])
+def test_custom_backward_needs_the_gradient_of_what_had_more_elements_before_it_was_freed(shape):
+    x = torch.ones(shape, requires_grad=True)
+    first, output = (x * 3).expand(2, *shape).unbind()
+    output = output.clone()
+    deallocate_output_tensor(output, True)
+    with pytest.raises(StepArgumentError, match=rf"had shape {re.escape(str(shape))} before it was freed, and no grad"):
+        custom_backward(output, None)
+    assert x.grad is None
+    custom_backward(output, torch.ones(shape))
+    assert torch.equal(x.grad, torch.full(shape, 3.0))
+    assert shape_of_gradient(first) == shape
+
+
+@pytest.mark.parametrize(
+    ("output", "gradient", "text"),
+    [
+        ("x", None, "output is str 'x' and grad_output NoneType None; both must be tensors"),
+        ([torch.ones(1)], None, "output is a list and grad_output"),
+        (torch.ones(1), 1.0, r"output is a tensor of shape \(1,\) and grad_output float 1.0"),
+    ],
+)
+def test_custom_backward_takes_tensors(output, gradient, text):
+    with pytest.raises(StepArgumentError, match=text):
+        custom_backward(output, gradient)
 
 
 def test_custom_backward_wants_a_freed_output_and_deallocation_no_view():

@@ -96,6 +96,15 @@ def test_an_accumulator_knows_its_tensor():
     assert accumulators[1].variable is weight
 
 
+def test_a_node_knows_the_shape_of_each_output_after_it_was_freed():
+    rows = torch.ones(3, 4, requires_grad=True) * 2
+    parts = [part.clone() for part in rows.split([1, 2])]
+    columns = rows.split([1, 2, 1], dim=1)
+    for output, shape in zip([*parts, *columns], [(1, 4), (2, 4), (3, 1), (3, 2), (3, 1)], strict=True):
+        output.data = torch.empty(1)
+        assert tuple(output.grad_fn._input_metadata[output.output_nr].shape) == shape
+
+
 def test_what_a_node_saved_can_be_seen_and_freed():
     _, _, output, _ = product()
     saved = output.grad_fn._raw_saved_result

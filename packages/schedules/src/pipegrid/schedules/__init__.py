@@ -107,7 +107,8 @@ if TYPE_CHECKING:
         Stage,
         position_of,
     )
-    from pipegrid.schedules.seed_stage import AnnouncedShapesError, StageOutputError
+    from pipegrid.schedules.seed_shapes import StageOutputError
+    from pipegrid.schedules.seed_stage import AnnouncedShapesError
     from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
@@ -277,7 +278,7 @@ _TORCH_HALF = {
     "Stage": "runtime",
     "position_of": "runtime",
     "AnnouncedShapesError": "seed_stage",
-    "StageOutputError": "seed_stage",
+    "StageOutputError": "seed_shapes",
     "LossScaler": "loss_scaler",
     "scale_loss": "loss_scaler",
     "unscale_gradients_": "loss_scaler",

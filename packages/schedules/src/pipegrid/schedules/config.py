@@ -10,13 +10,27 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from attrs import field, fields, frozen
+from attrs import Attribute, field, fields, frozen
 
 from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.errors import P2PConfigError
 
 
 def _as_tuple(value: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(value)
+
+
+def _count(least: int, remedy: str, *, optional: bool = True) -> Callable[[Any, Attribute[Any], Any], None]:
+    """A validator: an integer of at least ``least``, or None where that is a value."""
+    rule = f"{'None or ' if optional else ''}an integer of at least {least}"
+
+    def validate(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise P2PConfigError(f"{attribute.name} is {value!r}; it must be {rule}: {remedy}")
+
+    return validate
 
 
 @frozen(kw_only=True)
@@ -24,7 +38,8 @@ class PipelineConfig(P2PConfig):
     """Settings of a pipelined step, and (inherited) of the communicator that it runs on.
 
     Attributes:
-        hidden_size: last axis of the activations; used where shapes are not agreed at run time.
+        hidden_size: last axis of the activations. Given, and without ``variable_seq_lengths``, what the stages of a
+            single module send is checked against the step's ``seq_length`` and ``micro_batch_size``.
         sequence_parallel: activations between stages are sharded along the sequence over tp.
         calculate_per_token_loss: the loss function returns a sum over tokens; gradients are divided by the
             global number of tokens once, by ``finalize_model_grads_func``.
@@ -52,17 +67,24 @@ class PipelineConfig(P2PConfig):
         wgrad_deferral_limit: at most so many microbatches wait; 0 sets no limit.
         microbatch_group_size_per_vp_stage: with interleaving, how many microbatches a chunk runs before the next chunk
             has its turn; None is the number of ranks.
+        overlap_moe_expert_parallel_comm: with interleaving, one forward more runs before the first backward, for models
+            that hide the communication of experts behind another microbatch's computation.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
         monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
             notices before a step that ranks would run different numbers of microbatches.
+
+    Raises:
+        P2PConfigError: a count that is none; or as `P2PConfig`.
     """
 
-    hidden_size: int | None = None
+    hidden_size: int | None = field(default=None, validator=_count(1, "give the last axis of the activations"))
     sequence_parallel: bool = False
     calculate_per_token_loss: bool = False
     deallocate_pipeline_outputs: bool = False
-    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    num_microbatches_with_partial_activation_checkpoints: int | None = field(
+        default=None, validator=_count(0, "give how many of a window follow the model's own setting, or None for all")
+    )
     enable_autocast: bool = False
     autocast_dtype: Any = None
     grad_scale_func: Callable[[Any], Any] | None = None
@@ -72,24 +94,37 @@ class PipelineConfig(P2PConfig):
     finalize_model_grads_func: Callable[..., None] | None = None
     tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     defer_embedding_wgrad_compute: bool = False
-    wgrad_deferral_limit: int = field(default=0)
-    microbatch_group_size_per_vp_stage: int | None = None
+    wgrad_deferral_limit: int = field(
+        default=0, validator=_count(0, "give the number of microbatches that may wait, 0 for all", optional=False)
+    )
+    microbatch_group_size_per_vp_stage: int | None = field(
+        default=None, validator=_count(1, "give the microbatches of a group, or None for the number of ranks")
+    )
+    overlap_moe_expert_parallel_comm: bool = False
     job_group: Any = None
     hooks: tuple[Any, ...] = ()
     monitor: Any = None
 
-    @wgrad_deferral_limit.validator
-    def _count(self, attribute: Any, value: int) -> None:
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{attribute.name} is {value!r}; give the number of microbatches that may wait, 0 for all")
 
-
-_DEFAULTS = {attribute.name: attribute.default for attribute in fields(PipelineConfig)}
+_FIELDS = {attribute.name: attribute for attribute in fields(PipelineConfig)}
 
 
 def option(config: Any, name: str) -> Any:
     """``config.<name>``, or its documented default where the object does not have it."""
-    return getattr(config, name, _DEFAULTS[name])
+    return getattr(config, name, _FIELDS[name].default)
+
+
+def checked_option(config: Any, name: str) -> Any:
+    """`option`, with the check that a `PipelineConfig` makes when it is made, for a config of another class.
+
+    Raises:
+        P2PConfigError: the value cannot be used.
+    """
+    value = option(config, name)
+    validate = _FIELDS[name].validator
+    if validate is not None:
+        validate(config, _FIELDS[name], value)
+    return value
 
 
 def config_of(model: Any) -> Any:

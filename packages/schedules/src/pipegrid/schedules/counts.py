@@ -9,6 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipegrid.schedules.errors import StepArgumentError
+
+
+def require_integer(name: str, value: Any, remedy: str, *, least: int = 1) -> int:
+    """``value``, where it is an integer of at least ``least``.
+
+    Raises:
+        StepArgumentError: it is not; ``remedy`` ends the message.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise StepArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}: {remedy}")
+    return value
+
+
+_MICROBATCHES = "give the microbatches of a step"
+_CHUNKS = "give the model chunks of a rank, 1 without interleaving"
+
+
+def _require_group(size: Any) -> None:
+    remedy = "a group has that many microbatches; without a wish of your own, give the number of ranks"
+    require_integer("microbatch_group_size_per_vp_stage", size, remedy)
+
 
 def get_pp_rank_microbatches(
     num_microbatches: int,
@@ -34,11 +56,14 @@ def get_pp_rank_microbatches(
 
     Returns:
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
+
+    Raises:
+        StepArgumentError: one of the sizes is no integer of at least 1.
     """
-    if num_microbatches < 1 or num_model_chunks < 1:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} and num_model_chunks={num_model_chunks}: both must be at least 1"
-        )
+    require_integer("num_microbatches", num_microbatches, _MICROBATCHES)
+    require_integer("num_model_chunks", num_model_chunks, _CHUNKS)
+    if microbatch_group_size_per_vp_stage is not None:
+        _require_group(microbatch_group_size_per_vp_stage)
     total = num_microbatches * num_model_chunks
     stages = 1 if p2p_communicator is None else p2p_communicator.total_stages
     if forward_only:
@@ -50,7 +75,7 @@ def get_pp_rank_microbatches(
         if num_model_chunks == 1:
             warmup = distance
         else:
-            group = microbatch_group_size_per_vp_stage or stages
+            group = stages if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
             warmup = 2 * distance + (num_model_chunks - 1) * group + int(overlap_moe_expert_parallel_comm)
     warmup = min(warmup, total)
     return total, warmup == total, warmup, total - warmup
@@ -70,12 +95,13 @@ def get_schedule_table(
     """``(microbatch, chunk)`` in the order of forwards: groups of N microbatches, chunk-major inside a group.
 
     The last group is shorter where N does not divide the number of microbatches.
+
+    Raises:
+        StepArgumentError: one of the sizes is no integer of at least 1.
     """
-    if microbatch_group_size_per_vp_stage < 1:
-        raise ValueError(
-            f"microbatch_group_size_per_vp_stage={microbatch_group_size_per_vp_stage}: "
-            "a group needs at least 1 microbatch"
-        )
+    require_integer("num_microbatches", num_microbatches, _MICROBATCHES)
+    require_integer("num_model_chunks", num_model_chunks, _CHUNKS)
+    _require_group(microbatch_group_size_per_vp_stage)
     table: list[tuple[int, int]] = []
     for start in range(0, num_microbatches, microbatch_group_size_per_vp_stage):
         group = range(start, min(start + microbatch_group_size_per_vp_stage, num_microbatches))
@@ -90,7 +116,23 @@ def convert_schedule_table_to_order(
 
     First the warmup forwards, then forward/backward pairs, then the remaining backwards. This is the order
     that CUDA graph capture of model chunks asks for.
+
+    Raises:
+        StepArgumentError: more warmup forwards than there are, or a table with a chunk that does not exist.
     """
+    require_integer("num_model_chunks", num_model_chunks, _CHUNKS)
+    require_integer("num_warmup_microbatches", num_warmup_microbatches, "get_pp_rank_microbatches counts them", least=0)
+    if num_warmup_microbatches > len(schedule_table):
+        raise StepArgumentError(
+            f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {len(schedule_table)} "
+            "forwards in all; give at most these, as get_pp_rank_microbatches does"
+        )
+    for place, entry in enumerate(schedule_table):
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2 or entry[1] not in range(num_model_chunks):
+            raise StepArgumentError(
+                f"entry {place} of schedule_table is {entry!r}; it must be (microbatch, chunk) with a chunk of "
+                f"0..{num_model_chunks - 1}: make the table with get_schedule_table, for the same num_model_chunks"
+            )
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
     order = forwards[:num_warmup_microbatches]
@@ -123,19 +165,29 @@ def get_tensor_shapes(
         cp_group: likewise.
 
     Raises:
-        ValueError: the sequence does not divide over the ranks that share it.
+        StepArgumentError: a size is no integer of at least 1 (nothing is asked of sizes where lengths vary), or the
+            sequence does not divide over the ranks that share it.
     """
     if getattr(config, "variable_seq_lengths", False):
         return [()]
+    require_integer("seq_length", seq_length, "give the tokens of a sample, or set config.variable_seq_lengths")
+    require_integer("micro_batch_size", micro_batch_size, "give the samples of a microbatch")
+    if decoder_seq_length is not None:
+        require_integer("decoder_seq_length", decoder_seq_length, "give None where it is that of seq_length")
+    hidden_size = require_integer(
+        "config.hidden_size",
+        getattr(config, "hidden_size", None),
+        "set it to the last axis of the activations, or set config.variable_seq_lengths",
+    )
     sequence = seq_length if decoder_seq_length is None else decoder_seq_length
     cp = 1 if cp_group is None else cp_group.size()
     tp = tp_group.size() if tp_group is not None and getattr(config, "sequence_parallel", False) else 1
     if sequence % (cp * tp):
-        raise ValueError(
+        raise StepArgumentError(
             f"a sequence of {sequence} tokens cannot be shared evenly by cp {cp} x sequence-parallel tp {tp} ranks; "
             f"pad it to {-(-sequence // (cp * tp)) * cp * tp}, or set variable_seq_lengths"
         )
-    return [(sequence // cp // tp, micro_batch_size, config.hidden_size)]
+    return [(sequence // cp // tp, micro_batch_size, hidden_size)]
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:

@@ -1,8 +1,8 @@
-"""The one call into torch's autograd engine that has no public form.
+"""What the runtime needs of torch's autograd engine that has no public form. Tests pin both functions.
 
-`torch.autograd.backward` and `torch.autograd.grad` are this call with checks before it, which take about as long as
-the engine itself does for a small graph, and one of which refuses what the runtime needs: an output whose storage was
-freed once it was sent has one element, so its shape is not its gradient's. Tests pin the call.
+`torch.autograd.backward` and `torch.autograd.grad` are `run_backward` with checks before it, which take about as long
+as the engine itself does for a small graph, and one of which refuses what the runtime needs: an output whose storage
+was freed once it was sent has one element, so its shape is not its gradient's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+
+def shape_of_gradient(output: torch.Tensor) -> tuple[int, ...]:
+    """The shape that ``output`` had when it was made, which its gradient has, too: also after it was freed."""
+    node = output.grad_fn
+    if node is None:
+        return tuple(output.shape)
+    return tuple(node._input_metadata[output.output_nr].shape)  # noqa: SLF001
 
 
 def run_backward(

@@ -73,4 +73,4 @@ class PlanMismatchError(ValueError):
 
 
 class StepArgumentError(ValueError):
-    """The arguments of a step function contradict each other."""
+    """An argument of a step function, or of a function beside it, cannot be used, or contradicts another."""

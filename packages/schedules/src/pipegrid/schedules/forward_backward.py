@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.counts import require_integer
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving
@@ -35,16 +36,24 @@ def get_forward_backward_func(
     Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``.
 
     Raises:
-        StepArgumentError: neither is given (there is no global parallel state to read), or chunks without a pipeline.
+        StepArgumentError: neither is given (there is no global parallel state to read), a size that is no integer of at
+            least 1, or chunks without a pipeline.
     """
     if pp_size is None and pg_collection is not None:
-        group = getattr(pg_collection, "pp", None)
-        pp_size = 1 if group is None else group.size()
+        if not hasattr(pg_collection, "pp"):
+            raise StepArgumentError(
+                f"pg_collection is a {type(pg_collection).__name__} without a `pp` group, so that the pipeline size is "
+                "not known; pass pp_size=... (of several modules: the communicator's total_stages)"
+            )
+        pp_size = 1 if pg_collection.pp is None else pg_collection.pp.size()
     if pp_size is None:
         raise StepArgumentError(
             "the pipeline size is not known: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
             "with its `pp` group"
         )
+    require_integer("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
+    if vp_size is not None:
+        require_integer("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
     if vp_size is not None and vp_size > 1:
         if pp_size == 1:
             raise StepArgumentError(
@@ -124,9 +133,11 @@ def forward_backward_pipelining_without_interleaving(
         model: this rank's stage; a list of one is taken as its item. Its ``config`` is read (`PipelineConfig`). On a
             rank with several modules a dict by module; they have one config.
         num_microbatches: M, the same on every rank.
-        seq_length: tokens of a sample. Messages carry their own shapes, so this is for signature's sake.
+        seq_length: tokens of a sample. Neighbours agree on shapes by themselves, so the sizes only serve a check: of
+            one module whose config has a ``hidden_size`` and fixed shapes, a stage that is about to send another shape
+            than ``(seq_length / cp / (tp with sequence parallelism), micro_batch_size, hidden_size)`` is told so.
         micro_batch_size: samples of a microbatch, likewise.
-        decoder_seq_length: likewise.
+        decoder_seq_length: tokens of a sample on the decoder's side, likewise; both lengths are fine then.
         forward_only: no backward, no gradients.
         collect_non_loss_data: return what ``loss_func(output, non_loss_data=True)`` returns.
         first_val_step: the first step of a validation phase.
@@ -177,7 +188,9 @@ def forward_backward_pipelining_without_interleaving(
         first_val_step=first_val_step,
         pg_collection=pg_collection,
         frozen=place.frozen,
-        shapes=announce(
+        shapes=None
+        if len(place.graph.modules) > 1
+        else announce(
             adjust_tensor_shapes_fn,
             models,
             seq_length=seq_length,

@@ -45,7 +45,7 @@ def reduce_gradients(
     modules: Modules,
     collections: Any,
     *,
-    num_tokens: torch.Tensor | int | None = None,
+    num_tokens: torch.Tensor | float | None = None,
     loss_lanes: int | None = None,
     job_group: dist.ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -61,8 +61,8 @@ def reduce_gradients(
         modules: this rank's modules: by name, several chunks of one module, or one module.
         collections: process groups: one collection for all, or a mapping by module name (also as attribute
             ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's data lanes; None is one lane.
-        num_tokens: tokens that this rank's losses counted (0 on ranks without loss, and on all but the first
-            tp rank). Given: gradients are divided by the sum over the job. None: by ``loss_lanes``.
+        num_tokens: tokens that this rank's losses counted, or their weights (0 on ranks without loss, and on all but
+            the first tp rank). Given: gradients are divided by the sum over the job. None: by ``loss_lanes``.
         loss_lanes: data lanes (dp x cp) of the module with the loss. Default: those of the module itself, which
             is right where all modules have the same number.
         job_group: all ranks of the job; default: the default process group. Used for ``num_tokens`` only.
@@ -89,7 +89,7 @@ def reduce_gradients(
                 for parameter in bucket:
                     gradient = accumulated(parameter)
                     if gradient is not None:
-                        gradient.div_(divisor)
+                        _divide_(gradient, divisor)
             else:
                 _reduce_bucket(bucket, group, divisor)
             if mark is not None:
@@ -160,12 +160,24 @@ def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
 
 
 def _global_tokens(
-    num_tokens: torch.Tensor | int, device: torch.device, job_group: dist.ProcessGroup | None
+    num_tokens: torch.Tensor | float, device: torch.device, job_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """The tokens of the job, at least 1; stays on the device, so that nobody waits for it."""
-    total = torch.as_tensor(num_tokens, dtype=torch.int64).to(device, copy=True)
+    """The tokens of the job, or 1 where there are none; stays on the device, so that nobody waits for it.
+
+    In float64 on every rank, whatever was counted here: a rank without a loss cannot know whether others count whole
+    tokens or weigh them, and up to 2**53 a count is exact in it.
+    """
+    total = torch.as_tensor(num_tokens, dtype=torch.float64).detach().to(device, copy=True).reshape(())
     dist.all_reduce(total, group=job_group)
-    return total.clamp_(min=1)
+    return torch.where(total > 0, total, torch.ones_like(total))
+
+
+def _divide_(gradient: torch.Tensor, divisor: torch.Tensor | int) -> None:
+    """In place; in float32 where the gradient is narrower: a GPU would make the tokens float16, which ends at 65504."""
+    if isinstance(divisor, torch.Tensor) and gradient.dtype in (torch.float16, torch.bfloat16):
+        gradient.copy_(gradient.float().div_(divisor))
+    else:
+        gradient.div_(divisor)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
@@ -214,7 +226,7 @@ def _reduce_bucket(
     dist.all_reduce(flat, group=group)
     # Reading the flags would wait for the device; only a parameter without a gradient here needs its flag.
     anywhere = present if all(present) else (flat[elements:] > 0).tolist()
-    flat[:elements].div_(divisor)
+    _divide_(flat[:elements], divisor)
     for slot, used in zip(slots, anywhere, strict=True):
         if used:
             parameter = slot.parameter

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from pipegrid.schedules.config import config_of, option
+from pipegrid.schedules.config import checked_option, config_of, option
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.seed_step import Ties, announce, run_step
+from pipegrid.schedules.seed_step import Ties, announce, require_microbatches, run_step
 from pipegrid.schedules.verification import verify
 
 
@@ -42,7 +42,9 @@ def forward_backward_pipelining_with_interleaving(
     - ``model`` is the list of this rank's V chunks. The config of the first is read, where
       ``microbatch_group_size_per_vp_stage`` is how many microbatches N a chunk runs before the next chunk has its turn
       (default P), and with ``overlap_p2p_comm`` receives are posted a compute ahead, so that transfers hide behind
-      it. ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` may be lists, one per chunk.
+      it. With ``overlap_moe_expert_parallel_comm`` one forward more runs before the first backward, so that a model
+      that interleaves two microbatches has both. ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` may be
+      lists, one per chunk.
     - ``data_iterator`` is a list with one iterator per chunk (None where a chunk needs no data).
     - ``p2p_communicator`` is a `P2PCommunicator`, whose stages lie round and round on its ranks (no placement).
 
@@ -62,12 +64,18 @@ def forward_backward_pipelining_with_interleaving(
     chunks = _chunks(model, data_iterator, p2p_communicator)
     ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage
     config = config_of(chunks[0][0])
-    group_size = option(config, "microbatch_group_size_per_vp_stage") or ranks
+    group_size = checked_option(config, "microbatch_group_size_per_vp_stage")
+    if group_size is None:
+        group_size = ranks
+    require_microbatches(num_microbatches)
     _require_group_size(group_size, ranks, num_microbatches)
     receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
+    extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
     models = {chunk * ranks + here: part for chunk, (part, _) in enumerate(chunks)}
     return run_step(
-        plan=lambda ties: interleaved_plan(ranks, len(chunks), num_microbatches, group_size, receives, ties),
+        plan=lambda ties: interleaved_plan(
+            ranks, len(chunks), num_microbatches, group_size, receives, ties, extra_warmup
+        ),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,
         data_iterators={chunk * ranks + here: iterator for chunk, (_, iterator) in enumerate(chunks)},
@@ -77,6 +85,7 @@ def forward_backward_pipelining_with_interleaving(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
+        interleaved=True,
         shapes=announce(
             adjust_tensor_shapes_fn,
             models,
@@ -96,10 +105,13 @@ def interleaved_plan(
     group_size: int,
     receives: Receives = "late",
     tied: Ties = (),
+    extra_warmup: int = 0,
 ) -> Plan:
     """The verified plan that the interleaved step function runs. Pure."""
     plan = lower(
-        interleaved_1f1b(num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size),
+        interleaved_1f1b(
+            num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
+        ),
         receives=receives,
         tied=dict(tied),
     )
@@ -131,7 +143,7 @@ def _chunks(model: Any, data_iterator: Any, communicator: Any) -> list[tuple[Any
 
 
 def _require_group_size(group_size: int, ranks: int, num_microbatches: int) -> None:
-    last = num_microbatches % group_size if group_size > 0 else 0
+    last = num_microbatches % group_size
     if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
         raise StepArgumentError(
             f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step takes "

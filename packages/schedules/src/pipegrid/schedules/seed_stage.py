@@ -6,96 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.config import option
-from pipegrid.schedules.counts import check_first_val_step, get_tensor_shapes
+from pipegrid.schedules.counts import check_first_val_step
 from pipegrid.schedules.runtime import Forwarded
-from pipegrid.schedules.steps import LossError, flatten, forward_step
+from pipegrid.schedules.seed_shapes import AnnouncedShapes, ExpectedShape, StageOutputError
+from pipegrid.schedules.steps import LossError, forward_step
 from pipegrid.transport.edge import Edge
-
-
-class StageOutputError(ValueError):
-    """A forward returned something that the outgoing edges cannot carry, or not what was announced."""
-
-
-class AnnouncedShapesError(ValueError):
-    """``adjust_tensor_shapes_fn`` cannot be used as given."""
-
-
-@frozen
-class AnnouncedShapes:
-    """The shapes that ``adjust_tensor_shapes_fn`` says a stage receives and sends: checked against what does travel.
-
-    An empty shape (``variable_seq_lengths``) is any.
-    """
-
-    received: tuple[tuple[int, ...], ...]
-    sent: tuple[tuple[int, ...], ...]
-
-    def check(self, payload: Any, *, sent: bool, stage: int, microbatch: int) -> None:
-        """Compare a payload's tensors with what was announced.
-
-        Raises:
-            StageOutputError: another number of tensors, or another shape.
-        """
-        expected = self.sent if sent else self.received
-        found = [tuple(tensor.shape) for tensor in flatten(payload) if tensor is not None]
-        fits = [not shape or shape == other for shape, other in zip(expected, found, strict=False)]
-        if len(expected) != len(found) or not all(fits):
-            raise StageOutputError(
-                f"stage {stage} {'sends' if sent else 'received'} tensors of shapes {found} for microbatch "
-                f"{microbatch}, but adjust_tensor_shapes_fn announces {list(expected)}"
-            )
-
-
-def announced_shapes(
-    adjust: Callable[..., Any] | None,
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None,
-    config: Any,
-    tp_group: Any,
-    cp_group: Any,
-) -> AnnouncedShapes | None:
-    """What ``adjust(receive_shapes, send_shapes)`` makes of `get_tensor_shapes`; None without it.
-
-    Neighbours agree on shapes by themselves, so nothing has to be told; but who announces shapes is told where they
-    do not hold.
-
-    Raises:
-        AnnouncedShapesError: the config has no ``hidden_size``, or ``adjust`` does not return two lists of shapes.
-    """
-    if adjust is None:
-        return None
-    if option(config, "hidden_size") is None and not option(config, "variable_seq_lengths"):
-        raise AnnouncedShapesError(
-            "adjust_tensor_shapes_fn adjusts the shapes (sequence, batch, hidden), and the config has no hidden_size; "
-            "set it"
-        )
-    shapes = get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config,
-        tp_group=tp_group,
-        cp_group=cp_group,
-    )
-    adjusted = adjust(list(shapes), list(shapes))
-    try:
-        received, sent = adjusted
-        return AnnouncedShapes(_as_shapes(received), _as_shapes(sent))
-    except (TypeError, ValueError):
-        raise AnnouncedShapesError(
-            f"adjust_tensor_shapes_fn returned {adjusted!r}; expected (receive shapes, send shapes), each a list with "
-            "one shape per tensor"
-        ) from None
-
-
-def _as_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(int(size) for size in shape) for shape in shapes)
 
 
 @define
@@ -124,7 +43,7 @@ class SeedStage:
     window: int = 1
     forwards: tuple[int, ...] = ()
     vp_stage: int | None = None
-    shapes: AnnouncedShapes | None = None
+    shapes: AnnouncedShapes | ExpectedShape | None = None
     infos: list[Any] = field(factory=list)
     num_tokens: torch.Tensor | None = None
 

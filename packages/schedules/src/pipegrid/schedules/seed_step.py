@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -10,14 +11,16 @@ from typing import Any, TypeAlias
 import torch
 
 from pipegrid.schedules.actions import Action, ActionKind
-from pipegrid.schedules.config import config_of, option
+from pipegrid.schedules.autocasting import require_autocast
+from pipegrid.schedules.config import checked_option, config_of, option
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.output_layer import settle_deferral
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.reduction import Finish, settle_reduction, settle_ties
 from pipegrid.schedules.runtime import PipelineRuntime, position_of
-from pipegrid.schedules.seed_stage import AnnouncedShapes, SeedStage, announced_shapes
+from pipegrid.schedules.seed_shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
+from pipegrid.schedules.seed_stage import SeedStage
 from pipegrid.schedules.tied_parameters import tied_stages
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -52,7 +55,8 @@ def run_step(
     first_val_step: bool | None,
     pg_collection: Any,
     frozen: Collection[str] = (),
-    shapes: AnnouncedShapes | None = None,
+    shapes: AnnouncedShapes | ExpectedShape | None = None,
+    interleaved: bool = False,
 ) -> list[Any]:
     """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
 
@@ -60,8 +64,15 @@ def run_step(
     name and the stages of each tied parameter.
     """
     config = config_of(next(iter(models.values())))
-    if num_microbatches < 1:
-        raise StepArgumentError(f"num_microbatches={num_microbatches}: a step needs at least 1")
+    require_microbatches(num_microbatches)
+    _require_forward_step(forward_step_func, config)
+    if option(config, "overlap_moe_expert_parallel_comm") and not interleaved:
+        raise StepArgumentError(
+            "config.overlap_moe_expert_parallel_comm asks for one more microbatch in flight, which only interleaving "
+            "has: use forward_backward_pipelining_with_interleaving with two chunks or more, or unset it"
+        )
+    for model in models.values():
+        require_autocast(config, model)
     if collect_non_loss_data and not forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
     ties = () if forward_only else settle_ties(models=list(models.values()), config=config, stages=list(models))
@@ -132,6 +143,41 @@ def run_step(
     return [info for stage in stages.values() for info in stage.infos]
 
 
+def require_microbatches(num_microbatches: Any) -> None:
+    """Refuse what is no number of microbatches.
+
+    Raises:
+        StepArgumentError: no integer of at least 1.
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise StepArgumentError(
+            f"num_microbatches={num_microbatches!r}: a step needs at least 1; give an integer, the same on every rank"
+        )
+
+
+def _require_forward_step(forward_step_func: Any, config: Any) -> None:
+    """It must take the arguments that it will be called with, of which the third depends on the config."""
+    if not callable(forward_step_func):
+        raise StepArgumentError(
+            f"forward_step_func is {forward_step_func!r}; give a function f(data_iterator, model) that returns "
+            "(output, loss_func)"
+        )
+    if checked_option(config, "num_microbatches_with_partial_activation_checkpoints") is None:
+        return
+    try:
+        signature = inspect.signature(forward_step_func)
+    except (TypeError, ValueError):  # some callables of C do not tell theirs
+        return
+    try:
+        signature.bind(None, None, True)
+    except TypeError:
+        raise StepArgumentError(
+            "config.num_microbatches_with_partial_activation_checkpoints is set, so forward_step_func is told as a "
+            f"third argument whether to checkpoint a microbatch, but it takes {signature}; give it "
+            "checkpoint_activations_microbatch, or unset the option"
+        ) from None
+
+
 def require_one_config(models: Mapping[int, Any]) -> None:
     """Refuse models on one rank with different configs.
 
@@ -161,17 +207,20 @@ def announce(
     micro_batch_size: int,
     decoder_seq_length: int | None,
     collection: Any,
-) -> AnnouncedShapes | None:
-    """See `announced_shapes`; config and groups are those of a step's models."""
-    return announced_shapes(
-        adjust,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config_of(next(iter(models.values()))),
-        tp_group=getattr(collection, "tp", None),
-        cp_group=getattr(collection, "cp", None),
-    )
+) -> AnnouncedShapes | ExpectedShape | None:
+    """The shapes to check messages against, as `announced_shapes` or else `expected_shape` have them.
+
+    Config and groups are those of a step's ``models``, which are of one module.
+    """
+    sizes = {
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+        "decoder_seq_length": decoder_seq_length,
+        "config": config_of(next(iter(models.values()))),
+        "tp_group": getattr(collection, "tp", None),
+        "cp_group": getattr(collection, "cp", None),
+    }
+    return expected_shape(**sizes) if adjust is None else announced_shapes(adjust, **sizes)
 
 
 def _in_turn(functions: Iterable[Callable[[], None]]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from pipegrid.schedules.autocasting import autocast
 from pipegrid.schedules.config import option, unwrapped_attribute
-from pipegrid.schedules.engine import run_backward
+from pipegrid.schedules.engine import run_backward, shape_of_gradient
+from pipegrid.schedules.errors import StepArgumentError
 
 
 class LossError(ValueError):
@@ -49,6 +51,8 @@ def forward_step(
         and the number of tokens its loss counted (0 elsewhere).
 
     Raises:
+        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``. Only the last stage calls
+            ``loss_func``, so that others may return None in its place.
         LossError: the loss function's result is none of the three documented forms.
     """
     if is_first_microbatch:
@@ -67,8 +71,9 @@ def forward_step(
             "give it the method (it is called before each forward with what arrived)"
         )
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
-    with _autocast(config, model):
-        output, loss_func = forward_step_func(data_iterator, model, *extra)
+    with autocast(config, model):
+        result = forward_step_func(data_iterator, model, *extra)
+    output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
     output, num_tokens = forward_step_calc_loss(
         model,
         output,
@@ -86,19 +91,24 @@ def forward_step(
     return output, num_tokens
 
 
+def _output_and_loss(result: Any, *, is_last_stage: bool) -> tuple[Any, Any]:
+    """Taken apart only where it is a pair: an activation whose first axis is 2 comes apart as well."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        found = _describe(result)
+    elif not callable(result[1]) and (is_last_stage or result[1] is not None):
+        found = f"({_describe(result[0])}, {_describe(result[1])})"
+    else:
+        return result[0], result[1]
+    raise StepArgumentError(
+        f"forward_step_func returned {found}; it returns (output, loss_func), and loss_func is called with the output "
+        "on the last stage: return model(...), loss_func"
+    )
+
+
 def _values(payload: Any) -> list[Any]:
     if isinstance(payload, dict):
         return list(payload.values())
     return list(payload) if isinstance(payload, (list, tuple)) else [payload]
-
-
-def _autocast(config: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    if not option(config, "enable_autocast"):
-        return contextlib.nullcontext()
-    parameter = next(model.parameters(), None)
-    device = "cpu" if parameter is None else parameter.device.type
-    dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")
-    return torch.autocast(device, dtype=dtype)
 
 
 def forward_step_calc_loss(
@@ -120,7 +130,8 @@ def forward_step_calc_loss(
     - ``(loss, info)``: the loss is divided by the number of microbatches and multiplied by the cp size (each
       cp rank returns its share of the mean, and the gradient reduction averages over cp as over dp);
     - ``(loss, num_tokens, info)``: divided by ``max(num_tokens, 1)`` and the number of microbatches, unless
-      ``config.calculate_per_token_loss``: then it is a pure sum, finished by ``finalize_model_grads_func``;
+      ``config.calculate_per_token_loss``: then it is a pure sum, finished by ``finalize_model_grads_func``.
+      ``num_tokens`` may be the sum of tokens' weights, which need not be whole;
     - anything at all, with ``collect_non_loss_data``.
 
     The user's loss tensor is not modified. ``info`` (or the anything) is appended to ``forward_data_store``.
@@ -151,9 +162,10 @@ def forward_step_calc_loss(
             "the loss function"
         )
     if len(result) == 3:
-        num_tokens = torch.as_tensor(result[1])
+        num_tokens = _tokens(result[1])
         if not option(config, "calculate_per_token_loss"):
-            loss = loss / torch.clamp(num_tokens.to(loss.device), min=1) / num_microbatches
+            # Weights are counted in float64, which must not widen the loss.
+            loss = (loss / torch.clamp(num_tokens.to(loss.device), min=1) / num_microbatches).to(loss.dtype)
     elif option(config, "calculate_per_token_loss"):
         raise LossError(
             "calculate_per_token_loss is set, but the loss function returned (loss, info) without a number of tokens; "
@@ -162,7 +174,20 @@ def forward_step_calc_loss(
     else:
         loss = loss * ((cp_group_size or 1) / num_microbatches)
     forward_data_store.append(info)
-    return loss, num_tokens
+    return loss, num_tokens.detach()
+
+
+def _tokens(counted: Any) -> torch.Tensor:
+    """A number of tokens, to be added up exactly: whole ones as int64, weighted ones as float64."""
+    if not isinstance(counted, (int, float, torch.Tensor)) or (
+        isinstance(counted, torch.Tensor) and counted.numel() != 1
+    ):
+        raise LossError(
+            f"the loss function counted {_describe(counted)} as num_tokens; return their number, or the sum of their "
+            "weights: an int, a float or a tensor with one element"
+        )
+    whole = isinstance(counted, int) if not isinstance(counted, torch.Tensor) else not counted.is_floating_point()
+    return torch.as_tensor(counted, dtype=torch.int64 if whole else torch.float64).reshape(())
 
 
 def _describe(value: Any) -> str:
@@ -170,6 +195,8 @@ def _describe(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
+    if callable(value) or (isinstance(value, (list, dict)) and value):
+        return f"a {type(value).__name__}"
     return f"{type(value).__name__} {value!r}"
 
 
@@ -241,17 +268,30 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     ``torch.autograd.backward`` compares the shapes of output and gradient, which a freed output fails; the
     engine itself does not.
 
+    Args:
+        output: has one element, because it was freed or is a loss.
+        grad_output: of the shape that ``output`` had before; None is a one, for an output that always had one element.
+
     Raises:
-        ValueError: the output still has its storage, or no gradient is given for a non-scalar.
+        StepArgumentError: no tensors, the output still has its storage, or no gradient is given for an output that had
+            another number of elements than one.
     """
+    if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
+        raise StepArgumentError(
+            f"output is {_describe(output)} and grad_output {_describe(grad_output)}; both must be tensors, or "
+            "grad_output None: call custom_backward once for each tensor of a payload"
+        )
     if output.numel() != 1:
-        raise ValueError(
+        raise StepArgumentError(
             f"output has shape {tuple(output.shape)}: it was not deallocated; call torch.autograd.backward instead"
         )
-    if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
-        raise ValueError(f"output and grad_output must be tensors, got {type(output)} and {type(grad_output)}")
-    gradient = torch.ones_like(output, memory_format=torch.preserve_format) if grad_output is None else grad_output
-    run_backward([output], [gradient])
+    shape = shape_of_gradient(output)
+    if grad_output is None and math.prod(shape) != 1:
+        raise StepArgumentError(
+            f"output had shape {shape} before it was freed, and no gradient was given; only an output of one element "
+            "has one by itself: pass the gradient that was received for it"
+        )
+    run_backward([output], [output.new_ones(shape) if grad_output is None else grad_output])
 
 
 def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:

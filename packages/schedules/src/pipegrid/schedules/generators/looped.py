@@ -21,6 +21,7 @@ def interleaved_1f1b(
     num_chunks: int = 2,
     group_size: int | None = None,
     num_stages: int | None = None,
+    extra_warmup: int = 0,
 ) -> Plan:
     """1F1B over chunks: groups of ``group_size`` microbatches pass through all chunks, one after another.
 
@@ -33,17 +34,21 @@ def interleaved_1f1b(
     ``group_size`` (default P) may be any, and so may M: a group with fewer than P microbatches (a small
     ``group_size``, or the last group) keeps its place as if it had P, since in a shorter round a chunk would
     be due before the round before has come about. ``num_stages`` (default ``P * V``) may be smaller: the last
-    round then does not reach every position.
+    round then does not reach every position. ``extra_warmup`` forwards more run before the first backward, and as many
+    chunks more are live: for models that compute one microbatch while another one's tokens travel between experts.
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024,
     section 3.3.2).
 
     Raises:
-        PlanError: a size below 1, or ``num_stages`` that does not need exactly ``num_chunks`` rounds.
+        PlanError: a size below 1, an ``extra_warmup`` below 0, or ``num_stages`` that does not need exactly
+            ``num_chunks`` rounds.
     """
     stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
     check_sizes(group_size=num_positions if group_size is None else group_size)
+    if isinstance(extra_warmup, bool) or not isinstance(extra_warmup, int) or extra_warmup < 0:
+        raise PlanError(f"extra_warmup is {extra_warmup!r}; it must be an integer of at least 0, 0 for the usual order")
     return chain_plan(
         lambda position: interleaved_1f1b_order(
             position,
@@ -52,6 +57,7 @@ def interleaved_1f1b(
             num_chunks=num_chunks,
             group_size=group_size,
             num_stages=stages,
+            extra_warmup=extra_warmup,
         ),
         num_positions=num_positions,
         num_microbatches=num_microbatches,
@@ -67,6 +73,7 @@ def interleaved_1f1b_order(
     num_chunks: int = 2,
     group_size: int | None = None,
     num_stages: int | None = None,
+    extra_warmup: int = 0,
 ) -> Order:
     """What ``position`` of `interleaved_1f1b` does: warmup, steady, cooldown over a table of chunks."""
     check_position(position, num_positions)
@@ -81,7 +88,7 @@ def interleaved_1f1b_order(
         group = [first + slot if slot < real else num_microbatches for slot in range(width)]
         forwards += [(chunk, m) for chunk in range(num_chunks) for m in group]
         backwards += [(chunk, m) for chunk in reversed(range(num_chunks)) for m in group]
-    warmup = min(2 * (num_positions - position - 1) + (num_chunks - 1) * slots, len(forwards))
+    warmup = min(2 * (num_positions - position - 1) + (num_chunks - 1) * slots + extra_warmup, len(forwards))
     order = []
     for index in range(len(forwards) + warmup):
         if index < len(forwards):

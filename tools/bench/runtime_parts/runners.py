@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 
 from pipegrid.schedules.actions import ActionKind
@@ -40,13 +40,18 @@ class _Stage:
     job: Job
     stage: int
     module: nn.Module
+    into: Edge | None = field(init=False)  # None: the first stage
+    out: Edge | None = field(init=False)  # None: the last
+
+    def __attrs_post_init__(self) -> None:
+        self.into = Edge(self.stage - 1, self.stage) if self.stage > 0 else None
+        self.out = Edge(self.stage, self.stage + 1) if self.stage < self.job.last else None
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
-        job, stage = self.job, self.stage
-        y = self.module(inputs[Edge(stage - 1, stage)] if stage > 0 else job.inputs[microbatch])
-        if stage == job.last:
-            return Forwarded({}, job.loss(y, job.targets[microbatch]))
-        return Forwarded({Edge(stage, stage + 1): y})
+        y = self.module(self.job.inputs[microbatch] if self.into is None else inputs[self.into])
+        if self.out is None:
+            return Forwarded({}, self.job.loss(y, self.job.targets[microbatch]))
+        return Forwarded({self.out: y})
 
 
 class Ours:

@@ -10,12 +10,13 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology import GroupSpec, control_store, create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.errors import (
     LaneSpecError,
@@ -30,6 +31,7 @@ from pipegrid.transport.issue import Issuer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lane_spec import LaneSpec
 from pipegrid.transport.local_lane import LocalLane
+from pipegrid.transport.neighbours import Neighbours, Talk
 from pipegrid.transport.payload import flatten, signature_of
 from pipegrid.transport.progress import Progress
 from pipegrid.transport.signature import Signature
@@ -45,6 +47,7 @@ class Lanes(dict[LaneSpec, Lane]):
         super().__init__(lanes)
         self._issuer = issuer
         ends = tuple(self.values())
+        self._talks: dict[int, Talk] = {}
         # At exit, too: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, ends, Progress(ends, issuer), groups)
 
@@ -59,6 +62,23 @@ class Lanes(dict[LaneSpec, Lane]):
         """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""
         for lane in self.values():
             lane.abort(reason)
+
+    def neighbours(self, ranks: Iterable[int]) -> Neighbours:
+        """Those of ``ranks`` at the other ends of lanes, to tell them before a step what this rank runs in it.
+
+        Told on a store of the lanes' own, which takes one connection to the default group's store.
+        """
+        wanted = set(ranks)
+        for lane in self.values():
+            if lane.peer in wanted and lane.peer not in self._talks and lane.group is not None:
+                # Both ends know the group by one name, and no other group ever has it.
+                self._talks[lane.peer] = Talk.between(lane.rank, lane.peer, lane.group.group_name)
+        talks = [self._talks[rank] for rank in sorted(wanted) if rank in self._talks]
+        return Neighbours(self._store, talks)
+
+    @cached_property
+    def _store(self) -> Any:
+        return control_store("neighbours")
 
     def close(self) -> None:
         """End the lanes and free their groups. Transfers still under way fail. Twice is harmless."""

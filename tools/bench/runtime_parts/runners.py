@@ -144,8 +144,9 @@ def _ahead(program: Sequence[_Line]) -> list[_Line]:
 class Floor:
     """A loop written by hand.
 
-    The plan's messages in its order by `dist.isend` and `dist.irecv`, the same forwards and the same calls of
-    autograd, and nothing else: no checks, errors, deadlines, hooks, structures or handles.
+    The plan's messages in its order by `dist.isend` and `dist.irecv`, the same forwards and as many backwards by
+    `torch.autograd`, and nothing else: no errors, deadlines, hooks, structures or handles, and no checks but those of
+    the public functions that such a loop calls.
     Messages go over the very groups that our lanes use, and receives are posted as far ahead. A received tensor gets a
     fresh buffer, as a pipeline needs. Sends are waited for at the end.
     """

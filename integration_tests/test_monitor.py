@@ -62,7 +62,9 @@ def test_an_error_on_one_rank_is_every_ranks_first_failure(ranks):
     ranks.plan_fault(Fault("raise", rank=2, at="F3"))
     text, seconds = step(ranks)
     if ranks.rank != 2:
-        assert "The first failure of the job was recorded by rank 2: the step failed at position 2, step" in text
+        assert (
+            "The first failure of the job was recorded by rank 2: the step failed on rank 2 at position 2, step" in text
+        )
     for rank in range(STAGES):
         assert f"rank {rank}: position {rank}, step" in text
     assert seconds < LANE_DEADLINE

@@ -263,3 +263,30 @@ def test_a_plan_of_forwards_alone_keeps_nothing(network, memory_communicator, in
     stages = run(plan, network, memory_communicator, in_threads)
     assert len(stages[-1].losses) == 4
     assert all(stage.weight.grad is None for stage in stages)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupted_step_leaves_nothing_to_the_next(interrupt, network, memory_communicator):
+    """It goes out as it came, and what is left in the lanes is not taken for a message of another step."""
+    plan = lower(gpipe(2, 3))
+    told = []
+
+    class Interrupted(Scale):
+        def forward(self, microbatch, inputs):
+            if microbatch == 1:
+                raise interrupt
+            return super().forward(microbatch, inputs)
+
+    class Telling(memory_communicator):
+        def abort(self, reason):
+            told.append(reason)
+
+    runtime = PipelineRuntime(plan, {0: Interrupted(plan, 0, scales(plan)[0].weight, [])}, Telling(network, 2, 0))
+    with pytest.raises(interrupt) as found:
+        runtime.step()
+    assert found.value.__cause__ is None
+    assert interrupt.__name__ in told[0]
+    assert not runtime._works[0].live
+    for verb in (runtime.step, runtime.eval):
+        with pytest.raises(PipelineError, match=rf"failed before: .*{interrupt.__name__}.* [Rr]ebuild"):
+            verb()

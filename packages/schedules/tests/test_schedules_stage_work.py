@@ -333,3 +333,47 @@ def test_a_gradient_of_the_wrong_shape_names_the_action(shape, network, memory_c
     with pytest.raises(PipelineError, match=message):
         runtime.step()
     assert weight.grad is None
+
+
+FREED = {name: lower(SCHEDULES[name].plan(2, 6)) for name in ("gpipe", "1f1b", "zero_bubble_h2")}
+MADE_FROM_IT = {
+    "its square": lambda h, head: h * h,
+    "a linear layer of it": lambda h, head: head(h),
+    "a sum with it, which keeps nothing": lambda h, head: h + 1.0,
+}
+
+
+@pytest.mark.parametrize("made", MADE_FROM_IT)
+@pytest.mark.parametrize("name", FREED)
+def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, network, memory_communicator, in_threads):
+    plan = FREED[name]
+
+    def gradients(network, *, deallocate):
+        torch.manual_seed(0)
+        first, head, last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
+
+        def outputs(microbatch):
+            h = first(torch.full((2, WIDTH), 1.0 + microbatch, dtype=torch.float64))
+            return {"h": h, "more": MADE_FROM_IT[made](h, head)}
+
+        functions = [outputs, lambda microbatch, x: (last(x["h"]) * x["more"]).sum()]
+        step(plan, functions, network, memory_communicator, in_threads, deallocate_outputs=deallocate)
+        return [p.grad for layer in (first, head, last) for p in layer.parameters() if p.grad is not None]
+
+    freed, kept = gradients(network, deallocate=True), gradients(type(network)(), deallocate=False)
+    assert [torch.equal(one, other) for one, other in zip(freed, kept, strict=True)] == [True] * len(kept)
+
+
+def test_outputs_that_do_not_need_each_other_are_freed(network, memory_communicator, in_threads):
+    plan = lower(gpipe(2, 2))
+    made = []
+
+    def two(microbatch):
+        x = torch.full((2, WIDTH), 1.0 + microbatch, requires_grad=True)
+        made.extend([torch.tanh(x), torch.sigmoid(x), torch.exp(x)])
+        made.append(made[-1] * made[-1])
+        return made[-4:]
+
+    functions = [two, lambda microbatch, x: sum(part.sum() for part in x)]
+    step(plan, functions, network, memory_communicator, in_threads, deallocate_outputs=True)
+    assert [tensor.numel() for tensor in made] == [1, 1, 2 * WIDTH, 1] * 2

@@ -26,6 +26,8 @@ from pipegrid.bridges.positions import Positions, collective_edges, edge_between
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.neighbours import Neighbours
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -382,6 +384,22 @@ class MultiModulePipelineCommunicator:
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
+
+    def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
+        """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it.
+
+        Raises:
+            StageError: there is no such edge, or it does not touch this rank.
+        """
+        return self.lanes.neighbours({rank for edge in edges for spec in self._specs(edge) for rank in spec.pair})
+
+    def _specs(self, edge: Edge) -> list[LaneSpec]:
+        """The lanes of this rank that carry activations along ``edge``."""
+        bridge = self._bridge_of.get(edge)
+        if bridge is None:
+            chain, inner = self._inside(edge)
+            return [chain.spec(inner, Direction.FORWARD)]
+        return [spec for spec in bridge.lane_specs if self.rank in spec.pair]
 
     def abort(self, reason: str) -> None:
         """End all lanes at once and tell the other sides why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.neighbours import Neighbours
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
 
@@ -168,6 +170,11 @@ class VTPEdges:
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
+
+    def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
+        """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it."""
+        specs = [spec for edge in edges if edge in self._traffic for spec in self._traffic[edge].lane_specs]
+        return self.lanes.neighbours({rank for spec in specs for rank in spec.pair})
 
     def renew_shapes(self) -> None:
         """Let the next message of every lane agree on shapes anew; all ranks call it between two steps."""

@@ -5,7 +5,6 @@ The thread looks at the runtime; the runtime does nothing for it but let it look
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 import weakref
@@ -17,7 +16,6 @@ from attrs import define
 
 from pipegrid.schedules.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
 from pipegrid.schedules.device_marks import DeviceMarks
-from pipegrid.schedules.plan_text import to_text
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
@@ -196,8 +194,7 @@ class Monitor:
     def _name(self, plan: Plan) -> str:
         if self._plan is not None and self._plan[0] is plan:
             return self._plan[1]
-        digest = hashlib.sha256(to_text(plan).encode()).hexdigest()[:12]
-        return f"{plan.num_microbatches} microbatches, plan {digest}"
+        return f"{plan.num_microbatches} microbatches, plan {plan.digest}"
 
 
 def _end(stop: threading.Event, threads: list[threading.Thread]) -> None:

@@ -6,6 +6,7 @@ action, or a batch (a tuple) of communications that are issued together.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TypeAlias
@@ -240,6 +241,11 @@ class Plan:
         from pipegrid.schedules.plan_text import to_text
 
         return to_text(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """Twelve hex digits that tell plans apart, the same in every process."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:12]
 
 
 def message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:

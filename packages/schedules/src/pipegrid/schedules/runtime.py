@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.agreement import StepAgreement
+from pipegrid.schedules.control import DisagreementError
 from pipegrid.schedules.fitting import position_of, reducer_name, require_runnable
 from pipegrid.schedules.hooks import Hook, MessageHook
 from pipegrid.schedules.mail import Inbox, Outbox, PostOffice
@@ -62,8 +64,12 @@ def _goes_forward(action: Action) -> bool:
     return action.kind in (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
-def _nothing_to_end(reason: str) -> None:
-    """What stands for `abort` on a communicator without one."""
+def _rank_of(communicator: Any) -> int | None:
+    """This rank, as the communicator knows it, or the default process group; None in one process."""
+    rank: int | None = getattr(communicator, "rank", None)
+    if rank is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return rank
 
 
 class PipelineRuntime:
@@ -115,6 +121,9 @@ class PipelineRuntime:
         )
         forwards = (tuple(bound for bound in work if _goes_forward(bound.action)) for work in self._program)
         self._forwards = tuple(work for work in forwards if work)
+        outside = {edge for edge, _ in (*self._inboxes, *self._outboxes) if edge not in self._local_edges}
+        self._rank = _rank_of(communicator)
+        self._agreement = StepAgreement(plan, communicator, tuple(sorted(outside)), self._rank)
         self._running = self._program
         self._cursor = 0
         self._failure: str | None = None
@@ -125,13 +134,16 @@ class PipelineRuntime:
         """An inbox for whatever arrives at this position, and an outbox for whatever leaves a stage of it."""
         self._inboxes: dict[tuple[Edge, Direction], Inbox] = {}
         self._outboxes: dict[tuple[Edge, Direction], Outbox] = {}
+        self._local_edges: set[Edge] = set()
         for edge in self.plan.graph.stage_edges:
             ways = [(edge.source, edge.destination, Direction.FORWARD)]
             if edge in self.plan.gradient_edges:
                 ways.append((edge.destination, edge.source, Direction.BACKWARD))
+            if edge.source in stages and edge.destination in stages and edge not in self.plan.collective_edges:
+                self._local_edges.add(edge)
             for source, destination, direction in ways:
                 inbox = None
-                local = source in stages and edge not in self.plan.collective_edges
+                local = edge in self._local_edges
                 if destination in stages:
                     inbox = self._inboxes[edge, direction] = Inbox(edge, direction, self._office, local=local)
                 if source in stages:
@@ -202,7 +214,8 @@ class PipelineRuntime:
         """Run the plan once: every forward and every backward of this position.
 
         Raises:
-            DisagreementError: with a monitor, ranks were about to run different plans; nothing was sent.
+            DisagreementError: a neighbour runs another plan, or evaluates; or, with a monitor, any rank does. Whoever
+                comes second to the step sends nothing.
             PipelineError: something failed; the message says at which action, and what must be rebuilt. Or an
                 earlier step failed, and it was not.
         """
@@ -214,23 +227,21 @@ class PipelineRuntime:
         A verified plan stays free of deadlock when its backwards are left out: what remains keeps its order.
 
         Raises:
-            PipelineError: as `step`.
+            DisagreementError, PipelineError: as `step`.
         """
         self._run(self._forwards, grad=False)
 
     def _run(self, program: tuple[_Work, ...], *, grad: bool) -> None:
         if self._failure is not None:
-            raise PipelineError(
-                f"this runtime failed before: {self._failure}. Its lanes may hold messages of that step: rebuild the "
-                "communicator and the runtime before the next one"
-            )
+            raise PipelineError(f"this runtime failed before: {self._failure}.{self._remedy}")
         self._begin(grad=grad)
         self._running, self._cursor = program, 0
-        # The others wait for messages that will not come after a failure: they are told why, instead of timing out.
-        abort: Callable[[str], object] = getattr(self._communicator, "abort", _nothing_to_end)
-        if self._monitor is not None:
-            self._monitor.begin(self.plan, where=lambda: self.where, abort=abort)
+        watched = False
         try:
+            if self._monitor is not None:
+                self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
+            watched = True
+            self._agreement.begin("a step" if grad else "an evaluation")
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
                     for bound in work:
@@ -247,19 +258,13 @@ class PipelineRuntime:
                 self._cursor = len(program)
                 for outbox in self._outboxes.values():
                     outbox.settle()
-        except Exception as error:
-            failure = f"the step failed at {self.where}: {type(error).__name__}: {error}"
-            self._failure = failure
-            self._begin(grad=False)  # so that what the step held is not held until the runtime goes
-            others = ""
-            if self._monitor is None:
-                abort(failure)
-            else:
-                others = self._monitor.failed(failure)
-            raise PipelineError(
-                f"{failure}. Lanes may hold messages of the broken step: rebuild the communicator and the runtime "
-                f"before the next one{others}"
-            ) from error
+        except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
+            if not watched and isinstance(error, Exception):
+                raise  # the monitor's own: the job has failed elsewhere, and nothing was sent
+            told = self._failed(error, watched=watched)
+            if told is error:
+                raise
+            raise told from error
         if self._monitor is not None:
             self._monitor.end()
 
@@ -271,6 +276,42 @@ class PipelineRuntime:
             outbox.begin()
         for work in self._works.values():
             work.begin(training=grad)
+
+    @property
+    def _remedy(self) -> str:
+        if self._communicator is None:
+            return " Rebuild the runtime before the next step"
+        return (
+            " Lanes may hold messages of the broken step: rebuild the communicator and the runtime before the next one"
+        )
+
+    def _abort(self, reason: str) -> None:
+        """Tell the others, who wait for messages that will not come, why, instead of letting them time out."""
+        abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
+        if abort is not None:
+            abort(reason)
+
+    def _failed(self, error: BaseException, *, watched: bool) -> BaseException:
+        """End what a failed step has begun; the error to raise."""
+        if isinstance(error, DisagreementError):
+            failure = str(error)
+        else:
+            rank = "" if self._rank is None else f" on rank {self._rank}"
+            failure = f"the step failed{rank} at {self.where}: {type(error).__name__}: {error}"
+        self._failure = failure
+        self._begin(grad=False)  # so that what the step held is not held until the runtime goes
+        others = ""
+        if self._monitor is not None and watched:
+            others = self._monitor.failed(failure)
+        else:
+            self._abort(failure)
+        if isinstance(error, DisagreementError) or not isinstance(error, Exception):
+            return error
+        different = self._agreement.look_again()
+        if different is not None:
+            self._failure = f"{different}. This rank had begun: it stood at {self.where}"
+            return DisagreementError(f"{self._failure}{others}")
+        return PipelineError(f"{failure}.{self._remedy}{others}")
 
     def _execute(self, bound: _Bound) -> None:
         for hook in self._hooks:

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipegrid.schedules.cutting import trunk_of
 from pipegrid.schedules.engine import run_backward
 from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.freeing import freeable
 from pipegrid.schedules.mail import Inbox, Outbox, Parcel
 from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.schedules.splitting_refused import require_splittable
@@ -28,7 +29,9 @@ class Forwarded:
 
     Attributes:
         outputs: what each outgoing edge carries; the same payload may go to several.
-        loss: on a stage without outgoing edges, the scalar to differentiate; None in a forward-only run.
+        loss: the scalar to differentiate, on a stage without outgoing edges; None in a forward-only run. Another
+            stage may have one as well (an auxiliary loss, as for the balance of experts): its backward starts from
+            that and from the gradients of its outputs, so that the step differentiates the sum of all losses.
     """
 
     outputs: Mapping[Edge, Payload]
@@ -161,7 +164,10 @@ class StageWork:
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
         for tensor in tensors.values():
             require_deallocatable(tensor)
-        return Parcel(len(sent), list(tensors.values()))
+        roots = [*flatten(list(produced.outputs.values())), produced.loss]
+        return Parcel(
+            len(sent), freeable(list(tensors.values()), [t for t in roots if t is not None and t.requires_grad])
+        )
 
     def backward(self, microbatch: int) -> None:
         """``B``: both halves at once."""
@@ -191,12 +197,14 @@ class StageWork:
         backward_weights(self.halves.pop(microbatch))
 
     def _starts(self, live: Live, microbatch: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """The edges at which a backward starts, and the gradient of each."""
-        if live.loss is not None:
-            loss = live.loss if self.loss_scale is None else self.loss_scale(live.loss)
-            return ([get_gradient_edge(loss)], [torch.ones_like(loss)]) if loss.requires_grad else ([], [])
+        """The edges at which a backward starts, and the gradient of each: the stage's own loss, and its outputs."""
         roots: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
+        if live.loss is not None:
+            loss = live.loss if self.loss_scale is None else self.loss_scale(live.loss)
+            if loss.requires_grad:
+                roots.append(get_gradient_edge(loss))
+                gradients.append(torch.ones_like(loss))
         for box, ends in zip(self.gradients_in, live.roots, strict=True):
             arrived = flatten(box.take(microbatch))
             if len(arrived) != len(ends):

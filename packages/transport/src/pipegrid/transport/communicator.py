@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.neighbours import Neighbours
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
 from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed
@@ -167,6 +168,14 @@ class P2PCommunicator:
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
+
+    def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
+        """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it.
+
+        Raises:
+            P2PUsageError: there is no such edge, or it does not touch this rank.
+        """
+        return self.lanes.neighbours(self.lane(edge, Direction.FORWARD).peer for edge in edges)
 
     def renew_shapes(self) -> None:
         """Let the next message of every lane agree on shapes anew; all ranks call it between two steps.

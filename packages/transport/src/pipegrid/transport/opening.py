@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from pipegrid.topology import (
     GroupCreationTimeoutError,
     GroupSpec,
     WorldSizeUnknownError,
+    control_store,
     create_groups,
     destroy_groups,
 )
@@ -36,6 +38,7 @@ from pipegrid.transport.issue import Issuer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lane_spec import LaneSpec
 from pipegrid.transport.local_lane import LocalLane
+from pipegrid.transport.neighbours import Neighbours, Talk
 from pipegrid.transport.payload import flatten, signature_of
 from pipegrid.transport.progress import Progress
 from pipegrid.transport.signature import Signature
@@ -57,6 +60,7 @@ class Lanes(dict[LaneSpec, Lane]):
         self._issuer = issuer
         ends = tuple(self.values())
         self._parts = ends, Progress(ends, issuer), groups
+        self._talks: dict[int, Talk] = {}
         # At exit, too: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, *self._parts, _DROPPED)
 
@@ -75,6 +79,23 @@ class Lanes(dict[LaneSpec, Lane]):
         """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""
         for lane in self.values():
             lane.abort(reason)
+
+    def neighbours(self, ranks: Iterable[int]) -> Neighbours:
+        """Those of ``ranks`` at the other ends of lanes, to tell them before a step what this rank runs in it.
+
+        Told on a store of the lanes' own, which takes one connection to the default group's store.
+        """
+        wanted = set(ranks)
+        for lane in self.values():
+            if lane.peer in wanted and lane.peer not in self._talks and lane.group is not None:
+                # Both ends know the group by one name, and no other group ever has it.
+                self._talks[lane.peer] = Talk.between(lane.rank, lane.peer, lane.group.group_name)
+        talks = [self._talks[rank] for rank in sorted(wanted) if rank in self._talks]
+        return Neighbours(self._store, talks)
+
+    @cached_property
+    def _store(self) -> Any:
+        return control_store("neighbours")
 
     def close(self) -> None:
         """End the lanes and free their groups. Transfers still under way fail. Twice is harmless."""

@@ -1,0 +1,99 @@
+"""Neighbours tell each other what they run: whoever comes second to a step sees a difference, and nobody waits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+from pipegrid.transport.neighbours import Neighbours, Talk
+
+
+class Plain:
+    """A store that cannot read several values at once, as a file store is."""
+
+    def __init__(self, store):
+        self.set, self.get, self.check = store.set, store.get, store.check
+
+    def has_extended_api(self):
+        return False
+
+
+@pytest.fixture(params=["several at once", "one by one"])
+def store(request):
+    store = dist.HashStore()
+    return store if request.param == "several at once" else Plain(store)
+
+
+def ends(store, *pairs):
+    """Per rank its neighbours, for connections between those pairs of ranks."""
+    ranks = sorted({rank for pair in pairs for rank in pair})
+    return [
+        Neighbours(store, [Talk.between(rank, sum(pair) - rank, f"{pair}") for pair in pairs if rank in pair])
+        for rank in ranks
+    ]
+
+
+def test_the_second_to_come_sees_the_difference_and_the_first_when_it_looks_again(store):
+    first, second = ends(store, (0, 1))
+    assert first.begin("3 microbatches") == {}
+    assert second.begin("2 microbatches") == {0: "3 microbatches"}
+    assert first.others() == {1: "2 microbatches"}
+
+
+def test_those_who_run_the_same_hear_nothing(store):
+    chain = ends(store, (0, 1), (1, 2))
+    for what in ("a", "a", "b", "a", "a"):
+        assert [rank.begin(what) for rank in chain] == [{}, {}, {}]
+        assert [rank.others() for rank in chain] == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_change_on_one_rank_alone_is_seen_by_whoever_comes_second(store, changed):
+    chain = ends(store, (0, 1))
+    for rank in chain:
+        rank.begin("a")
+    chain[0].begin("b" if changed == 0 else "a")
+    seen = chain[1].begin("b" if changed == 1 else "a")
+    assert seen == {0: "b" if changed == 0 else "a"}
+
+
+def test_each_neighbour_is_compared(store):
+    _, middle, _ = chain = ends(store, (0, 1), (1, 2))
+    chain[0].begin("left")
+    chain[2].begin("right")
+    assert middle.begin("middle") == {0: "left", 2: "right"}
+
+
+def test_one_that_is_ahead_says_what_it_ran_in_the_others_step(store):
+    ahead, behind = ends(store, (0, 1))
+    for what in ("a", "b", "a", "b", "b", "c"):
+        ahead.begin(what)
+    seen = [behind.begin(what) for what in ("a", "b", "a", "x")]
+    assert seen == [{}, {}, {}, {0: "b"}]
+
+
+def test_what_is_said_does_not_grow(store):
+    chain = ends(store, (0, 1))
+    for step in range(100):
+        for rank in chain:
+            rank.begin(f"{step % 2}")
+    assert max(len(store.get(f"(0, 1)/{rank}")) for rank in range(2)) < 50
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("communicators", ["separate", "shared"])
+def test_the_neighbours_of_an_edge_are_the_ranks_at_its_ends(ranks, communicators):
+    config = P2PConfig(pipeline_dtype=torch.float32, communicators=communicators)
+    P2PCommunicator(dist.group.WORLD, config).close()
+    first, second = (P2PCommunicator(dist.group.WORLD, config) for _ in range(2))
+    around = [Edge(stage, stage + 1) for stage in range(2) if ranks.rank in (stage, stage + 1)]
+    peers = {talk.peer for talk in first.neighbours(around).talks}
+    assert peers == {rank for rank in range(3) if abs(rank - ranks.rank) == 1}
+    # What is said over one communicator is not heard over another, nor what was said over one that is gone.
+    first.neighbours(around).begin(f"rank {ranks.rank}")
+    ranks.barrier()
+    assert second.neighbours(around).begin("the same") == {}
+    assert first.neighbours(around).others() == {peer: f"rank {peer}" for peer in peers}
+    ranks.barrier()
+    for communicator in (first, second):
+        communicator.close()

@@ -129,6 +129,11 @@ def test_collecting_starts_no_process(pytester, monkeypatch):
         ),
         ("@pytest.mark.ranks(2)\n@pytest.mark.fault('burn', rank=0, at='x')", "*fault kind 'burn' is unknown*"),
         ("@pytest.mark.ranks(2)\n@pytest.mark.fault('kill')", "*@pytest.mark.fault: *argument*'rank'*"),
+        (
+            "@pytest.mark.ranks(2)\n@pytest.mark.fault('kill', rank=1.5, at='x')",
+            "*an integer counted from 0, got rank=1.5",
+        ),
+        ("@pytest.mark.fault('kill', rank=0, at='x')", "*test_it: *this test runs on none; mark it with *ranks(n) too"),
     ],
 )
 def test_marks_that_ask_for_the_impossible_end_the_session_before_any_test(pytester, marks, text):

@@ -142,6 +142,21 @@ def test_fault_comes_too_late(ranks):
     pass
 
 @pytest.mark.ranks(2)
+@pytest.mark.fault("kill", rank=1, at="never")
+def test_skip_before_a_fault():
+    pytest.skip("nothing to break")
+
+@pytest.mark.ranks(2)
+@pytest.mark.fault("kill", rank=1, at="never")
+def test_xfail_before_a_fault():
+    pytest.xfail("nothing to break yet")
+
+@pytest.mark.ranks(2)
+@pytest.mark.fault("kill", rank=1, after=50)
+def test_skip_before_a_fault_by_time():
+    pytest.skip("too early to break")
+
+@pytest.mark.ranks(2)
 @pytest.mark.fault("raise", rank=1, at="here")
 def test_fault_leads_to_another_failure(ranks):
     try:
@@ -291,6 +306,9 @@ def test_a_plain_test_that_asks_for_ranks_is_told_to_mark_itself(failed):
         ("test_xfail", "known"),
         ("test_xfail_mark", "marked"),
         ("test_xfail_by_death", "hangs"),
+        ("test_skip_before_a_fault", "nothing to break"),
+        ("test_xfail_before_a_fault", "nothing to break yet"),
+        ("test_skip_before_a_fault_by_time", "too early to break"),
     ],
 )
 def test_skips_and_expected_failures_keep_their_reasons(failed, name, reason):

@@ -121,7 +121,18 @@ def test_collecting_starts_no_process(pytester, monkeypatch):
         ("@pytest.mark.ranks(0)", "*@pytest.mark.ranks: a number of ranks is an integer of at least 1, got 0*"),
         ("@pytest.mark.ranks(2, 'x')", "*@pytest.mark.ranks: a number of ranks is an integer of at least 1, got 'x'*"),
         ("@pytest.mark.ranks(2, backend='mpi')", "*backend 'mpi' is unknown; use gloo or nccl*"),
-        ("@pytest.mark.ranks(2, deadline=0)", "*a deadline is a number of seconds above 0, got 0*"),
+        ("@pytest.mark.ranks(True)", "*a number of ranks is an integer of at least 1, got True*"),
+        ("@pytest.mark.ranks(2, deadline=0)", "*a deadline is a number of seconds above 0 and up to 604800 *, got 0"),
+        ("@pytest.mark.ranks(2, deadline=float('inf'))", "*a deadline is a number of seconds *, got inf"),
+        ("@pytest.mark.ranks(2, deadline=float('nan'))", "*a deadline is a number of seconds *, got nan"),
+        ("@pytest.mark.ranks(2, deadline=1e10)", "*a deadline is a number of seconds *, got 10000000000.0"),
+        ("@pytest.mark.ranks(2, deadline=True)", "*a deadline is a number of seconds *, got True"),
+        ("@pytest.mark.ranks(2, deadline='soon')", "*a deadline is a number of seconds *, got 'soon'"),
+        ("@pytest.mark.ranks(2, strict_sends='no')", "*@pytest.mark.ranks: strict_sends is True or False, got 'no'"),
+        (
+            "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.ranks(2, 4))])",
+            "*several numbers of ranks, got 2, 4, belong on a function, *one parameter, *takes one number",
+        ),
         ("@pytest.mark.ranks(2, deadlines=3)", "*unexpected keyword argument 'deadlines'*"),
         (
             "@pytest.mark.ranks(2)\n@pytest.mark.fault('kill', rank=2, at='x')",
@@ -137,10 +148,33 @@ def test_collecting_starts_no_process(pytester, monkeypatch):
     ],
 )
 def test_marks_that_ask_for_the_impossible_end_the_session_before_any_test(pytester, marks, text):
-    pytester.makepyfile(f"import pytest\n{marks}\ndef test_it():\n    pass\n")
+    pytester.makepyfile(f"import pytest\n{marks}\ndef test_it({'x' if 'parametrize' in marks else ''}):\n    pass\n")
     result = pytester.runpytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([text])
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+
+
+def test_a_mark_added_after_collection_takes_one_number_of_ranks(pytester):
+    pytester.makeconftest("""
+        import pytest
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.ranks(2, 4))
+    """)
+    pytester.makepyfile("def test_it():\n    pass\n")
+    result = pytester.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*test_it: @pytest.mark.ranks: several numbers of ranks, got 2, 4, *"])
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e10"])
+def test_a_deadline_of_the_command_line_or_the_ini_file_is_checked_alike(pytester, seconds):
+    pytester.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_it():\n    pass\n")
+    for options in (["--deadline", seconds], ["-o", f"ranks_deadline={seconds}"]):
+        result = pytester.runpytest(*options)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines(["*a deadline is a number of seconds above 0 *, got *"])
 
 
 def test_a_unittest_method_cannot_run_on_ranks(pytester):

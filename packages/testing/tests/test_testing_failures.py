@@ -64,6 +64,15 @@ def test_pytest_exit():
 def test_interrupted():
     raise KeyboardInterrupt
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise LookupError("no words")
+
+@pytest.mark.ranks(2)
+def test_unspeakable(ranks):
+    if ranks.rank == 1:
+        raise Unspeakable
+
 @pytest.fixture
 def broken(ranks):
     if ranks.rank == 1:
@@ -286,6 +295,22 @@ def test_a_suspended_rank_is_called_so(failed):
 def test_each_way_to_fail_says_what_happened(failed, name, part):
     name = next(found for found in failed.outcomes if found.split("[")[0] == name)
     assert part in text_of(failed, name)
+
+
+def test_an_exception_without_words_keeps_its_traceback(failed):
+    text = text_of(failed, "test_unspeakable")
+    assert text.startswith("2 ranks: rank 1 failed: Unspeakable: <its __str__ raised LookupError>")
+    assert ">           raise Unspeakable" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("test_interrupted", "raise KeyboardInterrupt"), ("test_pytest_exit", "pytest.exit(")]
+)
+def test_an_interrupt_shows_the_tests_own_lines_only(failed, name, line):
+    text = text_of(failed, name)
+    assert line in text
+    assert "_pytest/runner" not in text
+    assert "pluggy" not in text
 
 
 def test_teardown_and_setup_name_the_phase(failed):

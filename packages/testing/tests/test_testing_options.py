@@ -1,7 +1,9 @@
 """Options, ini settings and marks; and pytest's own options on tests that run on ranks."""
 
+import json
 import os
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,98 @@ def test_under_s_the_lines_of_several_ranks_stay_whole(pytester, monkeypatch, un
     printed = pytester.runpytest_subprocess("-s").stdout.str()
     whole = re.findall(r"rank (\d) says (\d+) of 2000\n", printed)
     assert sorted((int(rank), int(number)) for rank, number in whole) == [(r, n) for r in range(4) for n in range(2000)]
+
+
+SESSION_PLUGINS = """
+import logging
+import pytest
+
+@pytest.fixture
+def shown():
+    return "shown"
+
+class Odd:
+    def __str__(self):
+        return "an odd value"
+
+@pytest.mark.ranks(2)
+def test_properties(ranks, shown, record_property):
+    record_property("number", 7)
+    record_property("odd", Odd())
+    record_property(f"of rank {ranks.rank}", "")
+
+@pytest.mark.ranks(2)
+def test_cache(ranks, cache):
+    if ranks.rank == 1:
+        assert cache.get("pipegrid/before", None) == [1, 2]
+        cache.set("pipegrid/after", [3])
+
+@pytest.mark.ranks(2)
+def test_logs(ranks, record_xml_attribute, record_testsuite_property):
+    logging.getLogger().warning("said on rank %d", ranks.rank)
+
+def test_plain(cache):
+    assert cache.get("pipegrid/after", None) == [3]
+    logging.getLogger().warning("said by pytest")
+"""
+
+
+def test_plugins_that_write_for_the_session_give_ranks_their_fixtures_and_write_once(pytester):
+    pytester.makepyfile(SESSION_PLUGINS)
+    value = pytester.path / ".pytest_cache" / "v" / "pipegrid" / "before"
+    value.parent.mkdir(parents=True)
+    value.write_text("[1, 2]")
+    options = [
+        "--junitxml=out.xml",
+        "--log-file=out.log",
+        "--setup-show",
+        "-W",
+        "ignore::pytest.PytestExperimentalApiWarning",
+    ]
+    result = pytester.runpytest(*options)
+    result.assert_outcomes(passed=4)
+    case = next(
+        case for case in ET.parse(pytester.path / "out.xml").iter("testcase") if case.get("name") == "test_properties"
+    )
+    written = {each.get("name"): each.get("value") for each in case.iter("property")}
+    assert written == {"number": "7", "odd": "an odd value", "of rank 0": ""}
+    assert "said by pytest" in (pytester.path / "out.log").read_text()
+    # What the session remembers of its tests is the pytest process's: all four of them, none failed.
+    nodeids = json.loads((value.parent.parent / "cache" / "nodeids").read_text())
+    assert len(nodeids) == 4
+    assert not (value.parent.parent / "cache" / "lastfailed").exists()
+
+
+CONFTEST_OF_A_DIRECTORY = """
+import pytest
+
+collect_ignore = ["test_broken.py"]
+
+@pytest.fixture
+def here():
+    return "of the directory"
+"""
+
+TEST_IN_A_DIRECTORY = """
+import pytest
+
+@pytest.mark.ranks(2)
+def test_it(here):
+    assert here == "of the directory"
+"""
+
+
+@pytest.mark.parametrize(("name", "started_in"), [("sub", "."), ("a[b]", "."), ("a[b]", "a[b]")])
+def test_several_files_of_a_directory_share_its_conftest_on_ranks(pytester, monkeypatch, name, started_in):
+    inner = pytester.mkdir(name)
+    (inner / "conftest.py").write_text(CONFTEST_OF_A_DIRECTORY)
+    (inner / "test_one.py").write_text(TEST_IN_A_DIRECTORY)
+    (inner / "test_two.py").write_text(TEST_IN_A_DIRECTORY)
+    (inner / "test_three[1].py").write_text(TEST_IN_A_DIRECTORY)
+    (inner / "test_broken.py").write_text("raise RuntimeError('left alone')\n")
+    monkeypatch.chdir(pytester.path / started_in)
+    result = pytester.runpytest(".", "--import-mode=importlib")
+    result.assert_outcomes(passed=3)
 
 
 def test_collecting_starts_no_process(pytester, monkeypatch):

@@ -19,7 +19,7 @@ def shown(ranks):
 
 @pytest.mark.ranks(2)
 def test_unmarked(ranks, size):
-    assert shown(ranks) == "gloo 1.5 True"
+    assert shown(ranks) == "gloo 5.5 True"
     assert size == 5
 
 @pytest.mark.ranks(1, backend="gloo", deadline=44, strict_sends=False)
@@ -49,9 +49,9 @@ def test_settings_conftests_and_options_reach_the_ranks_and_nothing_stays_behind
     pytester.makeini("[pytest]\nranks_deadline = 22\nranks_strict_sends = true\n")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(SETTINGS)
-    result = pytester.runpytest("--deadline", "1.5", "--backend", "gloo", "--size", "5")
+    result = pytester.runpytest("--deadline", "5.5", "--backend", "gloo", "--size", "5")
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["*1 ranks: the deadline of 1.5 s passed*"])
+    result.stdout.fnmatch_lines(["*1 ranks: the deadline of 5.5 s passed*"])
     directory, *pids = (pytester.path / "note").read_text().split()
     assert not Path(directory).exists()
     for pid in pids:
@@ -195,6 +195,22 @@ def test_several_files_of_a_directory_share_its_conftest_on_ranks(pytester, monk
     monkeypatch.chdir(pytester.path / started_in)
     result = pytester.runpytest(".", "--import-mode=importlib")
     result.assert_outcomes(passed=3)
+
+
+def test_under_s_a_rank_that_keeps_the_interpreter_busy_in_c_shows_its_stack_in_the_report(pytester):
+    pytester.makepyfile("""
+        import ctypes
+        import pytest
+
+        @pytest.mark.ranks(1, deadline=4)
+        def test_hangs():
+            while True:
+                ctypes.PyDLL(None).sleep(60)
+    """)
+    printed = pytester.runpytest_subprocess("-s").stdout.str()
+    report = printed[printed.index("1 ranks: the deadline of 4 s passed") :]
+    assert "in test_hangs" in report
+    assert "no answer" not in report
 
 
 def test_collecting_starts_no_process(pytester, monkeypatch):

@@ -38,7 +38,7 @@ from pipegrid.testing.wire import (
 )
 from pipegrid.testing.world import end_world, loopback_only, make_world, watch_leaks
 
-# Dumps every stack to standard error from a signal handler, for a thread that sits in C++ and keeps the GIL.
+# Dumps every stack from a signal handler, to a file of its own, for a thread that sits in C++ and keeps the GIL.
 STACKS_SIGNAL = signal.SIGUSR1
 # Plugins that talk to the person at the terminal, choose tests or write files of the session: the pytest process's
 # business. Those that bring fixtures stay (junitxml, cacheprovider), less the parts and options that do such things.
@@ -68,9 +68,12 @@ _SPECIAL = ("[", "::")
 _PRELOADED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 
 
-def main(channel: Channel) -> None:
-    """Serve jobs from ``channel``; the process is killed when its other end closes."""
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+def main(channel: Channel, stacks_file: int) -> None:
+    """Serve jobs from ``channel``; the process is killed when its other end closes.
+
+    ``stacks_file`` is the descriptor that a signal has the stacks written to.
+    """
+    faulthandler.register(STACKS_SIGNAL, file=stacks_file, all_threads=True)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), name="pipegrid-testing", daemon=True).start()
     hello = inbox.get()
@@ -158,6 +161,7 @@ class RankSession:
                     raise TypeError(f"a worker expects CleanUp after a test, got {message!r}")
                 self.ranks = None
                 end_world()
+                os.chdir(self._directory)  # the next test's path may be relative
             self._channel.send(Cleaned(left="; ".join(left)))
 
     @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,7 @@ import pytest, torch, torch.distributed as dist
 @pytest.mark.ranks(3)
 def test_assertion(ranks):
     ranks.report_position("F 0 1")
+    ranks.barrier()
     print("printed by", ranks.rank)
     mine = {"rank": ranks.rank}
     assert ranks.rank != 1 or mine == {"rank": 7}
@@ -22,6 +23,7 @@ def test_after_a_failure_the_ranks_are_whole(ranks):
 
 @pytest.mark.ranks(2)
 def test_exit_status(ranks):
+    ranks.barrier()
     if ranks.rank == 1:
         os._exit(17)
     time.sleep(60)
@@ -31,19 +33,19 @@ def test_segfault(ranks):
     if ranks.rank == 1:
         ctypes.string_at(0)
 
-@pytest.mark.ranks(2, deadline=2)
+@pytest.mark.ranks(2, deadline=5)
 def test_deadline(ranks):
     ranks.reach(f"RECV 0 from {1 - ranks.rank}")
     threading.Thread(target=threading.Event().wait, name="helper", daemon=True).start()
     dist.recv(torch.ones(1), 1 - ranks.rank)
 
-@pytest.mark.ranks(2, deadline=2)
+@pytest.mark.ranks(2, deadline=5)
 def test_deadline_in_c_with_the_gil(ranks):
     if ranks.rank == 1:
         while True:
             ctypes.PyDLL(None).sleep(60)
 
-@pytest.mark.ranks(2, deadline=2)
+@pytest.mark.ranks(2, deadline=5)
 def test_deadline_while_suspended(ranks):
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -63,6 +65,15 @@ def test_pytest_exit():
 @pytest.mark.ranks(1)
 def test_interrupted():
     raise KeyboardInterrupt
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise LookupError("no words")
+
+@pytest.mark.ranks(2)
+def test_unspeakable(ranks):
+    if ranks.rank == 1:
+        raise Unspeakable
 
 @pytest.fixture
 def broken(ranks):
@@ -140,6 +151,21 @@ def test_fault_never_reached(ranks):
 @pytest.mark.fault("kill", rank=1, after=50)
 def test_fault_comes_too_late(ranks):
     pass
+
+@pytest.mark.ranks(2)
+@pytest.mark.fault("kill", rank=1, at="never")
+def test_skip_before_a_fault():
+    pytest.skip("nothing to break")
+
+@pytest.mark.ranks(2)
+@pytest.mark.fault("kill", rank=1, at="never")
+def test_xfail_before_a_fault():
+    pytest.xfail("nothing to break yet")
+
+@pytest.mark.ranks(2)
+@pytest.mark.fault("kill", rank=1, after=50)
+def test_skip_before_a_fault_by_time():
+    pytest.skip("too early to break")
 
 @pytest.mark.ranks(2)
 @pytest.mark.fault("raise", rank=1, at="here")
@@ -230,7 +256,7 @@ def test_a_crash_is_reported_with_its_signal_and_stack(failed):
 
 def test_past_the_deadline_every_rank_shows_position_and_stacks(failed):
     text = text_of(failed, "test_deadline")
-    assert "2 ranks: the deadline of 2 s passed; unfinished: rank 0, 1" in text
+    assert "2 ranks: the deadline of 5 s passed; unfinished: rank 0, 1" in text
     for rank in (0, 1):
         assert f"rank {rank}: still running at the deadline, at position 'RECV 0 from {1 - rank}'" in text
     assert text.count("\n    dist.recv(torch.ones(1), 1 - ranks.rank)") == 2
@@ -239,7 +265,7 @@ def test_past_the_deadline_every_rank_shows_position_and_stacks(failed):
 
 def test_a_rank_that_keeps_the_interpreter_busy_in_c_shows_its_stack_too(failed):
     text = text_of(failed, "test_deadline_in_c_with_the_gil")
-    assert "the deadline of 2 s passed; unfinished: rank 1" in text
+    assert "the deadline of 5 s passed; unfinished: rank 1" in text
     assert "in test_deadline_in_c_with_the_gil" in text
 
 
@@ -273,6 +299,22 @@ def test_each_way_to_fail_says_what_happened(failed, name, part):
     assert part in text_of(failed, name)
 
 
+def test_an_exception_without_words_keeps_its_traceback(failed):
+    text = text_of(failed, "test_unspeakable")
+    assert text.startswith("2 ranks: rank 1 failed: Unspeakable: <its __str__ raised LookupError>")
+    assert ">           raise Unspeakable" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("test_interrupted", "raise KeyboardInterrupt"), ("test_pytest_exit", "pytest.exit(")]
+)
+def test_an_interrupt_shows_the_tests_own_lines_only(failed, name, line):
+    text = text_of(failed, name)
+    assert line in text
+    assert "_pytest/runner" not in text
+    assert "pluggy" not in text
+
+
 def test_teardown_and_setup_name_the_phase(failed):
     assert "in setup:" in text_of(failed, "test_setup")
     assert "in teardown:" in text_of(failed, "test_teardown")
@@ -291,6 +333,9 @@ def test_a_plain_test_that_asks_for_ranks_is_told_to_mark_itself(failed):
         ("test_xfail", "known"),
         ("test_xfail_mark", "marked"),
         ("test_xfail_by_death", "hangs"),
+        ("test_skip_before_a_fault", "nothing to break"),
+        ("test_xfail_before_a_fault", "nothing to break yet"),
+        ("test_skip_before_a_fault_by_time", "too early to break"),
     ],
 )
 def test_skips_and_expected_failures_keep_their_reasons(failed, name, reason):

@@ -79,6 +79,37 @@ def test_no_process_outlives_pytest(tmp_path, how):
         assert "KeyboardInterrupt" in (tmp_path / "printed").read_text()
 
 
+STARTS = """
+import sys, time
+from pipegrid.testing.pool import Pool
+from pipegrid.testing.wire import Hello
+
+pool = Pool(Hello(options={}, args=(), directory="", path=tuple(sys.path)), passthrough=False)
+pool.start()
+print(pool._process.pid, flush=True)
+time.sleep(500)
+"""
+
+
+# From before the template's first line, over its imports, to when it waits for requests.
+@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.1, 0.3, 5.0])
+def test_a_kill_at_any_moment_of_the_templates_start_leaves_no_process_and_no_directory(tmp_path, seconds):
+    starting = subprocess.Popen(
+        [sys.executable, "-c", STARTS], stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    try:
+        template = int(starting.stdout.readline())
+        if seconds > 1:
+            assert until(lambda: list(tmp_path.iterdir()), 120)
+        time.sleep(seconds)
+    finally:
+        starting.kill()
+        starting.wait()
+        starting.stdout.close()
+    assert until(lambda: not alive(template), 60)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_this_process_has_no_children_but_the_pool():
     """What the tests above started is gone; at most this session's own template is left."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")

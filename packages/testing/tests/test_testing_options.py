@@ -1,7 +1,9 @@
 """Options, ini settings and marks; and pytest's own options on tests that run on ranks."""
 
+import json
 import os
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ def shown(ranks):
 
 @pytest.mark.ranks(2)
 def test_unmarked(ranks, size):
-    assert shown(ranks) == "gloo 1.5 True"
+    assert shown(ranks) == "gloo 5.5 True"
     assert size == 5
 
 @pytest.mark.ranks(1, backend="gloo", deadline=44, strict_sends=False)
@@ -47,9 +49,9 @@ def test_settings_conftests_and_options_reach_the_ranks_and_nothing_stays_behind
     pytester.makeini("[pytest]\nranks_deadline = 22\nranks_strict_sends = true\n")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(SETTINGS)
-    result = pytester.runpytest("--deadline", "1.5", "--backend", "gloo", "--size", "5")
+    result = pytester.runpytest("--deadline", "5.5", "--backend", "gloo", "--size", "5")
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["*1 ranks: the deadline of 1.5 s passed*"])
+    result.stdout.fnmatch_lines(["*1 ranks: the deadline of 5.5 s passed*"])
     directory, *pids = (pytester.path / "note").read_text().split()
     assert not Path(directory).exists()
     for pid in pids:
@@ -103,6 +105,114 @@ def test_under_s_the_lines_of_several_ranks_stay_whole(pytester, monkeypatch, un
     assert sorted((int(rank), int(number)) for rank, number in whole) == [(r, n) for r in range(4) for n in range(2000)]
 
 
+SESSION_PLUGINS = """
+import logging
+import pytest
+
+@pytest.fixture
+def shown():
+    return "shown"
+
+class Odd:
+    def __str__(self):
+        return "an odd value"
+
+@pytest.mark.ranks(2)
+def test_properties(ranks, shown, record_property):
+    record_property("number", 7)
+    record_property("odd", Odd())
+    record_property(f"of rank {ranks.rank}", "")
+
+@pytest.mark.ranks(2)
+def test_cache(ranks, cache):
+    if ranks.rank == 1:
+        assert cache.get("pipegrid/before", None) == [1, 2]
+        cache.set("pipegrid/after", [3])
+
+@pytest.mark.ranks(2)
+def test_logs(ranks, record_xml_attribute, record_testsuite_property):
+    logging.getLogger().warning("said on rank %d", ranks.rank)
+
+def test_plain(cache):
+    assert cache.get("pipegrid/after", None) == [3]
+    logging.getLogger().warning("said by pytest")
+"""
+
+
+def test_plugins_that_write_for_the_session_give_ranks_their_fixtures_and_write_once(pytester):
+    pytester.makepyfile(SESSION_PLUGINS)
+    value = pytester.path / ".pytest_cache" / "v" / "pipegrid" / "before"
+    value.parent.mkdir(parents=True)
+    value.write_text("[1, 2]")
+    options = [
+        "--junitxml=out.xml",
+        "--log-file=out.log",
+        "--setup-show",
+        "-W",
+        "ignore::pytest.PytestExperimentalApiWarning",
+    ]
+    result = pytester.runpytest(*options)
+    result.assert_outcomes(passed=4)
+    case = next(
+        case for case in ET.parse(pytester.path / "out.xml").iter("testcase") if case.get("name") == "test_properties"
+    )
+    written = {each.get("name"): each.get("value") for each in case.iter("property")}
+    assert written == {"number": "7", "odd": "an odd value", "of rank 0": ""}
+    assert "said by pytest" in (pytester.path / "out.log").read_text()
+    # What the session remembers of its tests is the pytest process's: all four of them, none failed.
+    nodeids = json.loads((value.parent.parent / "cache" / "nodeids").read_text())
+    assert len(nodeids) == 4
+    assert not (value.parent.parent / "cache" / "lastfailed").exists()
+
+
+CONFTEST_OF_A_DIRECTORY = """
+import pytest
+
+collect_ignore = ["test_broken.py"]
+
+@pytest.fixture
+def here():
+    return "of the directory"
+"""
+
+TEST_IN_A_DIRECTORY = """
+import pytest
+
+@pytest.mark.ranks(2)
+def test_it(here):
+    assert here == "of the directory"
+"""
+
+
+@pytest.mark.parametrize(("name", "started_in"), [("sub", "."), ("a[b]", "."), ("a[b]", "a[b]")])
+def test_several_files_of_a_directory_share_its_conftest_on_ranks(pytester, monkeypatch, name, started_in):
+    inner = pytester.mkdir(name)
+    (inner / "conftest.py").write_text(CONFTEST_OF_A_DIRECTORY)
+    (inner / "test_one.py").write_text(TEST_IN_A_DIRECTORY)
+    (inner / "test_two.py").write_text(TEST_IN_A_DIRECTORY)
+    (inner / "test_three[1].py").write_text(TEST_IN_A_DIRECTORY)
+    (inner / "test_broken.py").write_text("raise RuntimeError('left alone')\n")
+    monkeypatch.chdir(pytester.path / started_in)
+    result = pytester.runpytest(".", "--import-mode=importlib")
+    result.assert_outcomes(passed=3)
+
+
+def test_under_s_a_rank_that_keeps_the_interpreter_busy_in_c_shows_its_stack_in_the_report(pytester):
+    pytester.makepyfile("""
+        import ctypes
+        import pytest
+
+        @pytest.mark.ranks(1, deadline=4)
+        def test_hangs():
+            while True:
+                ctypes.PyDLL(None).sleep(60)
+    """)
+    printed = pytester.runpytest_subprocess("-s").stdout.str()
+    report = printed[printed.index("1 ranks: the deadline of 4 s passed") :]
+    assert "in test_hangs" in report
+    assert "no answer" not in report
+
+
 def test_collecting_starts_no_process(pytester, monkeypatch):
     monkeypatch.setattr("pipegrid.testing.pool.subprocess.Popen", None)
     pytester.makepyfile(SEVERAL)
@@ -121,7 +231,18 @@ def test_collecting_starts_no_process(pytester, monkeypatch):
         ("@pytest.mark.ranks(0)", "*@pytest.mark.ranks: a number of ranks is an integer of at least 1, got 0*"),
         ("@pytest.mark.ranks(2, 'x')", "*@pytest.mark.ranks: a number of ranks is an integer of at least 1, got 'x'*"),
         ("@pytest.mark.ranks(2, backend='mpi')", "*backend 'mpi' is unknown; use gloo or nccl*"),
-        ("@pytest.mark.ranks(2, deadline=0)", "*a deadline is a number of seconds above 0, got 0*"),
+        ("@pytest.mark.ranks(True)", "*a number of ranks is an integer of at least 1, got True*"),
+        ("@pytest.mark.ranks(2, deadline=0)", "*a deadline is a number of seconds above 0 and up to 604800 *, got 0"),
+        ("@pytest.mark.ranks(2, deadline=float('inf'))", "*a deadline is a number of seconds *, got inf"),
+        ("@pytest.mark.ranks(2, deadline=float('nan'))", "*a deadline is a number of seconds *, got nan"),
+        ("@pytest.mark.ranks(2, deadline=1e10)", "*a deadline is a number of seconds *, got 10000000000.0"),
+        ("@pytest.mark.ranks(2, deadline=True)", "*a deadline is a number of seconds *, got True"),
+        ("@pytest.mark.ranks(2, deadline='soon')", "*a deadline is a number of seconds *, got 'soon'"),
+        ("@pytest.mark.ranks(2, strict_sends='no')", "*@pytest.mark.ranks: strict_sends is True or False, got 'no'"),
+        (
+            "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.ranks(2, 4))])",
+            "*several numbers of ranks, got 2, 4, belong on a function, *one parameter, *takes one number",
+        ),
         ("@pytest.mark.ranks(2, deadlines=3)", "*unexpected keyword argument 'deadlines'*"),
         (
             "@pytest.mark.ranks(2)\n@pytest.mark.fault('kill', rank=2, at='x')",
@@ -129,13 +250,41 @@ def test_collecting_starts_no_process(pytester, monkeypatch):
         ),
         ("@pytest.mark.ranks(2)\n@pytest.mark.fault('burn', rank=0, at='x')", "*fault kind 'burn' is unknown*"),
         ("@pytest.mark.ranks(2)\n@pytest.mark.fault('kill')", "*@pytest.mark.fault: *argument*'rank'*"),
+        (
+            "@pytest.mark.ranks(2)\n@pytest.mark.fault('kill', rank=1.5, at='x')",
+            "*an integer counted from 0, got rank=1.5",
+        ),
+        ("@pytest.mark.fault('kill', rank=0, at='x')", "*test_it: *this test runs on none; mark it with *ranks(n) too"),
     ],
 )
 def test_marks_that_ask_for_the_impossible_end_the_session_before_any_test(pytester, marks, text):
-    pytester.makepyfile(f"import pytest\n{marks}\ndef test_it():\n    pass\n")
+    pytester.makepyfile(f"import pytest\n{marks}\ndef test_it({'x' if 'parametrize' in marks else ''}):\n    pass\n")
     result = pytester.runpytest()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([text])
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+
+
+def test_a_mark_added_after_collection_takes_one_number_of_ranks(pytester):
+    pytester.makeconftest("""
+        import pytest
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.ranks(2, 4))
+    """)
+    pytester.makepyfile("def test_it():\n    pass\n")
+    result = pytester.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*test_it: @pytest.mark.ranks: several numbers of ranks, got 2, 4, *"])
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e10"])
+def test_a_deadline_of_the_command_line_or_the_ini_file_is_checked_alike(pytester, seconds):
+    pytester.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_it():\n    pass\n")
+    for options in (["--deadline", seconds], ["-o", f"ranks_deadline={seconds}"]):
+        result = pytester.runpytest(*options)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines(["*a deadline is a number of seconds above 0 *, got *"])
 
 
 def test_a_unittest_method_cannot_run_on_ranks(pytester):

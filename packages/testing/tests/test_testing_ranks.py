@@ -4,7 +4,6 @@ import os
 import sys
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +14,6 @@ from hypothesis import strategies as st
 from pipegrid.testing import Ranks
 
 MAIN_PID = os.getpid()
-# Kept in each worker from test to test.
-PIDS: list[int] = []
-HELD: list[tuple[int, int]] = []
-LEFT: list[dist.ProcessGroup] = []
 
 
 def gathered(ranks: Ranks, text: str) -> list[str]:
@@ -149,39 +144,6 @@ def test_derandomized_properties_draw_the_same_on_every_rank(ranks, values):
     assert x.tolist() == [ranks.world_size * value for value in values]
 
 
-def held() -> tuple[int, int]:
-    """Descriptors and native threads of this process."""
-    return len(list(Path("/dev/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("i", range(12))
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
-def test_workers_stay_and_hold_no_more_after_tests_that_leave_groups_behind(ranks, i):
-    before = held()
-    groups = [dist.new_group([0, 1]) for _ in range(3)]
-    for group in groups:
-        dist.all_reduce(torch.ones(1), group=group)
-    assert held() > before
-    PIDS.append(os.getpid())
-    HELD.append(before)
-    if i == 11:
-        assert len(PIDS) == 12
-        # The first tests may load a library lazily; a leak would grow with each of them.
-        assert HELD[-1] <= max(HELD[2:4])
-
-
-@pytest.mark.ranks(2)
-def test_a_group_of_a_test():
-    LEFT.append(dist.new_group([0, 1]))
-
-
-@pytest.mark.ranks(2)
-def test_is_no_group_of_the_next():
-    with pytest.raises(ValueError, match=r"[Gg]roup"):
-        dist.get_group_rank(LEFT.pop(), 0)
-
-
 @pytest.mark.ranks(2)
 def test_the_default_group_may_be_destroyed_by_the_test():
     dist.barrier()
@@ -193,19 +155,6 @@ def test_a_new_default_group_is_there_all_the_same():
     x = torch.ones(1)
     dist.all_reduce(x)
     assert x.item() == 2
-
-
-@pytest.mark.ranks(2)
-def test_a_thread_left_behind_costs_the_worker_its_place(ranks):
-    PIDS.clear()
-    PIDS.append(os.getpid())
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-
-@pytest.mark.ranks(2)
-def test_and_the_next_test_has_workers_without_it():
-    assert os.getpid() not in PIDS
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("Thread-")]
 
 
 def test_a_plain_test_stays_in_the_pytest_process():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from attrs import field, frozen
 
 KINDS = ("kill", "stop", "delay", "raise")
@@ -32,7 +34,8 @@ class Fault:
     the whole process.
 
     Raises:
-        FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place.
+        FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place, a
+            rank or an occurrence that is no integer, a time that is no number.
     """
 
     kind: str
@@ -45,25 +48,37 @@ class Fault:
     def __attrs_post_init__(self) -> None:
         if self.kind not in KINDS:
             raise FaultError(f"fault kind {self.kind!r} is unknown; the kinds are {', '.join(KINDS)}")
-        if self.rank < 0:
-            raise FaultError(f"a fault's rank is counted from 0, got rank={self.rank}")
+        if not _is_integer(self.rank) or self.rank < 0:
+            raise FaultError(f"a fault's rank is an integer counted from 0, got rank={self.rank!r}")
         if (self.at is None) == (self.after is None):
             raise FaultError(
                 f"fault {self.kind!r} on rank {self.rank} needs either at= (a point) or after= (seconds), "
                 f"got at={self.at!r} and after={self.after!r}"
             )
-        if self.after is not None and self.after < 0:
-            raise FaultError(f"after= counts seconds and cannot be negative, got {self.after}")
-        if self.nth < 0 or (self.nth and self.at is None):
-            raise FaultError(f"nth= counts the occurrences of the point at= from 0, got nth={self.nth}, at={self.at!r}")
+        if self.after is not None and not _is_time(self.after):
+            raise FaultError(f"after= counts seconds, a finite number of at least 0, got after={self.after!r}")
+        if not _is_integer(self.nth) or self.nth < 0 or (self.nth and self.at is None):
+            raise FaultError(
+                f"nth= counts the occurrences of the point at= from 0, an integer, got nth={self.nth!r}, at={self.at!r}"
+            )
         if (self.kind == "delay") != (self.seconds is not None):
-            raise FaultError(f"seconds= says how long a delay lasts, got kind {self.kind!r} and seconds={self.seconds}")
-        if self.seconds is not None and self.seconds < 0:
-            raise FaultError(f"a delay cannot be negative, got seconds={self.seconds}")
+            raise FaultError(
+                f"seconds= says how long a delay lasts, got kind {self.kind!r} and seconds={self.seconds!r}"
+            )
+        if self.seconds is not None and not _is_time(self.seconds):
+            raise FaultError(f"a delay is a finite number of seconds of at least 0, got seconds={self.seconds!r}")
 
     def __str__(self) -> str:
         when = f"after {self.after} s" if self.at is None else f"at {self.at!r}" + (f" #{self.nth}" if self.nth else "")
         return f"{self.kind} on rank {self.rank} {when}"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 def check_rank(fault: Fault, world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -37,6 +38,7 @@ class Worker:
     pid: int
     channel: Channel
     output: IO[bytes] | None
+    stacks: IO[bytes]
     _read_to: int = field(default=0, init=False)
 
     def new_output(self) -> str:
@@ -48,9 +50,15 @@ class Worker:
         self._read_to += len(data)
         return data.decode(errors="replace")
 
+    def dumped(self) -> str:
+        """The stacks that the process's signal handler wrote."""
+        descriptor = self.stacks.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
     def close(self) -> None:
-        """Let go of the process's socket and file; it kills itself when it sees that, if it still lives."""
+        """Let go of the process's socket and files; it kills itself when it sees that, if it still lives."""
         self.channel.socket.close()
+        self.stacks.close()
         if self.output is not None:
             self.output.close()
 
@@ -76,7 +84,8 @@ class Pool:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._directory = Path(tempfile.mkdtemp(prefix="pipegrid-testing-"))
+        # Made by the template, which removes it: there is no moment at which the end of this process leaves it behind.
+        self._directory = Path(tempfile.gettempdir()) / f"pipegrid-testing-{secrets.token_hex(8)}"
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (held until close)
         output = None if self._passthrough else self._log
@@ -107,8 +116,13 @@ class Pool:
         self._template = Channel(ours)
 
     def directory(self) -> Path:
-        """A fresh directory for one test."""
+        """A fresh directory for one test.
+
+        Raises:
+            PoolError: the template did not start, with what it printed.
+        """
         self.start()
+        self._started_template()
         if self._directory is None:
             raise PoolError("the pool has not been started")
         self._tests += 1
@@ -198,12 +212,13 @@ class Pool:
         template = self._started_template()
         ours, theirs = socket.socketpair()
         output = None if self._passthrough else tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (the worker's, held)
+        stacks = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (the worker's, held)
         with theirs:
-            descriptors = [theirs.fileno(), 1 if output is None else output.fileno()]
+            descriptors = [theirs.fileno(), 1 if output is None else output.fileno(), stacks.fileno()]
             with contextlib.suppress(ConnectionError):  # said in full by the receive below
                 socket.send_fds(template.socket, [frame(Fork())], descriptors)
         forked = self._receive(Forked, template)
-        worker = Worker(pid=forked.pid, channel=Channel(ours), output=output)
+        worker = Worker(pid=forked.pid, channel=Channel(ours), output=output, stacks=stacks)
         self._workers += 1
         # Given a base of its own, a rank's tmp_path neither meets another rank's nor counts as a session to keep.
         base = {"basetemp": f"{self._directory}/worker-{self._workers}"}

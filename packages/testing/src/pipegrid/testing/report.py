@@ -12,11 +12,14 @@ _WIDTH = 100
 
 def failure_text(run: Run) -> str | None:
     """Why the test failed, rank by rank, the first failure first; ``None`` if it did not."""
-    broken = [record for record in run.records if record.failed and _outcome(record) not in ("skipped", "xfailed")]
+    given_up = ("skipped", "xfailed")
+    broken = [record for record in run.records if record.failed and _outcome(record) not in given_up]
     never = [
         f"planned fault '{plan.kind}' after {plan.after} s never happened: the test took {run.seconds:.2f} s"
         for plan in run.unfired
     ]
+    if any(_outcome(record) in given_up for record in run.records):
+        never = []  # only a test that passed can have missed a fault
     if not broken and not never and run.timed_out is None:
         return None
     lines = [_headline(run, broken, never)]

@@ -28,10 +28,12 @@ from pipegrid.testing.wire import (
 
 # After a first failure the other ranks get this long to end by themselves before their stacks are taken.
 GRACE = 2.0
-# How long a rank may take to say where it stands, and to destroy its groups.
-_STACKS_LIMIT = 2.0
-_SIGNAL_LIMIT = 1.0
+# How long a rank may take to say where it stands, by itself and then by a signal handler, and to destroy its groups.
+_STACKS_LIMIT = 3.0
+_SIGNAL_LIMIT = 5.0
 _CLEAN_LIMIT = 10.0
+# A signal handler that wrote nothing for so long has written all.
+_DUMP_PAUSE = 0.1
 
 
 class State(Enum):
@@ -202,17 +204,30 @@ class _Follower:
         self._wait_for_stacks(asked, _STACKS_LIMIT)
         mute = [record for record in asked if record.stacks is None and record.open]
         for record in mute:
-            record.output += record.worker.new_output()
             self.pool.signal(record.worker, signal.SIGUSR1)
-        self._wait_for_stacks(mute, _SIGNAL_LIMIT if mute else 0.0)
+        if mute:
+            self._wait_for_dumps(mute)
         for record in mute:
-            dumped = record.worker.new_output()
-            record.stacks = dumped or "no answer, neither from the interpreter nor from a signal handler"
+            said = record.stacks or record.worker.dumped()
+            record.stacks = said or "no answer, neither from the interpreter nor from a signal handler"
 
     def _wait_for_stacks(self, asked: list[RankRecord], seconds: float) -> None:
         limit = time.monotonic() + seconds
         while any(record.stacks is None and record.open for record in asked) and time.monotonic() < limit:
             self._step(limit - time.monotonic())
+
+    def _wait_for_dumps(self, mute: list[RankRecord]) -> None:
+        """Wait until each rank has written its stacks and writes no more; no message tells of it."""
+        limit = time.monotonic() + _SIGNAL_LIMIT
+        before: list[str] | None = None
+        while time.monotonic() < limit:
+            dumps = [record.worker.dumped() for record in mute if record.open and record.stacks is None]
+            if dumps == before and all(dumps):
+                return
+            before = dumps
+            pause = time.monotonic() + _DUMP_PAUSE
+            while time.monotonic() < pause:
+                self._step(pause - time.monotonic())
 
     def _step(self, seconds: float) -> None:
         """Wait for news for at most ``seconds`` and take it in."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+import math
 
 import pytest
 from attrs import frozen
@@ -15,7 +15,8 @@ BACKENDS = ("gloo", "nccl")
 # The argument that `@pytest.mark.ranks(2, 4)` adds to the test's parameters.
 WORLD_SIZE = "_pipegrid_testing_world_size"
 
-_T = TypeVar("_T")
+# Longer than any test, and short enough for every clock and poll that is given it.
+_LONGEST = 7 * 24 * 3600.0
 
 
 @frozen
@@ -56,25 +57,55 @@ def _settings(
     deadline: float | None = None,
     strict_sends: bool | None = None,
 ) -> Settings:
-    callspec = getattr(item, "callspec", None)
-    n = callspec.params[WORLD_SIZE] if len(sizes) > 1 and callspec is not None else next(iter(sizes), None)
-    if not isinstance(n, int) or n < 1:
+    return Settings(
+        world_size=_world_size(item, sizes),
+        backend=_backend(_chosen(item, backend, "backend")),
+        deadline=_deadline(_chosen(item, deadline, "deadline")),
+        strict_sends=_strict_sends(_chosen(item, strict_sends, "strict_sends")),
+    )
+
+
+def _chosen(item: pytest.Item, marked: object, option: str) -> object:
+    """The mark's word, or else the command line's, or else the ini file's."""
+    if marked is not None:
+        return marked
+    given: object = item.config.getoption(option)
+    return item.config.getini(f"ranks_{option}") if given is None else given
+
+
+def _world_size(item: pytest.Item, sizes: tuple[object, ...]) -> int:
+    n = next(iter(sizes), None)
+    if len(sizes) > 1:
+        # Tests are multiplied by sizes when they are collected, by the marks of their function, class and module.
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or WORLD_SIZE not in callspec.params:
+            raise ValueError(
+                f"several numbers of ranks, got {', '.join(map(repr, sizes))}, belong on a function, a class or a "
+                "module; a mark of one parameter, or one added later, takes one number"
+            )
+        n = callspec.params[WORLD_SIZE]
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"a number of ranks is an integer of at least 1, got {n!r}")
-    settings = Settings(
-        world_size=n,
-        backend=_choose(item, backend, "backend", str),
-        deadline=_choose(item, deadline, "deadline", float),
-        strict_sends=_choose(item, strict_sends, "strict_sends", bool),
-    )
-    if settings.backend not in BACKENDS:
-        raise ValueError(f"backend {settings.backend!r} is unknown; use {' or '.join(BACKENDS)}")
-    if not settings.deadline > 0:
-        raise ValueError(f"a deadline is a number of seconds above 0, got {settings.deadline:g}")
-    return settings
+    return n
 
 
-def _choose(item: pytest.Item, marked: Any, option: str, convert: Callable[[Any], _T]) -> _T:
-    given = item.config.getoption(option)
-    return convert(
-        marked if marked is not None else given if given is not None else item.config.getini(f"ranks_{option}")
-    )
+def _backend(value: object) -> str:
+    if not isinstance(value, str) or value not in BACKENDS:
+        raise ValueError(f"backend {value!r} is unknown; use {' or '.join(BACKENDS)}")
+    return value
+
+
+def _deadline(value: object) -> float:
+    seconds = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):  # said below, as for any other value
+            seconds = float(value)  # an ini file holds text
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(f"a deadline is a number of seconds above 0 and up to {_LONGEST:.0f} (a week), got {value!r}")
+    return seconds
+
+
+def _strict_sends(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"strict_sends is True or False, got {value!r}")
+    return value

@@ -20,35 +20,36 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from pipegrid.testing.wire import Channel, Exited, Fork, Forked, Ready, Signal, Stopped
 
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int, number: int) -> None:
-    """Have the kernel send this process signal ``number`` when its parent ends.
+def end_with_parent(parent: int, number: int) -> bool:
+    """Have the kernel send this process signal ``number`` when its parent ends; whether the parent still lived.
 
-    Only Linux can. Elsewhere the end of the parent's socket says the same, unless a process that the parent
+    Only Linux can send it. Elsewhere the end of the parent's socket says the same, unless a process that the parent
     started holds that socket open too.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the call above
-            os._exit(1)
+    return os.getppid() == parent
 
 
 def main(control: int, parent: int, directory: str, preload: list[str]) -> None:
     """Serve `Fork` and `Signal` requests on descriptor ``control`` until its other end closes."""
-    # The parent's end is not answered by SIGKILL here: there are workers and a directory to clean away first.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    end_with_parent(parent, signal.SIGTERM)
-    # The terminal's Ctrl-C is for pytest to act on; it ends this process by closing the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=control))
     children: set[int] = set()
     try:
-        _serve(channel, children, _imported(preload))
+        # The parent's end is not answered by SIGKILL here: there are workers and a directory to clean away first.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        if not end_with_parent(parent, signal.SIGTERM):
+            return
+        # The terminal's Ctrl-C is for pytest to act on; it ends this process by closing the socket.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Path(directory).mkdir(mode=0o700)
+        _serve(Channel(socket.socket(fileno=control)), children, _imported(preload))
     finally:
         signal.set_wakeup_fd(-1)  # the children that are killed now need wake nobody
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -56,7 +57,7 @@ def main(control: int, parent: int, directory: str, preload: list[str]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _imported(preload: list[str]) -> Callable[[Channel], None]:
+def _imported(preload: list[str]) -> Callable[[Channel, int], None]:
     """What a worker does, once all that it needs is imported."""
     import pytest  # noqa: F401
     import torch
@@ -72,7 +73,7 @@ def _imported(preload: list[str]) -> Callable[[Channel], None]:
     return worker.main
 
 
-def _serve(channel: Channel, children: set[int], work: Callable[[Channel], None]) -> None:
+def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], None]) -> None:
     # The signals wake the select below through this pair, and do nothing else.
     wake_read, wake_write = socket.socketpair()
     wake_read.setblocking(False)
@@ -91,9 +92,9 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel], None]
             for pid in sorted(children):
                 _reap(pid, channel, children)
         if channel.socket in readable:
-            # A fork is answered before the next is asked for, so the two descriptors at hand belong to it.
+            # A fork is answered before the next is asked for, so the three descriptors at hand belong to it.
             try:
-                data, received, _, _ = socket.recv_fds(channel.socket, 1 << 16, 2)
+                data, received, _, _ = socket.recv_fds(channel.socket, 1 << 16, 3)
             except ConnectionResetError:  # pytest is gone and left what it was told unread
                 return
             if not data:
@@ -116,16 +117,17 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel], None]
                     channel.send(Forked(pid=pid))
 
 
-def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel], None]) -> None:
+def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel, int], None]) -> None:
     """In the child: take a process group and the output file as own, and work until told to end."""
     code = 1
     try:
         _own_group(0)
-        end_with_parent(template, signal.SIGKILL)
+        if not end_with_parent(template, signal.SIGKILL):
+            os._exit(code)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        link, output = descriptors
+        link, output, stacks = descriptors
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(output, 1)
@@ -133,7 +135,7 @@ def _become_worker(template: int, descriptors: list[int], work: Callable[[Channe
         os.close(null)
         os.close(output)
         _write_whole_lines()
-        work(Channel(socket.socket(fileno=link)))
+        work(Channel(socket.socket(fileno=link)), stacks)
         code = 0
     except BaseException:  # noqa: BLE001 (a fork must never return into the template's loop)
         sys.excepthook(*sys.exc_info())

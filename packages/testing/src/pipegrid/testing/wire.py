@@ -22,7 +22,7 @@ _READ = 1 << 16
 
 @frozen
 class Fork:
-    """Fork a worker; its socket and its output file travel beside the message as file descriptors."""
+    """Fork a worker; its socket, its output file and its stacks file travel beside the message as file descriptors."""
 
 
 @frozen

@@ -8,26 +8,22 @@ the file of a test is collected when the first of its tests arrives, and kept.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import queue
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from types import FrameType
 
-import _pytest
-import pluggy
 import pytest
-from attrs import frozen
 
-from pipegrid.testing import errors
-from pipegrid.testing.faults import Fault, InjectedFault
 from pipegrid.testing.items import faults_of, name_in_file
+from pipegrid.testing.outcome import RankTest
 from pipegrid.testing.ranks import Ranks
+from pipegrid.testing.stacks import stacks
 from pipegrid.testing.wire import (
     AskStacks,
     Channel,
@@ -39,14 +35,14 @@ from pipegrid.testing.wire import (
     Stacks,
     Started,
     Warned,
-    is_plain,
 )
 from pipegrid.testing.world import end_world, loopback_only, make_world, watch_leaks
 
-# Dumps every stack to standard error from a signal handler, for a thread that sits in C++ and keeps the GIL.
+# Dumps every stack from a signal handler, to a file of its own, for a thread that sits in C++ and keeps the GIL.
 STACKS_SIGNAL = signal.SIGUSR1
-# Plugins that talk to the person at the terminal or write files of the session: the pytest process's business.
-_BLOCKED = ("terminal", "cacheprovider", "junitxml", "pastebin", "stepwise", "debugging")
+# Plugins that talk to the person at the terminal, choose tests or write files of the session: the pytest process's
+# business. Those that bring fixtures stay (junitxml, cacheprovider), less the parts and options that do such things.
+_BLOCKED = ("terminal", "lfplugin", "nfplugin", "pastebin", "stepwise", "debugging")
 # Options of those plugins and of the session as a whole that must not act in a worker.
 _RESET: dict[str, object] = {
     "maxfail": 0,
@@ -54,18 +50,30 @@ _RESET: dict[str, object] = {
     "capture": "no",
     "usepdb": False,
     "trace": False,
+    "setuponly": False,
+    "setupshow": False,
     "setupplan": False,
     "numprocesses": None,
+    "pyargs": False,  # a worker is given paths
+    "xmlpath": None,
+    "cacheclear": False,
+    "cacheshow": None,
+    "log_file": os.devnull,  # not None: the ini file would be asked next
 }
 # Positional arguments are given as such; as an option too, argparse warns of them.
 _POSITIONAL = "file_or_dir"
+# What ends a path in an argument of pytest's.
+_SPECIAL = ("[", "::")
 # What the template imported cannot be rewritten any more; the pytest process, which rewrote it, has the say on that.
 _PRELOADED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 
 
-def main(channel: Channel) -> None:
-    """Serve jobs from ``channel``; the process is killed when its other end closes."""
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+def main(channel: Channel, stacks_file: int) -> None:
+    """Serve jobs from ``channel``; the process is killed when its other end closes.
+
+    ``stacks_file`` is the descriptor that a signal has the stacks written to.
+    """
+    faulthandler.register(STACKS_SIGNAL, file=stacks_file, all_threads=True)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), name="pipegrid-testing", daemon=True).start()
     hello = inbox.get()
@@ -104,26 +112,17 @@ def _listen(channel: Channel, inbox: queue.SimpleQueue[object]) -> None:
             inbox.put(message)
 
 
-def stacks() -> str:
-    """Every Python thread's stack, this one's excepted, the main thread's first."""
-    frames = sys._current_frames()  # noqa: SLF001 (documented in the sys module)
-    main_thread = threading.main_thread()
-    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    threads.sort(key=lambda thread: thread is not main_thread)
-    parts = [
-        f"thread {thread.name}:\n{''.join(_of_the_test(frames[thread.ident]).format())}"
-        for thread in threads
-        if thread.ident in frames
-    ]
-    return "\n".join(parts)
+def argument_for(path: str, directory: Path) -> str:
+    """What to have pytest collect for the file ``path``, in a session that was started in ``directory``.
 
-
-def _of_the_test(frame: FrameType) -> traceback.StackSummary:
-    """The stack from the first frame that is not pytest's or this package's; all of it where there is none."""
-    stack = traceback.extract_stack(frame)
-    ours = tuple(str(Path(str(module.__file__)).parent) for module in (_pytest, pluggy, errors))
-    outside = [i for i, entry in enumerate(stack) if not entry.filename.startswith((*ours, "<string>"))]
-    return traceback.StackSummary.from_list(stack[outside[0] :]) if outside else stack
+    An argument of pytest's is no plain path: ``[`` and ``::`` end it. A file with these in its path is collected
+    through the nearest directory above it that can be named, from ``directory`` on if that is needed.
+    """
+    if not any(mark in path for mark in _SPECIAL):
+        return path
+    parts = Path(os.path.relpath(path, directory)).parts
+    nameable = itertools.takewhile(lambda part: not any(mark in part for mark in _SPECIAL), parts)
+    return str(Path(*nameable))
 
 
 class RankSession:
@@ -132,9 +131,12 @@ class RankSession:
     def __init__(self, channel: Channel, inbox: queue.SimpleQueue[object]) -> None:
         self._channel = channel
         self._inbox = inbox
+        self._directory = Path.cwd()
         self._items: dict[str, dict[str, pytest.Item]] = {}
+        self._collected = self._directory
+        self._directories: dict[Path, pytest.Collector] = {}
         self._collect_errors: list[str] = []
-        self._test = _Test()
+        self._test = RankTest()
         self.ranks: Ranks | None = None
 
     @pytest.hookimpl(tryfirst=True)
@@ -159,7 +161,19 @@ class RankSession:
                     raise TypeError(f"a worker expects CleanUp after a test, got {message!r}")
                 self.ranks = None
                 end_world()
+                os.chdir(self._directory)  # the next test's path may be relative
             self._channel.send(Cleaned(left="; ".join(left)))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_directory(self, path: Path) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+        """Keep one collector for each directory: its conftest's fixtures belong to the first, of whatever file."""
+        made = yield
+        return None if made is None else self._directories.setdefault(path, made)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Leave everything but the file, where a directory above it had to be named for it."""
+        return None if self._collected.is_relative_to(collection_path) else True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why a file could not be collected."""
@@ -189,7 +203,7 @@ class RankSession:
             )
 
     def _run(self, session: pytest.Session, job: Job) -> Finished:
-        self._test = _Test()
+        self._test = RankTest()
         try:
             item = self._find(session, job)
             self._channel.send(Started())
@@ -208,7 +222,8 @@ class RankSession:
     def _find(self, session: pytest.Session, job: Job) -> pytest.Item:
         if job.path not in self._items:
             self._collect_errors.clear()
-            items = session.perform_collect([job.path])
+            self._collected = Path(job.path)
+            items = session.perform_collect([argument_for(job.path, self._directory)])
             if self._collect_errors:
                 raise pytest.UsageError("this rank could not collect the test:\n" + "\n".join(self._collect_errors))
             self._items[job.path] = {name_in_file(item): item for item in items}
@@ -220,96 +235,3 @@ class RankSession:
                 f"this rank does not find {job.name} in {job.path}; a test's parameters and their ids "
                 f"must be the same in every process. It collected:\n{known}"
             ) from None
-
-
-@frozen
-class _Failure:
-    """One failure of the test on this rank. ``when`` is the phase: setup, call, teardown, or the world around them."""
-
-    when: str
-    text: str
-    summary: str
-    injected: bool = False
-
-
-class _Test:
-    """What happened to the test on this rank so far."""
-
-    def __init__(self) -> None:
-        self.failures: list[_Failure] = []
-        self.warnings: list[Warned] = []
-        self._sections: dict[str, str] = {}
-        self._properties: tuple[tuple[str, object], ...] = ()
-        self._skipped: str | None = None
-        self._xfailed: str | None = None
-
-    def add(self, report: pytest.TestReport, error: BaseException | None) -> None:
-        """Note one phase's report, made from ``error``."""
-        self._sections.update(report.sections)
-        self._properties = tuple((name, value) for name, value in report.user_properties if is_plain(value))
-        if error is None:
-            return  # an xpass is the pytest process's to judge, once all ranks are known
-        if report.failed:
-            self.failures.append(
-                _Failure(report.when or "", report.longreprtext, _summary(error), injected=_is_injected(error))
-            )
-        elif hasattr(report, "wasxfail"):
-            self._xfailed = report.wasxfail.removeprefix("reason: ")
-        elif report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self._skipped = reason.removeprefix("Skipped: ")
-
-    def add_error(self, error: BaseException) -> None:
-        """Note an exception from outside the test's phases."""
-        self.failures.append(_Failure("world", "".join(traceback.format_exception(error)), _summary(error)))
-
-    def check_faults(self, pending: tuple[Fault, ...]) -> None:
-        """Fail a test that passed without meeting the faults planned for it."""
-        if pending and not self.failures:
-            names = "; ".join(map(str, pending))
-            text = f"FaultError: planned, but the test ended without reaching it: {names}"
-            self.failures.append(_Failure("faults", text, text))
-
-    def finished(self) -> Finished:
-        """The test's end on this rank."""
-        text = summary = ""
-        if self.failures:
-            outcome = "failed"
-            summary = self.failures[0].summary
-            text = "\n".join(
-                failure.text if failure.when == "call" else f"in {failure.when}:\n{failure.text}"
-                for failure in self.failures
-            )
-        elif self._xfailed is not None:
-            outcome, text = "xfailed", self._xfailed
-        elif self._skipped is not None:
-            outcome, text = "skipped", self._skipped
-        else:
-            outcome = "passed"
-        return Finished(
-            outcome=outcome,
-            text=text,
-            summary=summary,
-            injected=bool(self.failures) and all(failure.injected for failure in self.failures),
-            sections=tuple(self._sections.items()),
-            warnings=tuple(self.warnings),
-            properties=self._properties,
-        )
-
-
-def _summary(error: BaseException) -> str:
-    """``error`` in one line."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _is_injected(error: BaseException) -> bool:
-    """Whether ``error`` is an injected fault or was raised from one."""
-    seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        if isinstance(at, InjectedFault):
-            return True
-        seen.add(id(at))
-        at = at.__cause__ or at.__context__
-    return False

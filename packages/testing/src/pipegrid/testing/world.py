@@ -79,7 +79,10 @@ def _device(job: Job) -> torch.device:
 
 @contextmanager
 def watch_leaks(left: list[str]) -> Iterator[None]:
-    """Append to ``left`` what the block left behind: Python threads, and more descriptors or threads than slack."""
+    """Append to ``left`` what the block left behind.
+
+    That is: child processes, Python threads, and more descriptors or native threads than slack.
+    """
     threads = set(threading.enumerate())
     before = _held()
     yield
@@ -89,7 +92,18 @@ def watch_leaks(left: list[str]) -> Iterator[None]:
     alive = [thread.name for thread in new if thread.is_alive()]
     if alive:
         left.append(f"threads {', '.join(alive)}")
+    if _has_children():
+        left.append("child processes")
     left.extend(f"{count - before[what]} {what}" for what, count in _held().items() if count > before[what] + _SLACK)
+
+
+def _has_children() -> bool:
+    """Whether a child process runs, or has ended and was not waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _held() -> dict[str, int]:

@@ -107,8 +107,7 @@ if TYPE_CHECKING:
         Stage,
         position_of,
     )
-    from pipegrid.schedules.seed_shapes import StageOutputError
-    from pipegrid.schedules.seed_stage import AnnouncedShapesError
+    from pipegrid.schedules.seed_shapes import AnnouncedShapesError, StageOutputError
     from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
@@ -277,7 +276,7 @@ _TORCH_HALF = {
     "PipelineRuntime": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
-    "AnnouncedShapesError": "seed_stage",
+    "AnnouncedShapesError": "seed_shapes",
     "StageOutputError": "seed_shapes",
     "LossScaler": "loss_scaler",
     "scale_loss": "loss_scaler",

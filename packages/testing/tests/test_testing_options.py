@@ -1,6 +1,7 @@
 """Options, ini settings and marks; and pytest's own options on tests that run on ranks."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,31 @@ def test_other():
 """
 
 
-def test_x_stops_after_a_failure_k_chooses_tests_and_s_lets_ranks_print(pytester):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_x_stops_after_a_failure_k_chooses_tests_and_s_lets_ranks_print(pytester, monkeypatch, unbuffered):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     pytester.makepyfile(SEVERAL)
     result = pytester.runpytest_subprocess("-x", "-s", "-k", "value")
     result.assert_outcomes(passed=1, failed=1, deselected=1)
     result.stdout.fnmatch_lines_random([f"*value {value} rank {rank}" for value in (1, 2) for rank in (0, 1)])
     assert result.stdout.str().count("a fixture") == 4
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_under_s_the_lines_of_several_ranks_stay_whole(pytester, monkeypatch, unbuffered):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.ranks(4)
+        def test_prints(ranks):
+            ranks.barrier()
+            for number in range(2000):
+                print("rank", ranks.rank, "says", number, "of", 2000)
+    """)
+    printed = pytester.runpytest_subprocess("-s").stdout.str()
+    whole = re.findall(r"rank (\d) says (\d+) of 2000\n", printed)
+    assert sorted((int(rank), int(number)) for rank, number in whole) == [(r, n) for r in range(4) for n in range(2000)]
 
 
 def test_collecting_starts_no_process(pytester, monkeypatch):

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import os
 import select
 import shutil
@@ -49,6 +50,7 @@ def main(control: int, parent: int, directory: str, preload: list[str]) -> None:
     try:
         _serve(channel, children, _imported(preload))
     finally:
+        signal.set_wakeup_fd(-1)  # the children that are killed now need wake nobody
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill(children)
         shutil.rmtree(directory, ignore_errors=True)
@@ -90,7 +92,10 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel], None]
                 _reap(pid, channel, children)
         if channel.socket in readable:
             # A fork is answered before the next is asked for, so the two descriptors at hand belong to it.
-            data, received, _, _ = socket.recv_fds(channel.socket, 1 << 16, 2)
+            try:
+                data, received, _, _ = socket.recv_fds(channel.socket, 1 << 16, 2)
+            except ConnectionResetError:  # pytest is gone and left what it was told unread
+                return
             if not data:
                 return
             descriptors += received
@@ -127,6 +132,7 @@ def _become_worker(template: int, descriptors: list[int], work: Callable[[Channe
         os.dup2(output, 2)
         os.close(null)
         os.close(output)
+        _write_whole_lines()
         work(Channel(socket.socket(fileno=link)))
         code = 0
     except BaseException:  # noqa: BLE001 (a fork must never return into the template's loop)
@@ -136,6 +142,17 @@ def _become_worker(template: int, descriptors: list[int], work: Callable[[Channe
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _write_whole_lines() -> None:
+    """Have each line leave in one write, and at once.
+
+    Under ``-s`` all ranks write to pytest's own output. Python writes a line in pieces where PYTHONUNBUFFERED is set,
+    and the pieces of several ranks mix; where it is not, it holds text back, and a rank that crashes takes it along.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _own_group(pid: int) -> None:

@@ -57,6 +57,8 @@ _RESET: dict[str, object] = {
     "setupplan": False,
     "numprocesses": None,
 }
+# Positional arguments are given as such; as an option too, argparse warns of them.
+_POSITIONAL = "file_or_dir"
 # What the template imported cannot be rewritten any more; the pytest process, which rewrote it, has the say on that.
 _PRELOADED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 
@@ -73,7 +75,7 @@ def main(channel: Channel) -> None:
     sys.path[:] = hello.path
     loopback_only()
     options = {
-        **hello.options,
+        **{name: value for name, value in hello.options.items() if name != _POSITIONAL},
         **_RESET,
         "pythonwarnings": [*_strings(hello.options.get("pythonwarnings")), _PRELOADED],
     }

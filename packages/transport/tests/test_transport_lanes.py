@@ -363,6 +363,26 @@ def test_a_reused_buffer_is_a_new_tensor(ranks, size):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"receives_ahead": 2}], ids=["asked for", "ahead"])
+@pytest.mark.parametrize("release", [False, True])
+def test_buffers_made_in_inference_mode_serve_training_too(ranks, settings, release):
+    with open_lanes([THERE], config=config(**settings)) as lanes:
+        for n in range(8):
+            with torch.inference_mode(n % 4 in (1, 2)):
+                if ranks.rank == 0:
+                    lanes[THERE].isend(torch.full((2,), float(n))).wait()
+                    continue
+                handle = lanes[THERE].irecv()
+                received = handle.result()
+                assert received.tolist() == [n, n]
+                if not torch.is_inference_mode_enabled():
+                    (received * 2).sum().backward()
+                    assert received.grad.tolist() == [2, 2]
+                if release:
+                    handle.release()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("size", [4, 100_000], ids=["small", "large"])
 def test_payloads_that_are_kept_share_no_memory(ranks, size):
     with open_lanes([THERE]) as lanes:

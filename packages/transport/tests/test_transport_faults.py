@@ -21,7 +21,10 @@ from pipegrid.transport import (
 )
 
 DEADLINE = 2.0
-LATEST = DEADLINE + 2.0
+# How long after a fault the errors may come: what is promised, which a test can hold a quiet machine to (the nightly
+# ones do), and what shows on a loaded one that they come at all.
+PROMISED = DEADLINE + 2.0
+LATEST = DEADLINE + 15.0
 SHAPE = (4,)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
@@ -33,19 +36,34 @@ def config(**settings):
     })  # fmt: skip
 
 
-def caught(act):
+class Clock:
+    """Seconds since the fault."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        self.began = time.monotonic()
+
+    def seconds(self):
+        return time.monotonic() - self.began
+
+
+def caught(act, *, clock=None, latest=LATEST):
     """The error that ``act`` ends with, in time."""
-    began = time.monotonic()
+    clock = clock or Clock()
     with pytest.raises(P2PError) as found:
         act()
-    assert time.monotonic() - began < LATEST
+    assert clock.seconds() < latest
     return found.value
 
 
-def run_around(communicator, ranks, rounds=20):
+def run_around(communicator, ranks, clock, rounds=20):
     """Activations once round the ring per round; a fault of one rank happens in round 3."""
     for round_ in range(rounds):
         ranks.reach(f"round {round_}")
+        if round_ == 3:
+            clock.restart()
         communicator.send_forward_recv_forward(torch.full(SHAPE, float(round_)), True, SHAPE)
 
 
@@ -54,15 +72,19 @@ MODES = pytest.mark.parametrize(
     [{}, {"strict": True}, {"variable_seq_lengths": True}, {"communicators": "shared"}],
     ids=["agreed", "strict", "variable", "shared"],
 )
+in_time = pytest.mark.parametrize(
+    "latest", [LATEST, pytest.param(PROMISED, marks=pytest.mark.nightly)], ids=["at all", "as promised"]
+)
 
 
 @MODES
 @pytest.mark.ranks(2, 4)
-def test_a_peer_that_dies_is_named(ranks, settings):
-    victim = 1
+@in_time
+def test_a_peer_that_dies_is_named(ranks, settings, latest):
+    victim, clock = 1, Clock()
     communicator = P2PCommunicator(dist.group.WORLD, config(**settings))
     ranks.plan_fault(Fault("kill", rank=victim, at="round 3"))
-    error = caught(lambda: run_around(communicator, ranks))
+    error = caught(lambda: run_around(communicator, ranks, clock), clock=clock, latest=latest)
     assert isinstance(error, (P2PPeerError, P2PTimeoutError))
     if victim in (communicator.next_rank, communicator.prev_rank):
         assert isinstance(error, P2PPeerError)
@@ -73,11 +95,12 @@ def test_a_peer_that_dies_is_named(ranks, settings):
 
 @MODES
 @pytest.mark.ranks(2, 4)
-def test_a_peer_that_stops_is_waited_for_until_the_deadline(ranks, settings):
-    victim = 1
+@in_time
+def test_a_peer_that_stops_is_waited_for_until_the_deadline(ranks, settings, latest):
+    victim, clock = 1, Clock()
     communicator = P2PCommunicator(dist.group.WORLD, config(**settings))
     ranks.plan_fault(Fault("stop", rank=victim, at="round 3"))
-    error = caught(lambda: run_around(communicator, ranks))
+    error = caught(lambda: run_around(communicator, ranks, clock), clock=clock, latest=latest)
     assert isinstance(error, (P2PPeerError, P2PTimeoutError))
     if ranks.world_size == 2:
         assert isinstance(error, P2PTimeoutError)
@@ -93,7 +116,7 @@ def test_a_rank_that_fails_for_its_own_reasons_tells_the_others(ranks):
     if ranks.rank == 1:
         communicator.abort("loss is nan")
     else:
-        error = caught(lambda: run_around(communicator, ranks))
+        error = caught(lambda: run_around(communicator, ranks, Clock()))
         assert isinstance(error, (P2PPeerError, P2PTimeoutError))
         if ranks.rank == 0 or "rank 1" in str(error):
             assert "loss is nan" in str(error)
@@ -158,10 +181,11 @@ def test_a_send_that_nobody_receives_ends_at_the_deadline_though_nobody_waits(ra
 
 @pytest.mark.ranks(2)
 def test_a_receive_posted_long_ahead_is_not_late_until_somebody_waits(ranks):
-    with open_lanes([THERE], config=config(deadline=0.4)) as lanes:
+    # The deadline also bounds the transfer itself, so it is no shorter than a loaded machine may take for one.
+    with open_lanes([THERE], config=config(deadline=1.0)) as lanes:
         if ranks.rank == 1:
             handle = lanes[THERE].irecv()
-            time.sleep(1.0)
+            time.sleep(1.5)
             ranks.barrier()
             assert handle.result().tolist() == [1, 1]
         else:
@@ -170,7 +194,8 @@ def test_a_receive_posted_long_ahead_is_not_late_until_somebody_waits(ranks):
 
 
 @pytest.mark.ranks(2)
-def test_ten_lanes_of_a_stopped_peer_end_in_time_together(ranks):
+@in_time
+def test_ten_lanes_of_a_stopped_peer_end_in_time_together(ranks, latest):
     specs = [LaneSpec(0, 1, str(n)) for n in range(10)]
     ranks.plan_fault(Fault("stop", rank=1, at="now"))
     with open_lanes(specs, config=config()) as lanes:
@@ -180,7 +205,7 @@ def test_ten_lanes_of_a_stopped_peer_end_in_time_together(ranks):
         for handle in handles:
             with pytest.raises(P2PTimeoutError):
                 handle.wait()
-        assert time.monotonic() - began < LATEST
+        assert time.monotonic() - began < latest
 
 
 class TestWrongOrder:
@@ -241,7 +266,7 @@ def test_a_rank_that_does_not_come_to_open_its_lanes(ranks):
         began = time.monotonic()
         with pytest.raises(P2PTimeoutError, match=r"rank 0 waited 1 s for opening.*P2PConfig.open_deadline") as found:
             open_lanes([BACK, THERE], config=config(open_deadline=1.0))
-        assert time.monotonic() - began < 1.0 + 2.0
+        assert time.monotonic() - began < LATEST
         assert (found.value.rank, found.value.peer, found.value.seconds) == (0, 1, 1.0)
         assert found.value.lane == str(THERE)  # the first in the order that all ranks have
     ranks.barrier()
@@ -256,4 +281,4 @@ def test_a_peer_that_dies_while_lanes_are_opened(ranks):
             time.sleep(0.01)
     with pytest.raises((P2PTimeoutError, P2PPeerError), match="rank 1|a rank was lost while rank 0 opened lanes 0>1"):
         open_lanes([THERE], config=config(open_deadline=2.0))
-    assert time.monotonic() - began < 2.0 + 2.0
+    assert time.monotonic() - began < LATEST

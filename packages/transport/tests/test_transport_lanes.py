@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pipegrid.transport import (
     P2PUsageError,
     ReceiveHandle,
     open_lanes,
+    opening,
     remote_lane,
 )
 
@@ -361,6 +363,26 @@ def test_a_reused_buffer_is_a_new_tensor(ranks, size):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"receives_ahead": 2}], ids=["asked for", "ahead"])
+@pytest.mark.parametrize("release", [False, True])
+def test_buffers_made_in_inference_mode_serve_training_too(ranks, settings, release):
+    with open_lanes([THERE], config=config(**settings)) as lanes:
+        for n in range(8):
+            with torch.inference_mode(n % 4 in (1, 2)):
+                if ranks.rank == 0:
+                    lanes[THERE].isend(torch.full((2,), float(n))).wait()
+                    continue
+                handle = lanes[THERE].irecv()
+                received = handle.result()
+                assert received.tolist() == [n, n]
+                if not torch.is_inference_mode_enabled():
+                    (received * 2).sum().backward()
+                    assert received.grad.tolist() == [2, 2]
+                if release:
+                    handle.release()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("size", [4, 100_000], ids=["small", "large"])
 def test_payloads_that_are_kept_share_no_memory(ranks, size):
     with open_lanes([THERE]) as lanes:
@@ -388,25 +410,63 @@ def test_what_is_under_way_cannot_be_released(ranks):
             handle.wait()
 
 
+class Counted:
+    """A backend, and what was asked of it and of its works: ``(verb, bytes)``, and ``("wait", bytes)``."""
+
+    def __init__(self, backend, seen):
+        self.backend, self.seen = backend, seen
+
+    def send(self, tensors, *where):
+        return self._started("send", tensors, where)
+
+    def recv(self, tensors, *where):
+        return self._started("recv", tensors, where)
+
+    def _started(self, verb, tensors, where):
+        size = sum(tensor.nbytes for tensor in tensors)
+        self.seen.append((verb, size))
+        work = getattr(self.backend, verb)(tensors, *where)
+
+        def wait(timeout):
+            self.seen.append((f"wait for {verb}", size))
+            return work.wait(timeout)
+
+        return SimpleNamespace(wait=wait, is_completed=work.is_completed)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("together", [False, True])
-def test_a_steady_exchange_is_one_message_each_way_and_no_host_wait(ranks, together):
+@pytest.mark.parametrize(
+    "payload", [torch.ones(3), [torch.ones(3)], torch.ones(3, dtype=torch.complex64)], ids=["plain", "list", "bytes"]
+)
+def test_a_steady_exchange_is_one_message_each_way_and_no_host_wait(ranks, together, payload):
+    size = (payload[0] if isinstance(payload, list) else payload).nbytes
     with open_lanes([THERE, BACK], config=config()) as lanes:
         mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
+        seen = []
+        for lane in (mine, theirs):
+            communicator = lane.wire.communicator
+            communicator.backend = Counted(communicator.backend, seen)
+            communicator.control = Counted(communicator.control, seen)
 
         def exchange():
             with lanes.batch() if together else contextlib.nullcontext():
-                sent, received = mine.isend(torch.ones(3)), theirs.irecv((3,))
+                sent, received = mine.isend(payload), theirs.irecv()
             received.wait()
             sent.wait()
 
         exchange()
+        assert len(seen) > 4  # the headers of the first messages
+        seen.clear()
         before = mine.stats, theirs.stats
         for _ in range(10):
             exchange()
+        assert sorted(seen) == sorted(
+            [("send", size), ("recv", size), ("wait for recv", size), ("wait for send", size)] * 10
+        )
         for old, new in zip(before, (mine.stats, theirs.stats), strict=True):
             assert new.messages - old.messages == new.transfers - old.transfers == 10
-            assert new.bytes - old.bytes == 120
+            assert new.bytes - old.bytes == 10 * size
             assert new.headers == old.headers == 1
             assert new.host_syncs == old.host_syncs
 
@@ -664,7 +724,34 @@ class TestUse:
 
 class TestOpening:
     @pytest.mark.ranks(3)
-    def test_only_members_get_a_lane_and_each_has_carried_a_message(self, ranks):
+    @pytest.mark.parametrize("communicators", ["separate", "shared"])
+    def test_each_lane_has_carried_a_message_the_way_that_payloads_go(self, ranks, monkeypatch, communicators):
+        specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 2), LaneSpec(2, 0), LaneSpec(1, 1)]
+        carried, seen = [], []
+
+        def post(parcels):
+            ((wire, _, sending),) = parcels
+            wire.communicator.backend = Counted(wire.communicator.backend, seen)
+            try:
+                outcomes = wire_post(parcels)
+            finally:
+                wire.communicator.backend = wire.communicator.backend.backend
+            carried.append((wire, sending))
+            return outcomes
+
+        wire_post = opening.post
+        monkeypatch.setattr(opening, "post", post)
+        with open_lanes(specs, config=config(communicators=communicators)) as lanes:
+            remote = [lane for lane in lanes.values() if not lane.spec.is_local]
+            assert carried == [(lane.wire, lane.rank == lane.spec.source) for lane in remote]
+            for lane in remote:
+                verb = "send" if lane.rank == lane.spec.source else "recv"
+                assert seen.pop(0) == (verb, 1)
+                assert seen.pop(0) == (f"wait for {verb}", 1)
+            assert not seen
+
+    @pytest.mark.ranks(3)
+    def test_only_members_get_a_lane(self, ranks):
         specs = [LaneSpec(0, 1), LaneSpec(1, 2), LaneSpec(2, 0), LaneSpec(1, 1)]
         with open_lanes(specs, config=config()) as lanes:
             assert list(lanes) == sorted(spec for spec in specs if ranks.rank in spec.pair)

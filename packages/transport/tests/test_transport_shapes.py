@@ -10,6 +10,8 @@ from pipegrid.transport import (
     P2PConfig,
     P2PLaneDeadError,
     P2PMismatchError,
+    P2PPeerError,
+    P2PTimeoutError,
     P2PUsageError,
     open_lanes,
 )
@@ -194,6 +196,23 @@ def test_a_receiver_of_another_dtype(ranks, given):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("standing", [True, False])
+@pytest.mark.parametrize("sent", [torch.float64, torch.float16, torch.int32])
+def test_a_message_of_another_dtype_than_agreed(ranks, standing, sent):
+    # Of as many bytes or more or fewer: gloo would take each for the other.
+    shapes = {LANE: torch.empty(2, device="meta")} if standing else None
+    with open_lanes([LANE], config=config(), standing=shapes) as lanes:
+        lane = lanes[LANE]
+        text = rf"message 2 of lane 0>1.there. is {str(sent)[6:]}\[2\], but float32\[2\] was announced to rank 1"
+        if ranks.rank == 0:
+            send_all(lane, torch.ones(2), torch.ones(2))
+            both_are_told(ranks, lane, lambda: lane.isend(torch.ones(2, dtype=sent)), text)
+        else:
+            receive_all(lane, (2,), (2,))
+            both_are_told(ranks, lane, lambda: lane.irecv((2,)).result(), "rank 0 ended lane 0>1.there.: " + text)
+
+
+@pytest.mark.ranks(2)
 def test_a_sender_that_does_not_keep_to_its_manifest(ranks):
     with open_lanes([LANE], config=config(shapes="manifest")) as lanes:
         lane = lanes[LANE]
@@ -218,36 +237,28 @@ def test_lists_of_other_lengths_where_shapes_vary(ranks):
             both_are_told(ranks, lane, lambda: lane.irecv([(), ()]).wait(), text)
 
 
-@pytest.mark.ranks(2)
-def test_renewed_by_the_sender_only(ranks):
-    # The receiver has posted the old size: the new header finds nobody, and nothing overflows.
-    settings = config(deadline=1.0)
-    with open_lanes([LANE], config=settings) as lanes:
-        lane = lanes[LANE]
-        if ranks.rank == 0:
-            send_all(lane, torch.ones(2))
-            lane.renew()
-            with pytest.raises(TimeoutError if lane.error is None else RuntimeError):
-                send_all(lane, torch.ones(200))
-        else:
-            receive_all(lane, None)
-            with pytest.raises(RuntimeError):
-                receive_all(lane, None)
+def deadline_of_one_of_them(ranks, act):
+    """Nobody's message meets the other's receive: whose deadline is first tells the other, who raises its words."""
+    with pytest.raises((P2PTimeoutError, P2PPeerError)) as found:
+        act()
+    ranks.barrier()
+    error = found.value
+    waited = ranks.rank if isinstance(error, P2PTimeoutError) else 1 - ranks.rank
+    assert f"rank {waited} waited 1 s for" in str(error)
+    assert "message 1 of lane 0>1[there]" in str(error)
 
 
 @pytest.mark.ranks(2)
-def test_renewed_by_the_receiver_only(ranks):
+@pytest.mark.parametrize("renews", [0, 1], ids=["sender", "receiver"])
+def test_renewed_by_one_side_only_ends_at_a_deadline_and_overflows_nothing(ranks, renews):
+    # The receiver has posted the old size where the sender renewed, and waits for a header where it did itself.
     with open_lanes([LANE], config=config(deadline=1.0)) as lanes:
         lane = lanes[LANE]
-        if ranks.rank == 0:
-            send_all(lane, torch.ones(2))
-            with pytest.raises(RuntimeError):
-                send_all(lane, torch.ones(2))
-        else:
-            receive_all(lane, None)
+        send_all(lane, torch.ones(2)) if ranks.rank == 0 else receive_all(lane, None)
+        if ranks.rank == renews:
             lane.renew()
-            with pytest.raises(RuntimeError):
-                receive_all(lane, None)
+        message = torch.ones(200 if renews == 0 else 2)
+        deadline_of_one_of_them(ranks, lambda: send_all(lane, message) if ranks.rank == 0 else receive_all(lane, None))
 
 
 @pytest.mark.ranks(3)

@@ -167,7 +167,7 @@ def test_what_is_not_done_by_the_deadline_ends_though_a_wait_cannot(ranks, strea
             handle.wait()
             with pytest.raises(P2PTimeoutError, match=r"rank 1 waited 0\.5 s"):
                 handle.synchronize()
-            assert time.monotonic() - began < 0.5 + 2.0
+            assert time.monotonic() - began < 0.5 + 15.0
             ranks.barrier()
         else:
             ranks.barrier()

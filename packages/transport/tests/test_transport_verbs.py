@@ -230,7 +230,7 @@ def test_a_receive_that_nobody_sends_times_out_and_the_lane_is_dead(ranks):
             began = time.monotonic()
             with pytest.raises(P2PTimeoutError, match=r"rank 1 waited .* message 0 of lane .* rank 0 did not"):
                 lanes[spec].irecv().wait()
-            assert time.monotonic() - began < 1.0 + 2.0
+            assert time.monotonic() - began < 1.0 + 15.0
             with pytest.raises(RuntimeError, match="silent"):
                 lanes[spec].irecv()
         ranks.barrier()

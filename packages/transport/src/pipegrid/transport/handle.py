@@ -108,7 +108,8 @@ class Transfer:
     def is_completed(self) -> bool:
         """Whether the transfer is done, or has failed: whether `wait` would return, or raise, at once.
 
-        True is always true. Right after the end of a transfer that nobody waits for, False may still be told.
+        True is always true. Right after the end of a transfer that nobody waits for, False may still be told. The
+        first question may take half a millisecond, over gloo: it hands the transfer to a thread.
         """
         return self.state in (State.DONE, State.FAILED) or self.lane.poll(self)
 

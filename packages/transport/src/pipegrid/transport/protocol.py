@@ -29,7 +29,10 @@ class Handle(Protocol):
         ...
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Never blocks; needs no earlier `wait`."""
+        """Whether `wait` would return at once; needs no earlier `wait`.
+
+        Waits for no transfer. The first question may take half a millisecond, where it starts somebody looking.
+        """
         ...
 
 

@@ -71,7 +71,10 @@ class Recipe:
         return self.new()
 
     def new(self) -> list[Tensor]:
-        """New buffers for one message."""
+        """New buffers for one message: ordinary ones, since a later message that wants gradients may get them."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.new()
         if self._templates:
             return [torch.empty_like(template) for template in self._templates]
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]

@@ -1,6 +1,7 @@
 """The one place that talks to `torch.distributed`: post, wait, tell the other side, cut the connection.
 
-Seen with torch 2.11 to 2.13, and pinned by tests:
+Of gloo seen with torch 2.11 to 2.13, and pinned by `test_transport_torch_facts`; of NCCL read in torch's code and not
+seen, since nothing here has run on a GPU yet (`test_transport_gpu` has tests of the first two):
 
 - gloo: ``is_completed()`` of a transfer stays False until ``wait()``; a second ``wait()`` blocks; a ``wait()`` that
   times out closes the connection of the pair, at both ends and for all transfers; ``abort()`` and ``shutdown()``
@@ -32,9 +33,9 @@ _LENGTH_BYTES = 4
 _NOTE_BYTES = 2048
 # How long last words may take to be taken, by kind: a loaded machine may keep a side that is alive from its turn, and
 # the type of its error hangs on that of a mismatch. The other kinds go to sides that have not answered for a whole
-# deadline, or that end as well; what they raise does not depend on it.
+# deadline, or that end as well; only the text of what they raise depends on it.
 _TELL_SECONDS = {"mismatch": 5.0, "aborted": 2.0}
-_TELL_OTHERS_SECONDS = 0.25
+_TELL_OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.001
 _FOREVER = timedelta(days=1)
 # Tags of one communicator: some per lane for control, one that nobody ever sends to, the rest for data.

@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 
+import pipegrid.schedules
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
     PlanError,
     chain,
     dualpipe_v,
     forward_only,
-    generators,
     gpipe,
     interleaved_1f1b,
     looped_bfs,

@@ -23,6 +23,7 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.ascii import ascii_timeline
+from pipegrid.schedules.colours import COLOURS, tint
 from pipegrid.schedules.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.svg import svg, write_svg
 from pipegrid.schedules.timelines import (
@@ -151,6 +152,20 @@ def test_svg_shades_the_later_stages_of_a_row():
     assert len(set(spans)) == 2
     assert spans[0] == "#0072b2"
     assert any("Darkest: the first stage" in line for line in texts(text))
+
+
+def test_collectives_look_like_no_shade_of_a_compute():
+    def apart(one, other):
+        return sum(abs(int(one[i : i + 2], 16) - int(other[i : i + 2], 16)) for i in (1, 3, 5))
+
+    shades = [tint(COLOURS[kind], share / 10) for kind in "FBIW" for share in range(7)]
+    for kind in ("REDUCE", "COLLECTIVE"):
+        assert min(apart(COLOURS[kind], shade) for shade in shades) > 70
+        spans = [Span(0, 0, 1, "F", 0, 0), Span(0, 1, 2, "F", 4, 0)]
+        spans += [Span(0, 2, 4, kind, 0, 0), Span(0, 4, 6, kind, 4, 0)]  # 200 wide each, where an F is 100
+        drawn = rectangles(svg(Timeline(["p"], spans), width=600))[1:]
+        fills = [r["fill"] for r in drawn if 150 < float(r["width"]) < 300]
+        assert fills == [COLOURS[kind], "url(#hatch)"] * 2
 
 
 def test_svg_draws_arrows_only_when_asked():

@@ -50,12 +50,17 @@ class ActionKind(enum.StrEnum):
     @property
     def is_send(self) -> bool:
         """Whether the kind sends a message."""
-        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
+        return self in SENDS
 
     @property
     def is_receive(self) -> bool:
         """Whether the kind receives a message."""
-        return self in (ActionKind.RECV_F, ActionKind.RECV_B)
+        return self in RECEIVES
+
+    @property
+    def is_at_source(self) -> bool:
+        """Whether a message's end of this kind stands at the source of its edge; a gradient flows against it."""
+        return self in AT_SOURCE
 
     @property
     def is_message(self) -> bool:
@@ -69,14 +74,10 @@ class ActionKind(enum.StrEnum):
 
 
 COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
-MESSAGES = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
-# The end of its edge that an action of this kind stands at; the other end is its peer.
-_STANDS_AT_SOURCE = {
-    ActionKind.SEND_F: True,
-    ActionKind.RECV_F: False,
-    ActionKind.SEND_B: False,
-    ActionKind.RECV_B: True,
-}
+SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
+RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+MESSAGES = SENDS | RECEIVES
+AT_SOURCE = frozenset({ActionKind.SEND_F, ActionKind.RECV_B})
 
 
 @frozen
@@ -113,14 +114,14 @@ class Action:
                 self.kind not in MESSAGES
                 or type(edge) is not Edge
                 or not 0 <= edge.source < edge.destination
-                or self.stage != (edge.source if _STANDS_AT_SOURCE[self.kind] else edge.destination)
+                or self.stage != (edge.source if self.kind in AT_SOURCE else edge.destination)
                 or self.microbatch < 0
             ):
                 _check_fields(self)
 
     def __str__(self) -> str:
         peer = self.peer
-        way = "" if peer is None else f"{'<' if self.kind in _RECEIVES else '>'}{peer}"
+        way = "" if peer is None else f"{'<' if self.kind.is_receive else '>'}{peer}"
         microbatch = "" if self.microbatch is None else self.microbatch
         group = "" if self.group is None else f"@{self.group}"
         return f"{self.stage}{self.kind}{microbatch}{way}{group}"
@@ -137,11 +138,8 @@ class Action:
         """What travels along the edge: activations forward, gradients backward; None without an edge."""
         if self.edge is None:
             return None
-        forward = (self.stage == self.edge.source) != (self.kind in _RECEIVES)
+        forward = (self.stage == self.edge.source) != self.kind.is_receive
         return Direction.FORWARD if forward else Direction.BACKWARD
-
-
-_RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 
 
 def _check_fields(action: Action) -> None:
@@ -182,7 +180,7 @@ def _check_fields(action: Action) -> None:
             raise PlanError(f"edge {edge} of a {kind} does not ascend; stages are numbered the way activations flow")
         ends = {edge.source, edge.destination}
         if kind in MESSAGES:
-            ends = {edge.source if _STANDS_AT_SOURCE[kind] else edge.destination}
+            ends = {edge.source if kind.is_at_source else edge.destination}
         if stage not in ends:
             where = " or ".join(map(str, sorted(ends)))
             raise PlanError(f"a {kind} along edge {edge} stands at stage {where}, not at stage {stage}")
@@ -239,12 +237,12 @@ def parse_action(token: str) -> Action:
     stage = int(match["stage"])
     edge = None
     if match["peer"] is not None:
-        wanted = "<" if kind in _RECEIVES else ">"
+        wanted = "<" if kind.is_receive else ">"
         if match["way"] != wanted:
             raise PlanError(f"{token!r} points the wrong way; a {kind} is written with {wanted!r}")
         peer = int(match["peer"])
         # Gradients travel against their edge, so whoever handles one stands at the other end.
-        at_source = _STANDS_AT_SOURCE.get(kind, stage < peer)
+        at_source = kind.is_at_source if kind.is_message else stage < peer
         edge = Edge(stage, peer) if at_source else Edge(peer, stage)
     microbatch = None if match["microbatch"] is None else int(match["microbatch"])
     return Action(kind, stage, microbatch, edge, match["group"])

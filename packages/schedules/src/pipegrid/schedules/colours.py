@@ -9,7 +9,7 @@ COLOURS = {
     "I": "#e69f00",
     "W": "#00805d",
     "REDUCE": "#7b4fa3",
-    "COLLECTIVE": "#56b4e9",
+    "COLLECTIVE": "#cc79a7",
     "SEND_F": "#5b8fb0",
     "RECV_F": "#5b8fb0",
     "SEND_B": "#c58a63",

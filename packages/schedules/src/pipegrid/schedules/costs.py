@@ -92,7 +92,9 @@ class Costs:
                 if name in PER_EDGE:
                     _check_pair(name, entry)
                 elif isinstance(entry, tuple):
-                    raise CostsError(f"{name} is given per edge ({entry!r}); it is a cost of stages: one number each")
+                    raise CostsError(
+                        f"{name} is given per edge ({entry[0]}); it is a cost of stages: one number, or one for each"
+                    )
                 else:
                     _check(name, entry)
 

@@ -197,7 +197,7 @@ class _Writer:
         batch = self._batch
         if batch:
             if len(batch) > 1:
-                batch.sort(key=_sends_first)  # for the reader: sends and receives never share a lane
+                batch.sort(key=_is_receive)  # sends first, for the reader: they never share a lane with receives
             self._steps.append(batch[0] if len(batch) == 1 else tuple(batch))
             self._batch = []
         if after > self._done:
@@ -288,8 +288,8 @@ def _parties(line: _Line, transfer: Transfer, positions: Sequence[int]) -> list[
     ]
 
 
-def _sends_first(action: Action) -> bool:
-    return action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
+def _is_receive(action: Action) -> bool:
+    return action.kind.is_receive
 
 
 def _messages(transfer: Transfer, position: int) -> list[tuple[ActionKind, int, Edge]]:

@@ -54,6 +54,14 @@ svg { font-family: system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fon
 }
 """
 
+HATCHED = ("REDUCE", "COLLECTIVE")
+"""Kinds in which a whole group takes part: hatched, so that no shade of a compute is taken for them."""
+
+HATCH = (
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<path d="M1 0V5" stroke="#ffffff" stroke-opacity=".55" stroke-width="1.4"/></pattern>'
+)
+
 ARROW_HEAD = (
     '<marker id="head" markerWidth="6" markerHeight="6" refX="5" refY="3" orient="auto">'
     '<path class="ink" d="M0 1L5 3L0 5Z"/></marker>'
@@ -110,7 +118,7 @@ class _Panel:
     def shade(self, span: Span) -> float:
         """How much white: 0 for the first stage of the row, up to 0.6 for the last of many."""
         stages = self.timeline.stages[span.row]
-        if span.stage not in stages or self.most_stages < 2:
+        if span.stage not in stages or self.most_stages < 2 or span.kind in HATCHED:
             return 0.0
         return 0.6 * stages.index(span.stage) / (self.most_stages - 1)
 
@@ -167,10 +175,10 @@ class _Panel:
         else:
             y, height, gap = self.y(span.row), ROW, min(1.0, width / 8)
         fill = self.colour(span)
-        rect = (
-            f'<rect fill="{fill}" x="{_n(self.x(span.start) + gap / 2)}" y="{_n(y)}" '
-            f'width="{_n(max(width - gap, 0.2))}" height="{height}"'
+        place = (
+            f'x="{_n(self.x(span.start) + gap / 2)}" y="{_n(y)}" width="{_n(max(width - gap, 0.2))}" height="{height}"'
         )
+        rect = f'<rect fill="{fill}" {place}'
         if tip:
             unit, zero = self.timeline.unit, self.timeline.start
             text = (
@@ -180,6 +188,8 @@ class _Panel:
             yield f"{rect}><title>{escape(text)}</title></rect>"
         else:
             yield f"{rect}/>"
+        if span.kind in HATCHED:
+            yield f'<rect fill="url(#hatch)" {place} pointer-events="none"/>'
         text = span.label or ("" if span.microbatch is None else str(span.microbatch))
         size = min(13.0, (width - 4) / (DIGIT * len(text))) if text else 0.0
         if size >= 6 and not span.is_transfer:
@@ -231,6 +241,8 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
         if x > PAD and x + length > width - PAD:
             x, y = PAD, y + 20
         parts.append(f'<rect {fill} x="{_n(x)}" y="{_n(y)}" width="14" height="14"/>')
+        if text in (MEANING[kind] for kind in HATCHED):
+            parts.append(f'<rect fill="url(#hatch)" x="{_n(x)}" y="{_n(y)}" width="14" height="14"/>')
         parts.append(_text("ink", x + 20, y + 11, text))
         x += length
     words = ["Numbers are microbatches."]
@@ -281,7 +293,7 @@ def svg(timeline: Timeline | Sequence[Timeline], *, width: float | None = None, 
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(title)}>',
             f"<style>\n{STYLE}</style>",
-            f"<defs>{ARROW_HEAD}</defs>",
+            f"<defs>{ARROW_HEAD}{HATCH}</defs>",
             '<rect class="card" width="100%" height="100%" rx="6"/>',
             *(part for panel in panels for part in panel.parts(arrows=arrows)),
             *legend,

@@ -6,6 +6,7 @@ A sample of the whole matrix runs always, the matrix nightly.
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.schedules.search import greedy
 
 WIDTH = 4
+DEADLINE = 20.0
 
 
 class Layer(nn.Module):
@@ -44,6 +46,19 @@ class Bend(nn.Module):
         return torch.sin(x) * 2
 
 
+class Words(nn.Module):
+    """The first or the last stage of a model whose embedding is its head as well: ``x @ word`` or ``x @ word.T``."""
+
+    def __init__(self, layer, *, head):
+        super().__init__()
+        generator = torch.Generator().manual_seed(99)
+        self.word = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.layer, self.head = layer, head
+
+    def forward(self, x):
+        return self.layer(x) @ self.word.t() if self.head else self.layer(x @ self.word)
+
+
 @frozen
 class Case:
     schedule: str
@@ -54,12 +69,15 @@ class Case:
     special: str
 
     def plan(self):
-        if self.schedule == "greedy":
-            costs = Costs(F=1, I=1.1, W=0.7, latency=0.1)
-            return lower(greedy(costs, num_positions=self.positions, num_microbatches=self.microbatches))
         receives = "early" if self.schedule == "early receives" else "late"
         name = "1f1b" if self.schedule == "early receives" else self.schedule
-        return lower(SCHEDULES[name].plan(self.positions, self.microbatches), receives=receives)
+        if name == "greedy":
+            costs = Costs(F=1, I=1.1, W=0.7, latency=0.1)
+            computes = greedy(costs, num_positions=self.positions, num_microbatches=self.microbatches)
+        else:
+            computes = SCHEDULES[name].plan(self.positions, self.microbatches)
+        tied = {"word": (0, computes.num_stages - 1)} if self.special == "tied" else None
+        return lower(computes, receives=receives, tied=tied)
 
     def models(self, num_stages):
         """The stages' modules; the special one is the second, and there is at least one more with parameters."""
@@ -70,6 +88,8 @@ class Case:
             models[1] = Bend()
         elif self.special == "empty":
             models[1] = nn.Identity()
+        elif self.special == "tied":
+            models[0], models[-1] = Words(models[0], head=False), Words(models[-1], head=True)
         return models
 
 
@@ -90,7 +110,7 @@ def finish(case, models):
     """A sum over tokens is divided by their number once, at the end."""
     if case.loss == "tokens":
         total = sum(map(tokens, range(case.microbatches)))
-        for parameter in itertools.chain(*(model.parameters() for model in models)):
+        for parameter in set(itertools.chain(*(model.parameters() for model in models))):
             if parameter.grad is not None:
                 parameter.grad.div_(total)
 
@@ -113,12 +133,14 @@ def pipelined(case, plan, network, memory_communicator, in_threads):
         Computation(case, model, tuple(edge for edge in plan.graph.stage_edges if edge.source == stage))
         for stage, model in enumerate(models)
     ]
+    reducers = {"word": reducing(plan, models[0].word, models[-1].word)} if case.special == "tied" else {}
     in_threads(
         [
             PipelineRuntime(
                 plan,
                 {stage: stages[stage] for stage in held},
                 memory_communicator(network, plan.num_stages, position),
+                reducers=reducers,
                 deallocate_outputs=case.microbatches % 2 == 1,
             ).step
             for position, held in enumerate(plan.stages_at)
@@ -128,8 +150,28 @@ def pipelined(case, plan, network, memory_communicator, in_threads):
     return models
 
 
+def reducing(plan, *copies):
+    """What a ``REDUCE`` of both copies is among threads: who comes last adds them up for all."""
+    holders = sum(
+        any(action.kind is ActionKind.REDUCE for action in plan.actions(p)) for p in range(plan.num_positions)
+    )
+    everybody = threading.Barrier(holders)
+
+    def reduce():
+        if everybody.wait(DEADLINE) == 0:
+            total = sum(copy.grad for copy in copies)
+            for copy in copies:
+                copy.grad = total.clone()
+        everybody.wait(DEADLINE)
+
+    return reduce
+
+
 def reference(case, num_stages):
+    """Tied copies are one parameter here, which has the place of both in the result."""
     models = case.models(num_stages)
+    if case.special == "tied":
+        models[-1].word = models[0].word
     for microbatch in range(case.microbatches):
         x = data(microbatch)
         for model in models:
@@ -160,12 +202,23 @@ def in_order(plan):
     return all(order == sorted(order) for order in added.values())
 
 
+def names(case, plan):
+    return [name for model in case.models(plan.num_stages) for name, _ in model.named_parameters()]
+
+
 def check(case, *fixtures):
     plan = case.plan()
     found = gradients(pipelined(case, plan, *fixtures))
     expected = gradients(reference(case, plan.num_stages))
     assert [a is None for a in found] == [b is None for b in expected]
     assert difference(found, expected) < 1e-10
+    if case.special == "tied":
+        # The copies add up what one parameter would by turns, so only they are not bit for bit.
+        words = [number for number, name in enumerate(names(case, plan)) if name == "word"]
+        assert torch.equal(*(found[number] for number in words))
+        found, expected = (
+            [gradient for number, gradient in enumerate(side) if number not in words] for side in (found, expected)
+        )
     if in_order(plan):
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -178,9 +231,9 @@ MATRIX = [
     for microbatches in (1, positions, 3 * positions, 2 * positions + 1)
     for loss in ("mean", "tokens")
     for checkpointed in (False, True)
-    for special in ("none", "frozen", "without parameters", "empty")
+    for special in ("none", "frozen", "without parameters", "empty", "tied")
 ]
-SAMPLE = MATRIX[::35]
+SAMPLE = MATRIX[::37]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
@@ -200,6 +253,7 @@ def test_gradients_are_those_of_one_process_in_every_case(name, memory_communica
 def test_the_sample_has_every_value_of_everything():
     for field in ("schedule", "positions", "loss", "checkpointed", "special"):
         assert {getattr(case, field) for case in SAMPLE} == {getattr(case, field) for case in MATRIX}
+    assert {case.schedule for case in SAMPLE if case.special == "tied"} == set(NAMES)
     sizes = {(case.microbatches > case.positions) - (case.microbatches < case.positions) for case in SAMPLE}
     assert sizes == {-1, 0, 1}
     split = [case for case in SAMPLE if case.schedule.startswith(("zero", "v_", "dual", "greedy"))]

@@ -45,6 +45,7 @@ PLANNING = {
 }
 
 RUNNING = {
+    "DataEndedError",
     "DeferralError",
     "Forwarded",
     "GradientError",
@@ -61,7 +62,9 @@ RUNNING = {
     "PlanMismatchError",
     "Recorder",
     "ReductionError",
+    "RuntimeArgumentError",
     "Stage",
+    "StageInputError",
     "StageOutputError",
     "StepArgumentError",
     "TiedParameters",

@@ -26,7 +26,17 @@ from pipegrid.schedules.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.drawing import timeline
-from pipegrid.schedules.errors import Fault, PlanError, PlanMismatchError, PlanSyntaxError, StepArgumentError
+from pipegrid.schedules.errors import (
+    DataEndedError,
+    Fault,
+    PlanError,
+    PlanMismatchError,
+    PlanSyntaxError,
+    RuntimeArgumentError,
+    StageInputError,
+    StageOutputError,
+    StepArgumentError,
+)
 from pipegrid.schedules.generators import (
     UShapeCounts,
     dualpipe_v,
@@ -87,7 +97,6 @@ if TYPE_CHECKING:
         Stage,
         position_of,
     )
-    from pipegrid.schedules.seed_stage import StageOutputError
     from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
@@ -108,6 +117,7 @@ __all__ = [
     "Costs",
     "CostsError",
     "Counter",
+    "DataEndedError",
     "DeferralError",
     "DisagreementError",
     "Fault",
@@ -139,10 +149,12 @@ __all__ = [
     "Recorder",
     "Recording",
     "ReductionError",
+    "RuntimeArgumentError",
     "Simulation",
     "Span",
     "SplitBackwardError",
     "Stage",
+    "StageInputError",
     "StageOutputError",
     "Step",
     "StepArgumentError",
@@ -241,7 +253,6 @@ _TORCH_HALF = {
     "PipelineRuntime": "runtime",
     "Stage": "runtime",
     "position_of": "runtime",
-    "StageOutputError": "seed_stage",
     "LossScaler": "loss_scaler",
     "scale_loss": "loss_scaler",
     "unscale_gradients_": "loss_scaler",

@@ -53,3 +53,19 @@ class PlanMismatchError(ValueError):
 
 class StepArgumentError(ValueError):
     """The arguments of a step function contradict each other."""
+
+
+class RuntimeArgumentError(TypeError):
+    """Something given to a `PipelineRuntime` is not of the kind that it takes."""
+
+
+class StageOutputError(ValueError):
+    """A forward returned something that the outgoing edges cannot carry, or not what was announced."""
+
+
+class StageInputError(ValueError):
+    """A forward did something to what it received that cannot be done to it."""
+
+
+class DataEndedError(ValueError):
+    """A stage's data ended before the step did."""

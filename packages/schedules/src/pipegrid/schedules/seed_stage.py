@@ -11,13 +11,10 @@ from attrs import define, field, frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.config import option
 from pipegrid.schedules.counts import check_first_val_step, get_tensor_shapes
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import Forwarded
 from pipegrid.schedules.steps import LossError, flatten, forward_step
 from pipegrid.transport.edge import Edge
-
-
-class StageOutputError(ValueError):
-    """A forward returned something that the outgoing edges cannot carry, or not what was announced."""
 
 
 class AnnouncedShapesError(ValueError):

@@ -65,6 +65,7 @@ PLANNING |= {f"{name}_order" for name in GENERATORS}
 
 RUNNING = {
     "AnnouncedShapesError",
+    "DataEndedError",
     "DeferralError",
     "Forwarded",
     "GradientError",
@@ -81,7 +82,9 @@ RUNNING = {
     "PlanMismatchError",
     "Recorder",
     "ReductionError",
+    "RuntimeArgumentError",
     "Stage",
+    "StageInputError",
     "StageOutputError",
     "StepArgumentError",
     "TiedParameters",

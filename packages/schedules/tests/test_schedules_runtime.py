@@ -184,16 +184,16 @@ def test_a_reduce_needs_its_reducer(network, memory_communicator, in_threads):
     assert sorted(calls) == [0, 1]
 
 
-def test_outputs_must_be_those_of_the_edges():
+def test_outputs_must_be_those_of_the_edges(network, memory_communicator):
     plan = PLANS["1f1b"]
 
     class Wrong:
         def forward(self, microbatch, inputs):
             return Forwarded({})
 
-    runtime = PipelineRuntime(plan, {0: Wrong()}, None)
+    runtime = PipelineRuntime(plan, {0: Wrong()}, memory_communicator(network, 3, 0))
     with pytest.raises(
-        PipelineError, match=r"position 0, step 1 of \d+: 0F0: .* stage 0 returned outputs for \[\]; .* \['0>1'\]"
+        PipelineError, match=r"position 0, step 1 of \d+: 0F0: .* outputs for \[\] for microbatch 0; .* \['0>1'\]"
     ):
         runtime.step()
 
@@ -227,7 +227,7 @@ class OutOfData(Scale):
 def test_after_a_failed_step_the_runtime_says_that_it_must_be_rebuilt():
     plan = gpipe(1, 2)
     runtime = PipelineRuntime(plan, {0: OutOfData(plan, 0, scales(plan)[0].weight, [])}, None)
-    with pytest.raises(PipelineError, match="the step failed at position 0, step 2 of 4: 0F1: StopIteration"):
+    with pytest.raises(PipelineError, match=r"at position 0, step 2 of 4: 0F1: .* ended at microbatch 1 of 2"):
         runtime.step()
     for verb in (runtime.step, runtime.eval):
         with pytest.raises(PipelineError, match=r"failed before: the step failed at position 0, .* [Rr]ebuild"):

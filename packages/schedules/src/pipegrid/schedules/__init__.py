@@ -27,11 +27,15 @@ from pipegrid.schedules.counts import (
 )
 from pipegrid.schedules.drawing import timeline
 from pipegrid.schedules.errors import (
+    DataEndedError,
     Fault,
     PlanError,
     PlanFieldError,
     PlanMismatchError,
     PlanSyntaxError,
+    RuntimeArgumentError,
+    StageInputError,
+    StageOutputError,
     StepArgumentError,
 )
 from pipegrid.schedules.generators import (
@@ -107,7 +111,7 @@ if TYPE_CHECKING:
         Stage,
         position_of,
     )
-    from pipegrid.schedules.seed_shapes import AnnouncedShapesError, StageOutputError
+    from pipegrid.schedules.seed_shapes import AnnouncedShapesError
     from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
@@ -129,6 +133,7 @@ __all__ = [
     "Costs",
     "CostsError",
     "Counter",
+    "DataEndedError",
     "DeferralError",
     "DisagreementError",
     "Fault",
@@ -161,10 +166,12 @@ __all__ = [
     "Recorder",
     "Recording",
     "ReductionError",
+    "RuntimeArgumentError",
     "Simulation",
     "Span",
     "SplitBackwardError",
     "Stage",
+    "StageInputError",
     "StageOutputError",
     "Step",
     "StepArgumentError",
@@ -277,7 +284,6 @@ _TORCH_HALF = {
     "Stage": "runtime",
     "position_of": "runtime",
     "AnnouncedShapesError": "seed_shapes",
-    "StageOutputError": "seed_shapes",
     "LossScaler": "loss_scaler",
     "scale_loss": "loss_scaler",
     "unscale_gradients_": "loss_scaler",

@@ -16,6 +16,8 @@ from attrs import frozen
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node
 
+from pipegrid.schedules.splitting_refused import UNSPLITTABLE
+
 # Patterns that are remembered; stages whose shapes or branches vary have several.
 _DIVISIONS_KEPT = 32
 
@@ -95,6 +97,7 @@ class Division:
         arrivals: the owners' outputs, each as a node and an output: I keeps the gradients that arrive there.
         levels: the owners by height.
         spent: nodes of the trunk that W does not run again.
+        refused: nodes of the trunk that cannot run while others are kept for later.
     """
 
     trunk: tuple[int, ...]
@@ -103,6 +106,7 @@ class Division:
     arrivals: tuple[tuple[int, int], ...]
     levels: tuple[Level, ...]
     spent: tuple[int, ...]
+    refused: tuple[int, ...]
 
 
 def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], Outline]:
@@ -170,6 +174,7 @@ def divide(outline: Outline) -> Division:
         arrivals=tuple((owner.node, output) for owner in owners for output in owner.outputs),
         levels=tuple(_levels(owners)),
         spent=tuple(node for node in trunk if node not in waiting),
+        refused=tuple(node for node in trunk if outline.kinds[node].__name__ in UNSPLITTABLE),
     )
 
 

@@ -74,3 +74,19 @@ class PlanMismatchError(ValueError):
 
 class StepArgumentError(ValueError):
     """An argument of a step function, or of a function beside it, cannot be used, or contradicts another."""
+
+
+class RuntimeArgumentError(TypeError):
+    """Something given to a `PipelineRuntime` is not of the kind that it takes."""
+
+
+class StageOutputError(ValueError):
+    """A forward returned something that the outgoing edges cannot carry, or not what was announced."""
+
+
+class StageInputError(ValueError):
+    """A forward did something to what it received that cannot be done to it."""
+
+
+class DataEndedError(ValueError):
+    """A stage's data ended before the step did."""

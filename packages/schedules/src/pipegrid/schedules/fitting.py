@@ -39,7 +39,8 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
 
     Raises:
         PlanMismatchError: computes alone, a ``REDUCE`` without its reducer, a plan and a communicator that disagree on
-            which edges carry gradients, or as `check_collectives`.
+            which edges carry gradients, messages but no communicator, a reducer for a group or stage that the plan
+            does not reduce, or as `check_collectives`.
     """
     if plan.lanes and not plan.has_communication:
         raise PlanMismatchError(
@@ -49,12 +50,31 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
     check_collectives(plan, position, communicator)
     _require_same_gradients(plan, getattr(communicator, "forward_edges", None))
     for action in plan.actions(position):
-        if action.kind is ActionKind.REDUCE and reducer_name(action) not in reducers:
+        if _reduces(action) and reducer_name(action) not in reducers:
             name = reducer_name(action)
             raise PlanMismatchError(
                 f"position {position} has {action}, but there is no reducer for {name!r}; pass "
                 f"reducers={{{name!r}: function}}"
             )
+    for action in plan.actions(position):
+        if communicator is None and action.kind.is_communication and not _reduces(action):
+            raise PlanMismatchError(
+                f"position {position} has {action}, but communicator is None; pass a PipelineCommunicator, such as "
+                "P2PCommunicator(pp_group, config)"
+            )
+    if reducers:
+        reduced = {reducer_name(a) for p in range(plan.num_positions) for a in plan.actions(p) if _reduces(a)}
+        unknown = [name for name in reducers if name not in reduced]
+        if unknown:
+            raise PlanMismatchError(
+                f"there are reducers for {unknown}, but the plan has a REDUCE only for {sorted(map(str, reduced))}: "
+                "nobody would call them. Give the plan its groups (with_reduce, or lower(plan, tied=...)), or leave "
+                "them out"
+            )
+
+
+def _reduces(action: Action) -> bool:
+    return action.kind is ActionKind.REDUCE
 
 
 def _require_same_gradients(plan: Plan, without: Collection[Edge] | None) -> None:

@@ -58,8 +58,10 @@ class Recorder:
     def aside(self, name: str) -> Iterator[None]:
         """Note something beside the plan: ``with recorder.aside("optimizer"): ...``."""
         start = self.now
-        yield
-        self._asides.append(Aside(name, start, self.now))
+        try:
+            yield
+        finally:
+            self._asides.append(Aside(name, start, self.now))
 
     @property
     def computing(self) -> float:

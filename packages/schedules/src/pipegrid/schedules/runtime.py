@@ -16,12 +16,15 @@ from attrs import frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.agreement import StepAgreement
+from pipegrid.schedules.arguments import check_arguments
 from pipegrid.schedules.control import DisagreementError
 from pipegrid.schedules.fitting import position_of, reducer_name, require_runnable
 from pipegrid.schedules.hooks import Hook, MessageHook
 from pipegrid.schedules.mail import Inbox, Outbox, PostOffice
 from pipegrid.schedules.plan import actions_of
-from pipegrid.schedules.stage_work import Forwarded, Stage, StageWork
+from pipegrid.schedules.stage import Forwarded, Stage
+from pipegrid.schedules.stage_work import StageWork
+from pipegrid.schedules.wrapped_stages import require_right_wrappers
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
@@ -87,8 +90,9 @@ class PipelineRuntime:
         monitor: publishes where this rank stands, and says of a failure whose was the first.
 
     Raises:
-        PlanMismatchError: no position holds exactly these stages, the plan has not been lowered or has actions that
-            cannot be run, or it asks for a reducer that is missing.
+        RuntimeArgumentError: something is not of the kind that is described above.
+        PlanMismatchError: no position holds exactly these stages; the plan has not been lowered, has actions that
+            cannot be run, or messages without a communicator; the reducers are not those that it asks for.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class PipelineRuntime:
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
     ) -> None:
+        check_arguments(plan, stages, hooks, reducers, loss_scale, deadline)
         self.plan = plan
         self.position = position_of(plan, stages)
         self._communicator = communicator
@@ -124,6 +129,7 @@ class PipelineRuntime:
         outside = {edge for edge, _ in (*self._inboxes, *self._outboxes) if edge not in self._local_edges}
         self._rank = _rank_of(communicator)
         self._agreement = StepAgreement(plan, communicator, tuple(sorted(outside)), self._rank)
+        self._stages, self._wrappers_checked = stages, False
         self._running = self._program
         self._cursor = 0
         self._failure: str | None = None
@@ -162,6 +168,7 @@ class PipelineRuntime:
         return StageWork(
             number,
             stage,
+            self.plan.num_microbatches,
             arriving=[self._inboxes[edge, Direction.FORWARD] for edge in into],
             leaving=[self._outboxes[edge, Direction.FORWARD] for edge in out],
             gradients_in=[self._inboxes[edge, Direction.BACKWARD] for edge in out if edge in gradients],
@@ -218,7 +225,11 @@ class PipelineRuntime:
                 comes second to the step sends nothing.
             PipelineError: something failed; the message says at which action, and what must be rebuilt. Or an
                 earlier step failed, and it was not.
+            ReductionError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
+        if not self._wrappers_checked:
+            require_right_wrappers(self.plan, self.position, self._stages)
+            self._wrappers_checked = True
         self._run(self._program, grad=True)
 
     def eval(self) -> None:

@@ -14,11 +14,8 @@ from attrs import frozen
 
 from pipegrid.schedules.config import option
 from pipegrid.schedules.counts import get_tensor_shapes, require_integer
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.steps import flatten
-
-
-class StageOutputError(ValueError):
-    """A forward returned something that the outgoing edges cannot carry, or not what was announced."""
 
 
 class AnnouncedShapesError(ValueError):

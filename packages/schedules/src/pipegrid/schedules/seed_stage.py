@@ -11,8 +11,9 @@ from attrs import define, field
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.config import option
 from pipegrid.schedules.counts import check_first_val_step
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import Forwarded
-from pipegrid.schedules.seed_shapes import AnnouncedShapes, ExpectedShape, StageOutputError
+from pipegrid.schedules.seed_shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.steps import LossError, forward_step
 from pipegrid.transport.edge import Edge
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 from attrs import field, frozen
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import GraphExecGroup
 
 from pipegrid.schedules.cutting import divide, outline_of
@@ -59,7 +59,11 @@ class WeightHalf:
 
 
 def backward_inputs(
-    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    refuse: Callable[[Iterable[Node]], None] | None = None,
 ) -> tuple[Sequence[torch.Tensor | None], WeightHalf]:
     """I: the gradients of ``inputs`` (None for one that was not used), and what is left for W.
 
@@ -67,9 +71,12 @@ def backward_inputs(
         roots: what the stage made (`torch.autograd.graph.get_gradient_edge`); the tensors may be gone.
         gradients: one for each root.
         inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
+        refuse: called before anything runs with the nodes that make the graph one that cannot be cut.
     """
     nodes, outline = outline_of(roots, inputs)
     parts = divide(outline)
+    if parts.refused and refuse is not None:
+        refuse([nodes[node] for node in parts.refused])
     if not parts.trunk:
         return [None] * len(inputs), WeightHalf((Call(roots, gradients, ()),) if roots else ())
     arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]

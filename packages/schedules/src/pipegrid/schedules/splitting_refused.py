@@ -13,6 +13,11 @@ _REMEDY = (
 )
 
 
+_REENTRANT, _COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward"
+UNSPLITTABLE = frozenset({_REENTRANT, _COMPILED})
+"""The kinds of node that cannot run while others of their graph are kept for later."""
+
+
 class SplitBackwardError(ValueError):
     """A stage's backward cannot be run in two halves."""
 
@@ -30,13 +35,13 @@ def require_splittable(trunk: Iterable[Node], stage: int, model: Any) -> None:
     """
     for node in trunk:
         kind = node.name()
-        if kind == "CheckpointFunctionBackward":
+        if kind == _REENTRANT:
             raise SplitBackwardError(
                 f"stage {stage}: {_checkpointed(node, model)} is checkpointed with use_reentrant=True, which runs a "
                 "whole backward of its own and cannot be split into I and W; checkpoint it with use_reentrant=False, "
                 f"{_REMEDY}"
             )
-        if kind == "CompiledFunctionBackward":
+        if kind == _COMPILED:
             raise SplitBackwardError(
                 f"stage {stage}: {_compiled(model)} is compiled, which makes its backward one node that cannot be "
                 f"split into I and W; leave it uncompiled, compile it with backend='eager', {_REMEDY}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from attrs import define, field, frozen
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from attrs import define, field
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipegrid.schedules.cutting import trunk_of
 from pipegrid.schedules.engine import run_backward
@@ -16,37 +16,13 @@ from pipegrid.schedules.freeing import freeable
 from pipegrid.schedules.mail import Inbox, Outbox, Parcel
 from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.schedules.splitting_refused import require_splittable
-from pipegrid.schedules.steps import LossError, flatten, gradient_of, map_tensors, require_deallocatable
+from pipegrid.schedules.stage import Forwarded, Stage
+from pipegrid.schedules.stage_checks import changed_in_place, check_loss, check_outputs, ended
+from pipegrid.schedules.steps import flatten, gradient_of, map_tensors, require_deallocatable
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload
-
-
-@frozen
-class Forwarded:
-    """What a forward produced.
-
-    Attributes:
-        outputs: what each outgoing edge carries; the same payload may go to several.
-        loss: the scalar to differentiate, on a stage without outgoing edges; None in a forward-only run. Another
-            stage may have one as well (an auxiliary loss, as for the balance of experts): its backward starts from
-            that and from the gradients of its outputs, so that the step differentiates the sum of all losses.
-    """
-
-    outputs: Mapping[Edge, Payload]
-    loss: torch.Tensor | None = None
-
-
-class Stage(Protocol):
-    """The computation of one stage.
-
-    If it has an attribute ``model`` that is an `torch.nn.Module`, errors name the parts of it.
-    """
-
-    def forward(self, microbatch: int, inputs: Mapping[Edge, Payload]) -> Forwarded:
-        """Run microbatch ``microbatch``, given what each incoming edge delivered."""
-        ...
 
 
 class Root(NamedTuple):
@@ -83,6 +59,7 @@ class StageWork:
 
     number: int
     stage: Stage
+    num_microbatches: int
     arriving: Sequence[Inbox]
     leaving: Sequence[Outbox]
     gradients_in: Sequence[Inbox]
@@ -115,16 +92,20 @@ class StageWork:
             payload = inbox.take(microbatch)
             # Where no gradient goes back, none is computed either.
             inputs[inbox.edge] = payload if inbox.edge in self._differentiated else map_tensors(payload, _detached)
-        if self.training == torch.is_grad_enabled():
-            produced = self.stage.forward(microbatch, inputs)
-        else:  # a stage that runs no backward keeps no graph
-            with torch.set_grad_enabled(self.training):
+        try:
+            if self.training == torch.is_grad_enabled():
                 produced = self.stage.forward(microbatch, inputs)
-        if produced.outputs.keys() != self._outgoing:
-            raise PlanMismatchError(
-                f"the forward of stage {self.number} returned outputs for {sorted(map(str, produced.outputs))}; the "
-                f"plan has edges {sorted(str(box.edge) for box in self.leaving)}"
-            )
+            else:  # a stage that runs no backward keeps no graph
+                with torch.set_grad_enabled(self.training):
+                    produced = self.stage.forward(microbatch, inputs)
+        except StopIteration as error:
+            raise ended(self.number, microbatch, self.num_microbatches) from error
+        except RuntimeError as error:
+            refused = changed_in_place(error, self.number, microbatch)
+            if refused is None:
+                raise
+            raise refused from error
+        check_outputs(produced, self._outgoing, self.number, microbatch)
         if self.training:
             self._keep(microbatch, inputs, produced)
         parcel = self._parcel(produced) if self.training and self.deallocate else None
@@ -137,11 +118,8 @@ class StageWork:
                 f"the forward of stage {self.number} returned no loss for microbatch {microbatch}, and nothing "
                 "consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
             )
-        if produced.loss is not None and produced.loss.numel() != 1:
-            raise LossError(
-                f"the loss of stage {self.number} for microbatch {microbatch} is a tensor of shape "
-                f"{tuple(produced.loss.shape)}; a loss has one element: reduce it (mean or sum)"
-            )
+        if produced.loss is not None:
+            check_loss(produced.loss, self.number, microbatch)
         live = Live(
             [inputs[box.edge] for box in self.gradients_out],
             [[_root(tensor) for tensor in flatten(produced.outputs[box.edge])] for box in self.gradients_in],
@@ -151,11 +129,13 @@ class StageWork:
         if self.splits and not self._looked_at:
             self._looked_at = True
             roots = [root.edge for part in live.roots for root in part if root is not None]
-            if live.loss is not None and live.loss.requires_grad:
+            if live.loss is not None:
                 roots.append(get_gradient_edge(live.loss))
-            require_splittable(
-                trunk_of(roots, _differentiable(live.inputs)), self.number, getattr(self.stage, "model", None)
-            )
+            self._refuse(trunk_of(roots, _differentiable(live.inputs)))
+
+    def _refuse(self, trunk: Iterable[Node]) -> None:
+        """Say which module made a graph that cannot be cut: after the first forward, or at the I of a later one."""
+        require_splittable(trunk, self.number, getattr(self.stage, "model", None))
 
     def _parcel(self, produced: Forwarded) -> Parcel | None:
         """The outputs that leave by message, whose storage goes when they have left."""
@@ -165,9 +145,8 @@ class StageWork:
         for tensor in tensors.values():
             require_deallocatable(tensor)
         roots = [*flatten(list(produced.outputs.values())), produced.loss]
-        return Parcel(
-            len(sent), freeable(list(tensors.values()), [t for t in roots if t is not None and t.requires_grad])
-        )
+        starts = [root for root in roots if root is not None and root.requires_grad]
+        return Parcel(len(sent), freeable(list(tensors.values()), starts))
 
     def backward(self, microbatch: int) -> None:
         """``B``: both halves at once."""
@@ -183,7 +162,7 @@ class StageWork:
         live = self.live.pop(microbatch)
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
-        found, self.halves[microbatch] = backward_inputs(roots, gradients, inputs)
+        found, self.halves[microbatch] = backward_inputs(roots, gradients, inputs, refuse=self._refuse)
         # As in a whole backward: an input that was not used has a gradient all the same, of zeros.
         by_input = {
             id(tensor): torch.zeros_like(tensor) if gradient is None else gradient
@@ -201,10 +180,12 @@ class StageWork:
         roots: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
         if live.loss is not None:
-            loss = live.loss if self.loss_scale is None else self.loss_scale(live.loss)
-            if loss.requires_grad:
-                roots.append(get_gradient_edge(loss))
-                gradients.append(torch.ones_like(loss))
+            loss = live.loss
+            if self.loss_scale is not None:
+                loss = self.loss_scale(loss)
+                check_loss(loss, self.number, microbatch, scaled=True)
+            roots.append(get_gradient_edge(loss))
+            gradients.append(torch.ones_like(loss))
         for box, ends in zip(self.gradients_in, live.roots, strict=True):
             arrived = flatten(box.take(microbatch))
             if len(arrived) != len(ends):

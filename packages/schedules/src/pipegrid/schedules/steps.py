@@ -335,5 +335,7 @@ def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(payload, dict):
         return {key: map_tensors(item, function) for key, item in payload.items()}
     if isinstance(payload, (list, tuple)):
-        return type(payload)(map_tensors(item, function) for item in payload)
+        items = [map_tensors(item, function) for item in payload]
+        # A named tuple takes its fields one by one.
+        return type(payload)(*items) if hasattr(payload, "_fields") else type(payload)(items)
     return None if payload is None else function(payload)

@@ -1,0 +1,334 @@
+"""What a runtime or its stages are given wrongly is refused by a typed error that says where, what and what instead."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from pipegrid.schedules import (
+    DataEndedError,
+    Forwarded,
+    LossError,
+    PipelineConfig,
+    PipelineError,
+    PipelineRuntime,
+    PlanMismatchError,
+    Recorder,
+    ReductionError,
+    RuntimeArgumentError,
+    SplitBackwardError,
+    StageInputError,
+    StageOutputError,
+    forward_backward_no_pipelining,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    lower,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
+
+ALONE, PAIR, ZB = lower(one_f_one_b(1, 2)), lower(one_f_one_b(2, 2)), lower(zero_bubble_h1(2, 3))
+EDGE = Edge(0, 1)
+
+
+class Doing:
+    """A stage that does what it is told."""
+
+    def __init__(self, function, **attributes):
+        self.function = function
+        self.__dict__.update(attributes)
+
+    def forward(self, microbatch, inputs):
+        return self.function(microbatch, inputs)
+
+
+def weight():
+    return torch.ones((), requires_grad=True)
+
+
+def last(loss):
+    return Doing(lambda microbatch, inputs: Forwarded({}, loss()))
+
+
+def cause(error, function):
+    """The text of a failed step whose cause is an ``error``."""
+    with pytest.raises(PipelineError) as found:
+        function()
+    assert type(found.value.__cause__) is error
+    return str(found.value)
+
+
+def send(network, memory_communicator, activation):
+    """What stage 0 would send to stage 1."""
+    sender = memory_communicator(network, 2, 0)
+    sender.isend(activation, edge=EDGE, direction=Direction.FORWARD)
+
+
+# What a stage returns
+
+RESULTS = {
+    "a tensor": (lambda: weight() * 2, r"a tensor of shape \(\)"),
+    "None": (lambda: None, "None"),
+    "a tuple": (lambda: (weight(), {}), "tuple "),
+    "outputs that are no dict": (lambda: Forwarded(weight()), r"outputs that are a tensor of shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_forward_returns_what_it_made(name):
+    made, described = RESULTS[name]
+    runtime = PipelineRuntime(ALONE, {0: Doing(lambda microbatch, inputs: made())}, None)
+    with pytest.raises(
+        PipelineError, match=rf"forward of stage 0 returned {described}.* for microbatch 0; return Forw"
+    ):
+        runtime.step()
+
+
+@pytest.mark.parametrize("verb", ["step", "eval"])
+@pytest.mark.parametrize("payload", ["x", 3, [torch.ones(2), 3], {"a": ({"b": "x"},)}], ids=str)
+def test_payloads_are_made_of_tensors(payload, verb, network, memory_communicator):
+    stage = Doing(lambda microbatch, inputs: Forwarded({EDGE: payload}))
+    runtime = PipelineRuntime(PAIR, {0: stage}, memory_communicator(network, 2, 0))
+    text = cause(StageOutputError, getattr(runtime, verb))
+    assert "stage 0 returned " in text
+    assert "on edge 0>1 for microbatch 0; a payload is made of tensors" in text
+    assert network.messages == 0
+
+
+LOSSES = {
+    "float 3.0;": lambda: 3.0,
+    "a tensor of shape (3,);": lambda: weight() * torch.ones(3),
+    "a tensor of torch.int64;": lambda: torch.tensor(3),
+    "a tensor of torch.complex64;": lambda: weight().to(torch.complex64),
+    "a tensor that does not require grad:": lambda: torch.tensor(3.0),
+}
+
+
+@pytest.mark.parametrize("described", LOSSES)
+def test_a_loss_can_be_differentiated(described):
+    text = cause(LossError, PipelineRuntime(ALONE, {0: last(LOSSES[described])}, None).step)
+    assert f"the loss of stage 0 for microbatch 0 is {described}" in text
+
+
+@pytest.mark.parametrize("described", LOSSES)
+def test_a_scaled_loss_is_still_a_loss(described):
+    runtime = PipelineRuntime(ALONE, {0: last(weight)}, None, loss_scale=lambda loss: LOSSES[described]())
+    text = cause(LossError, runtime.step)
+    assert f"loss_scale returned, for the loss of stage 0 for microbatch 0, {described}" in text
+
+
+def test_a_middle_stages_loss_is_looked_at_as_well(network, memory_communicator):
+    stage = Doing(lambda microbatch, inputs: Forwarded({EDGE: weight() * 2}, weight().detach()))
+    runtime = PipelineRuntime(PAIR, {0: stage}, memory_communicator(network, 2, 0))
+    assert "does not require grad" in cause(LossError, runtime.step)
+
+
+@pytest.mark.parametrize("verb", ["step", "eval"])
+def test_data_that_end_too_early_say_where(verb):
+    data = iter([1.0])
+    runtime = PipelineRuntime(ALONE, {0: last(lambda: weight() * next(data))}, None)
+    assert "the iterator of stage 0 ended at microbatch 1 of 2" in cause(DataEndedError, getattr(runtime, verb))
+
+
+def test_a_step_functions_data_that_end_too_early_say_where():
+    class Model(nn.Linear):
+        config = PipelineConfig(pipeline_dtype=torch.float32)
+
+    with pytest.raises(PipelineError, match="the iterator of stage 0 ended at microbatch 3 of 5"):
+        forward_backward_no_pipelining(
+            forward_step_func=lambda data, model: (model(next(data)), lambda output: (output.sum(), None)),
+            data_iterator=iter([torch.ones(1, 2)] * 3),
+            model=Model(2, 2),
+            num_microbatches=5,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_what_was_received_is_not_changed_in_place(view, network, memory_communicator):
+    def forward(microbatch, inputs):
+        x = inputs[EDGE][:1] if view else inputs[EDGE]
+        return Forwarded({}, x.mul_(2).sum())
+
+    send(network, memory_communicator, torch.ones(2))
+    runtime = PipelineRuntime(PAIR, {1: Doing(forward)}, memory_communicator(network, 2, 1))
+    text = cause(StageInputError, runtime.step)
+    assert "stage 1 changes a tensor in place for microbatch 0" in text
+    assert "x.clone()" in text
+
+
+@pytest.mark.ranks(2)
+def test_a_failed_step_names_its_rank(ranks):
+    communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32))
+    runtime = PipelineRuntime(PAIR, {ranks.rank: Doing(lambda microbatch, inputs: None)}, communicator)
+    with pytest.raises(PipelineError, match=rf"the step failed on rank {ranks.rank} at position {ranks.rank}, step"):
+        runtime.step()
+    communicator.close()
+
+
+# Which graphs are split
+
+
+def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(network, memory_communicator):
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def forward(microbatch, inputs):
+        (x,) = inputs.values()
+        y = layers[0](x)
+        return Forwarded({}, (checkpoint(layers[1], y, use_reentrant=True) if microbatch else layers[1](y)).sum())
+
+    for _ in range(3):
+        send(network, memory_communicator, torch.ones(1, 2))
+    runtime = PipelineRuntime(ZB, {1: Doing(forward, model=layers)}, memory_communicator(network, 2, 1))
+    text = cause(SplitBackwardError, runtime.step)
+    assert "1I1: SplitBackwardError: stage 1: module '1' (Linear) is checkpointed with use_reentrant=True" in text
+
+
+# What a runtime is given
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"plan": None}, "plan is None; give a Plan"),
+        ({"stages": [last(weight)]}, "stages is a list, .* give a dict"),
+        ({"stages": {0: 3}}, "stage 0 is a int, 3, without a forward"),
+        ({"hooks": [3]}, r"hook 0 is a int, 3; a hook has before\(action\) and after\(action\)"),
+        ({"hooks": [Doing(None, before=1, after=2)]}, "hook 0 is a Doing"),
+        ({"reducers": print}, "reducers is a builtin"),
+        ({"reducers": {"tied": 3}}, "the reducer for 'tied' is a int"),
+        ({"loss_scale": 1024.0}, "loss_scale is a float, 1024.0; give a function"),
+        ({"deadline": -1}, "deadline=-1: give a positive number"),
+    ],
+)
+def test_arguments_are_looked_at_when_the_runtime_is_made(arguments, text):
+    given = {"plan": ALONE, "stages": {0: last(weight)}, "communicator": None, **arguments}
+    with pytest.raises(RuntimeArgumentError, match=text):
+        PipelineRuntime(**given)
+
+
+def test_messages_need_a_communicator():
+    with pytest.raises(PlanMismatchError, match="position 0 has 0SEND_F0>1, but communicator is None; pass"):
+        PipelineRuntime(PAIR, {0: last(weight)}, None)
+
+
+def test_a_reducer_that_nobody_would_call_is_refused(network, memory_communicator):
+    tied = lower(one_f_one_b(2, 2), tied={"embedding": [0, 1]})
+    with pytest.raises(
+        PlanMismatchError, match=r"reducers for \['embeding'\], but the plan .* only for \['embedding'\]"
+    ):
+        PipelineRuntime(
+            tied,
+            {0: last(weight)},
+            memory_communicator(network, 2, 0),
+            reducers={"embedding": print, "embeding": print},
+        )
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_only_lanes_may_hold_messages(communicates, network, memory_communicator):
+    communicator = memory_communicator(network, 1, 0) if communicates else None
+    text = cause(LossError, PipelineRuntime(ALONE, {0: last(float)}, communicator).step)
+    assert ("Lanes may hold messages" in text) == communicates
+    assert "ebuild" in text
+
+
+def test_named_tuples_travel_inside_a_position():
+    pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 -- what people have
+    plan = lower(looped_bfs(1, 2, num_chunks=2))
+    w, seen = weight(), []
+    first = Doing(lambda m, i: Forwarded({EDGE: pair(w * 2, w * 3)}))
+    second = Doing(lambda m, i: seen.append(i[EDGE]) or Forwarded({}, i[EDGE].x * i[EDGE].y))
+    PipelineRuntime(plan, {0: first, 1: second}, None).step()
+    assert {type(received) for received in seen} == {pair}
+    assert w.grad.item() == 2 * 12
+
+
+def test_an_aside_that_fails_is_noted():
+    recorder = Recorder()
+    with pytest.raises(KeyError), recorder.aside("data"):
+        raise KeyError
+    (aside,) = recorder.track(ALONE, rank=0, position=0).asides
+    assert aside.name == "data"
+
+
+# Wrappers that reduce by themselves
+
+
+def replicated(stages):
+    """The models of some chunks, the same on every rank."""
+    models = []
+    for stage in range(stages):
+        torch.manual_seed(stage)
+        models.append(nn.Linear(3, 3).double())
+    return models
+
+
+def chunks(models, rank):
+    def forward(stage, microbatch, inputs):
+        x = next(iter(inputs.values())) if inputs else data(rank, microbatch)
+        y = models[stage](x)
+        return Forwarded(
+            {Edge(stage, stage + 1): y} if stage + 1 < len(models) else {},
+            None if stage + 1 < len(models) else (y**2).sum(),
+        )
+
+    return {stage: Doing(partial(forward, stage), model=models[stage]) for stage in range(len(models))}
+
+
+def data(rank, microbatch):
+    return torch.full((2, 3), 1.0 + microbatch + 10 * rank, dtype=torch.float64)
+
+
+WRONG = {
+    "two chunks": interleaved_1f1b(1, 3, num_chunks=2),
+    "two chunks, breadth first": looped_bfs(1, 3, num_chunks=2),
+    "two chunks, split": zero_bubble_v(1, 3),
+    "all forwards first": gpipe(1, 3),
+    "split": zero_bubble_h1(1, 3),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_ddp_is_refused_where_other_forwards_come_between(name, inside, process_group):
+    plan = lower(WRONG[name])
+    models = [DistributedDataParallel(model) for model in replicated(plan.num_stages)]
+    if inside:
+        models = [nn.Sequential(model) for model in models]
+    runtime = PipelineRuntime(plan, chunks(models, 0), None)
+    where = r"model\.0" if inside else "model"
+    with pytest.raises(ReductionError, match=rf"stage 0 has a DistributedDataParallel \({where}\).*reduce_gradients"):
+        runtime.step()
+    runtime.eval()  # which reduces nothing
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_ddp_is_right_where_each_backward_follows_its_own_forward(ranks):
+    plan = lower(one_f_one_b(1, 3))
+    (model,) = replicated(1)
+    PipelineRuntime(plan, chunks([DistributedDataParallel(model)], ranks.rank), None).step()
+    (reference,) = replicated(1)
+    for rank in range(2):
+        for microbatch in range(3):
+            ((reference(data(rank, microbatch)) ** 2).sum() / 2).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-14)

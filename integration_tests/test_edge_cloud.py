@@ -116,7 +116,8 @@ def test_messages_cross_the_link_one_after_another_and_their_delays_overlap():
         arrived.append((float(payload[0]), time.perf_counter()))
         return SimpleNamespace(wait=lambda timeout=None: None, is_completed=lambda: True)
 
-    link = SlowLink(SimpleNamespace(isend=isend), Link(delay=0.05, bandwidth=8e3))
+    delay = 3.0  # no machine is so slow that the lines up to the time-out take as long
+    link = SlowLink(SimpleNamespace(isend=isend), Link(delay=delay, bandwidth=8e3))
     start = time.perf_counter()
     sent = [link.isend(torch.full((10,), float(n)), edge=Edge(0, 1), direction=Direction.FORWARD) for n in range(3)]
     assert not sent[0].is_completed()
@@ -128,7 +129,7 @@ def test_messages_cross_the_link_one_after_another_and_their_delays_overlap():
     assert all(each.is_completed() for each in sent)
     assert [value for value, _ in arrived] == [0.0, 1.0, 2.0]
     for number, (_, when) in enumerate(arrived, start=1):
-        assert when - start >= 0.05 + number * 0.005  # 40 bytes each at 8 kB/s, delayed together
+        assert when - start >= delay + number * 0.005  # 40 bytes each at 8 kB/s, delayed together
     link.close()
     assert not any(thread.name == "edge-cloud-link" for thread in threading.enumerate())
 

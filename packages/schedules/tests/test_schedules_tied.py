@@ -404,12 +404,12 @@ def test_whole_on_two_tp_ranks_beside_one_is_counted_once(ranks):
 def test_a_rank_that_never_comes_to_the_reduce_is_waited_for_no_longer_than_the_timeout(ranks):
     parameter = nn.Parameter(torch.ones(3))
     box = HyperCommGrid([2], ["pp"])
-    tied = tie_parameters("word", {ranks.rank: parameter}, stages=[0, 1], grids=box, timeout=timedelta(seconds=2))
+    tied = tie_parameters("word", {ranks.rank: parameter}, stages=[0, 1], grids=box, timeout=timedelta(seconds=5))
     if ranks.rank == 0:
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|connection closed"):
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|connection (closed|reset)"):
             tied.reduce()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 13
     ranks.barrier()
 
 

@@ -58,10 +58,10 @@ class PositionCheck:
         # A stage's share of the position, in whole numbers of a unit small enough for all its stages.
         unit = math.lcm(*(plan.stages_beside[stage] for stage in rules.stages))
         sizes = {stage: unit // plan.stages_beside[stage] for stage in rules.stages}
+        waits: list[int] = []  # a batch tells its partners all at once, and then waits for them
         for index, step in enumerate(self.steps):
             actions = (step,) if isinstance(step, Action) else step
             num_actions += len(actions)
-            waits: list[int] = []  # a batch tells its partners all at once, and then waits for them
             began = len(operations)
             for action in actions:
                 kind, microbatch, edge = action.kind, action.microbatch, action.edge
@@ -108,6 +108,7 @@ class PositionCheck:
                     live_inputs -= 0 if kind is W else size
             if waits:
                 operations += waits
+                waits.clear()
             if len(operations) > began:
                 program.starts.append(began)
                 program.steps.append(index)

@@ -46,17 +46,16 @@ class Marks:
         self.transfers = {(t.edge, t.direction): t for t in transfers(plan)}
         self.routes: list[Route] = []
         self.routes_of: dict[tuple[Edge, Direction], list[Route]] = {}
+        self.transfers_at: list[list[Transfer]] = [[] for _ in plan.positions]
+        """Per position, what it sends, receives, or has a part in as a member of the group that carries it."""
+        carriers = {edge: group for group in plan.groups for edge in group.edges}
         count = plan.num_microbatches
-        if plan.communicates:
-            for key, transfer in self.transfers.items():
-                if transfer.edge not in plan.collective_edges:
-                    first = len(self.routes)
-                    for sender in transfer.sources:
-                        for receiver in transfer.destinations:
-                            if sender != receiver:
-                                lane = Lane(sender, receiver, transfer.direction)
-                                self.routes.append(Route(transfer, lane, len(self.routes) * count))
-                    self.routes_of[key] = self.routes[first:]
+        for key, transfer in self.transfers.items() if plan.communicates else ():
+            carrier = carriers.get(transfer.edge)
+            for position in transfer.parties if carrier is None else carrier.positions:
+                self.transfers_at[position].append(transfer)
+            if carrier is None:
+                self.routes_of[key] = self._routes(transfer)
         self.received = len(self.routes) * count
         """What to add to the mark of a send for the mark of its receive."""
         self.makers = (
@@ -75,6 +74,15 @@ class Marks:
         self._calls: dict[Call, int] = {}
         self.partners = [route.lane.destination for route in self.routes] + [route.lane.source for route in self.routes]
         """Per route, who is at the other end of a send, and then of a receive."""
+
+    def _routes(self, transfer: Transfer) -> list[Route]:
+        first, count = len(self.routes), self.plan.num_microbatches
+        for sender in transfer.sources:
+            for receiver in transfer.destinations:
+                if sender != receiver:
+                    lane = Lane(sender, receiver, transfer.direction)
+                    self.routes.append(Route(transfer, lane, len(self.routes) * count))
+        return self.routes[first:]
 
     def __len__(self) -> int:
         return self.num_fixed + len(self._calls)

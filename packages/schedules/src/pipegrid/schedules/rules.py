@@ -96,22 +96,17 @@ class Rules:
         return self.forwards[stage] if direction is FORWARD else self.gradients[stage]
 
     def _add_communication(self) -> None:
-        plan, position = self.plan, self.position
-        if not plan.communicates:
-            return
-        for key, transfer in self.marks.transfers.items():
-            edge, direction = key
-            if edge in plan.collective_edges:
-                if position in {*transfer.sources, *transfer.destinations} or self._in_group_of(edge):
-                    self._add_collective(edge, direction)
+        for transfer in self.marks.transfers_at[self.position]:
+            if transfer.edge in self.plan.collective_edges:
+                self._add_collective(transfer)
                 continue
-            routes = self.marks.routes_of[key]
-            if position in transfer.senders:
-                self._add_messages(transfer, [route for route in routes if route.lane.source == position], sends=True)
-            if position in transfer.receivers:
-                self._add_messages(
-                    transfer, [route for route in routes if route.lane.destination == position], sends=False
-                )
+            routes = self.marks.routes_of[transfer.edge, transfer.direction]
+            sent = [route for route in routes if route.lane.source == self.position]
+            received = [route for route in routes if route.lane.destination == self.position]
+            if sent:
+                self._add_messages(transfer, sent, sends=True)
+            if received:
+                self._add_messages(transfer, received, sends=False)
 
     def _add_messages(self, transfer: Transfer, routes: list[Route], *, sends: bool) -> None:
         """The rule of one end of the edge's messages, which may have several partners."""
@@ -135,13 +130,9 @@ class Rules:
             ),
         )
 
-    def _in_group_of(self, edge: Edge) -> bool:
-        name = self.plan.collective_edges[edge]
-        return any(group.name == name and self.position in group.positions for group in self.plan.groups)
-
-    def _add_collective(self, edge: Edge, direction: Direction) -> None:
+    def _add_collective(self, transfer: Transfer) -> None:
         """Members of the group take part even where they hold neither stage."""
-        transfer = self.marks.transfers[edge, direction]
+        edge, direction = transfer.edge, transfer.direction
         action = Action(ActionKind.COLLECTIVE, transfer.producer, 0, edge, self.plan.collective_edges[edge])
         done = self._flags()
         needs = (self._result(transfer.producer, direction),) if self.position in transfer.sources else ()

@@ -291,7 +291,7 @@ class PipelineRuntime:
     @property
     def _remedy(self) -> str:
         if self._communicator is None:
-            return " Rebuild the runtime before the next step"
+            return " No message is under way: rebuild the runtime before the next one"
         return (
             " Lanes may hold messages of the broken step: rebuild the communicator and the runtime before the next one"
         )

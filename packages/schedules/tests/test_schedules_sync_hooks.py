@@ -166,6 +166,10 @@ def test_ddp_in_a_pipeline_is_refused_before_anything_is_sent(ranks):
     communicator = P2PCommunicator(pp, config)
     with pytest.raises(ReductionError, match="decides in a forward whether the next backward reduces"):
         forward_backward_pipelining_without_interleaving(
-            forward_step_func=None, data_iterator=None, model=model, p2p_communicator=communicator, **COMMON
+            forward_step_func=lambda iterator, model: (model(microbatch(0, ranks.rank)), mean_loss),
+            data_iterator=None,
+            model=model,
+            p2p_communicator=communicator,
+            **COMMON,
         )
     communicator.close()

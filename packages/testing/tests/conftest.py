@@ -45,7 +45,7 @@ def run_session(directory: Path, source: str, *options: str, ini: str = "") -> S
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        timeout=170,
+        timeout=600,  # against a hang, not a busy machine
         check=False,
     )
     outcomes, texts = {}, {}

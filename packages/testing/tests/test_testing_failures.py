@@ -33,19 +33,19 @@ def test_segfault(ranks):
     if ranks.rank == 1:
         ctypes.string_at(0)
 
-@pytest.mark.ranks(2, deadline=5)
+@pytest.mark.ranks(2, deadline=4)
 def test_deadline(ranks):
     ranks.reach(f"RECV 0 from {1 - ranks.rank}")
     threading.Thread(target=threading.Event().wait, name="helper", daemon=True).start()
     dist.recv(torch.ones(1), 1 - ranks.rank)
 
-@pytest.mark.ranks(2, deadline=5)
+@pytest.mark.ranks(2, deadline=4)
 def test_deadline_in_c_with_the_gil(ranks):
     if ranks.rank == 1:
         while True:
             ctypes.PyDLL(None).sleep(60)
 
-@pytest.mark.ranks(2, deadline=5)
+@pytest.mark.ranks(2, deadline=4)
 def test_deadline_while_suspended(ranks):
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -256,7 +256,7 @@ def test_a_crash_is_reported_with_its_signal_and_stack(failed):
 
 def test_past_the_deadline_every_rank_shows_position_and_stacks(failed):
     text = text_of(failed, "test_deadline")
-    assert "2 ranks: the deadline of 5 s passed; unfinished: rank 0, 1" in text
+    assert "2 ranks: the deadline of 4 s passed; unfinished: rank 0, 1" in text
     for rank in (0, 1):
         assert f"rank {rank}: still running at the deadline, at position 'RECV 0 from {1 - rank}'" in text
     assert text.count("\n    dist.recv(torch.ones(1), 1 - ranks.rank)") == 2
@@ -265,7 +265,7 @@ def test_past_the_deadline_every_rank_shows_position_and_stacks(failed):
 
 def test_a_rank_that_keeps_the_interpreter_busy_in_c_shows_its_stack_too(failed):
     text = text_of(failed, "test_deadline_in_c_with_the_gil")
-    assert "the deadline of 5 s passed; unfinished: rank 1" in text
+    assert "the deadline of 4 s passed; unfinished: rank 1" in text
     assert "in test_deadline_in_c_with_the_gil" in text
 
 

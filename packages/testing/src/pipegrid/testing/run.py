@@ -29,7 +29,7 @@ from pipegrid.testing.wire import (
 # After a first failure the other ranks get this long to end by themselves before their stacks are taken.
 GRACE = 2.0
 # How long a rank may take to say where it stands, by itself and then by a signal handler, and to destroy its groups.
-_STACKS_LIMIT = 3.0
+_STACKS_LIMIT = 4.0
 _SIGNAL_LIMIT = 5.0
 _CLEAN_LIMIT = 10.0
 # A signal handler that wrote nothing for so long has written all.

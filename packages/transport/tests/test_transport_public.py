@@ -31,6 +31,7 @@ PUBLIC = [
     "Payload",
     "PipelineCommunicator",
     "ReceiveHandle",
+    "ReusableReceive",
     "is_single_shape",
     "open_lanes",
     "pipeline_lanes",

@@ -12,6 +12,7 @@ from attrs import define, field
 from pipegrid.schedules.collectives import exchange
 from pipegrid.schedules.steps import deallocate_output_tensor, map_tensors
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.protocol import ReusableReceive
 
 if TYPE_CHECKING:
     from pipegrid.schedules.actions import Action
@@ -86,11 +87,14 @@ class Inbox:
     direction: Direction
     office: PostOffice
     local: bool
+    lends: bool = False  # what arrived is given back at the end
+    _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
     _here: dict[int, Payload] = field(factory=dict, init=False)
 
     def begin(self) -> None:
         """Forget what an earlier step left."""
+        self._lent.clear()
         self._posted.clear()
         self._here.clear()
 
@@ -104,7 +108,10 @@ class Inbox:
 
     def wait(self, microbatch: int) -> None:
         """Wait until the message is here."""
-        self._here[microbatch] = self.office.arrival(*self._posted.pop(microbatch))
+        action, handle = self._posted.pop(microbatch)
+        self._here[microbatch] = self.office.arrival(action, handle)
+        if self.lends and isinstance(handle, ReusableReceive):
+            self._lent[microbatch] = handle
 
     def hand_over(self, microbatch: int, payload: Payload) -> None:
         """Take what a stage on the same position made."""
@@ -113,6 +120,12 @@ class Inbox:
     def take(self, microbatch: int) -> Payload:
         """What is here, once."""
         return self._here.pop(microbatch)
+
+    def give_back(self, microbatch: int) -> None:
+        """Let the buffers that held ``microbatch`` take another message, where the communicator can."""
+        handle = self._lent.pop(microbatch, None)
+        if handle is not None:
+            handle.release()
 
 
 @define(eq=False)

@@ -85,6 +85,9 @@ class PipelineRuntime:
         hooks: called around every action, in order.
         reducers: what a ``REDUCE`` does (tied parameters), by its group, or by stage where it has none.
         deallocate_outputs: free the storage of an activation once it is sent, even where somebody still holds it.
+        reuse_buffers: a buffer that took an activation takes another one as soon as the backward of its microbatch is
+            done here, so that the plan's peak is all that is ever allocated. What a stage received must not be kept
+            beyond that, nor a view of it (in a log, say). Bridges between modules allocate all the same.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
         monitor: publishes where this rank stands, and says of a failure whose was the first.
@@ -104,6 +107,7 @@ class PipelineRuntime:
         hooks: Sequence[Hook] = (),
         reducers: Mapping[int | str, Callable[[], None]] | None = None,
         deallocate_outputs: bool = False,
+        reuse_buffers: bool = False,
         deadline: float | None = None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
@@ -119,7 +123,8 @@ class PipelineRuntime:
         self._office = PostOffice(communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
         self._open_boxes(stages)
         self._works = {
-            number: self._work(number, stage, deallocate_outputs, loss_scale) for number, stage in stages.items()
+            number: self._work(number, stage, deallocate_outputs, reuse_buffers, loss_scale)
+            for number, stage in stages.items()
         }
         self._program: tuple[_Work, ...] = tuple(
             tuple(map(self._bind, actions_of(step))) for step in plan.positions[self.position]
@@ -160,20 +165,28 @@ class PipelineRuntime:
         number: int,
         stage: Stage,
         deallocate: bool,
+        reuse: bool,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> StageWork:
         edges = self.plan.graph.stage_edges
         into, out = [e for e in edges if e.destination == number], [e for e in edges if e.source == number]
         gradients = self.plan.gradient_edges
+        trains = number not in self.plan.forward_only
+        arriving = [self._inboxes[edge, Direction.FORWARD] for edge in into]
+        # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
+        # one that was handed over on this position may be needed longer, by the W of the stage that has it.
+        returned = all(edge in gradients and edge not in self._local_edges for edge in out)
+        for inbox in arriving:
+            inbox.lends = reuse and trains and returned and not inbox.local
         return StageWork(
             number,
             stage,
             self.plan.num_microbatches,
-            arriving=[self._inboxes[edge, Direction.FORWARD] for edge in into],
+            arriving=arriving,
             leaving=[self._outboxes[edge, Direction.FORWARD] for edge in out],
             gradients_in=[self._inboxes[edge, Direction.BACKWARD] for edge in out if edge in gradients],
             gradients_out=[self._outboxes[edge, Direction.BACKWARD] for edge in into if edge in gradients],
-            trains=number not in self.plan.forward_only,
+            trains=trains,
             splits=any(a.kind is ActionKind.I and a.stage == number for a in self.plan.actions(self.position)),
             deallocate=deallocate,
             loss_scale=loss_scale,

@@ -74,10 +74,12 @@ class StageWork:
     _looked_at: bool = field(default=False, init=False)
     _differentiated: frozenset[Edge] = field(init=False)
     _outgoing: frozenset[Edge] = field(init=False)
+    _lending: tuple[Inbox, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._differentiated = frozenset(box.edge for box in self.gradients_out)
         self._outgoing = frozenset(box.edge for box in self.leaving)
+        self._lending = tuple(box for box in self.arriving if box.lends)
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -156,6 +158,8 @@ class StageWork:
             run_backward(roots, gradients)
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
             box.put(microbatch, map_tensors(payload, gradient_of))
+        for inbox in self._lending:
+            inbox.give_back(microbatch)
 
     def backward_inputs(self, microbatch: int) -> None:
         """``I``."""
@@ -174,6 +178,8 @@ class StageWork:
     def backward_weights(self, microbatch: int) -> None:
         """``W``."""
         backward_weights(self.halves.pop(microbatch))
+        for inbox in self._lending:
+            inbox.give_back(microbatch)
 
     def _starts(self, live: Live, microbatch: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which a backward starts, and the gradient of each: the stage's own loss, and its outputs."""

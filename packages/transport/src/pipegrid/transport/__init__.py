@@ -23,7 +23,7 @@ from pipegrid.transport.errors import (
 )
 from pipegrid.transport.lane_spec import LaneSpec
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
-from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle
+from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle, ReusableReceive
 from pipegrid.transport.stats import LaneStats
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ __all__ = [
     "Payload",
     "PipelineCommunicator",
     "ReceiveHandle",
+    "ReusableReceive",
     "is_single_shape",
     "open_lanes",
     "pipeline_lanes",

@@ -46,6 +46,15 @@ class ReceiveHandle(Handle, Protocol):
 
 
 @runtime_checkable
+class ReusableReceive(ReceiveHandle, Protocol):
+    """A receive whose buffers can take another message."""
+
+    def release(self) -> None:
+        """Give the buffers back: what was received, and views of it, may hold another message from now on."""
+        ...
+
+
+@runtime_checkable
 class PipelineCommunicator(Protocol):
     """Traffic between neighbouring stages.
 

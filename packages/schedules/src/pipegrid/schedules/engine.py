@@ -1,13 +1,17 @@
-"""What has no public form in torch's autograd engine: a backward from an output whose storage was freed.
+"""What has no public form in torch's autograd engine.
 
-`torch.autograd.backward` refuses an output whose shape differs from its gradient's. A sent activation whose
-storage was freed has one element, so its backward must go to the engine directly. Tests pin both functions.
+`torch.autograd.backward` and `torch.autograd.grad` are this call with checks before it, which take about as long as
+the engine itself does for a small graph, and one of which refuses what the runtime needs: an output whose storage was
+freed once it was sent has one element, so its shape is not its gradient's. Tests pin the call, and how a
+node tells the shapes of its outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch.autograd.variable import Variable
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def shape_of_gradient(output: torch.Tensor) -> tuple[int, ...]:
@@ -18,14 +22,30 @@ def shape_of_gradient(output: torch.Tensor) -> tuple[int, ...]:
     return tuple(node._input_metadata[output.output_nr].shape)  # noqa: SLF001
 
 
-def run_backward(outputs: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
-    """Accumulate into leaves the gradients of ``outputs``, without comparing shapes."""
-    Variable._execution_engine.run_backward(  # noqa: SLF001
-        tensors=outputs,
-        grad_tensors=gradients,
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
+def run_backward(
+    roots: Sequence[torch.Tensor | GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    *,
+    inputs: Sequence[torch.Tensor | GradientEdge] = (),
+    keep_graph: bool = False,
+    accumulate: bool = True,
+) -> tuple[torch.Tensor | None, ...]:
+    """Run the graph from ``roots``, without comparing shapes: a gradient that is too large may be summed up.
+
+    Args:
+        roots: where to start.
+        gradients: one for each.
+        inputs: where to end; empty is at every leaf.
+        keep_graph: the graph is to run again.
+        accumulate: add to the ``grad`` of the inputs; otherwise return their gradients, None where none arrived.
+    """
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep_graph,
+        False,  # no graph of the backward itself
+        tuple(inputs),
         allow_unreachable=True,
-        accumulate_grad=True,
+        accumulate_grad=accumulate,
     )
+    return found

@@ -273,6 +273,15 @@ def test_custom_backward_needs_the_gradient_of_what_had_more_elements_before_it_
     assert shape_of_gradient(first) == shape
 
 
+def test_custom_backward_does_not_sum_up_a_gradient_that_is_too_large():
+    x = torch.ones(4, requires_grad=True)
+    output = x * 2
+    deallocate_output_tensor(output, True)
+    with pytest.raises(StepArgumentError, match=r"has shape \(3, 4\), but output had shape \(4,\) before it was freed"):
+        custom_backward(output, torch.ones(3, 4))
+    assert x.grad is None
+
+
 @pytest.mark.parametrize(
     ("output", "gradient", "text"),
     [

@@ -274,7 +274,7 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
 
     Raises:
         StepArgumentError: no tensors, the output still has its storage, or no gradient is given for an output that had
-            another number of elements than one.
+            another number of elements than one, or one of another shape.
     """
     if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
         raise StepArgumentError(
@@ -290,6 +290,11 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
         raise StepArgumentError(
             f"output had shape {shape} before it was freed, and no gradient was given; only an output of one element "
             "has one by itself: pass the gradient that was received for it"
+        )
+    if grad_output is not None and tuple(grad_output.shape) != shape:
+        raise StepArgumentError(
+            f"grad_output has shape {tuple(grad_output.shape)}, but output had shape {shape} before it was freed, and "
+            "the engine would sum up what is too large; pass the gradient that was received for it"
         )
     run_backward([output], [output.new_ones(shape) if grad_output is None else grad_output])
 

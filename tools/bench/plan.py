@@ -11,6 +11,7 @@ plan, and for torch.distributed.pipelining its private `_validate_schedule`, `_a
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -287,4 +288,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly
     main()

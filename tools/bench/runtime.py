@@ -5,7 +5,8 @@
 Four ranks on this machine. For each schedule our `PipelineRuntime` on our plan, and torch's own class of that name
 on the same modules, microbatches and loss; both start from the same point, and the gradients of both are compared
 first. Where torch does not run a schedule, or its gradients are wrong, the table says so. Ratios are medians over
-rounds, in each of which all take a step by turns, since identical runs on a shared machine vary by half.
+rounds, in each of which all take a step by turns, since identical runs on a shared machine vary by half; beside them
+stand the quartiles, between which half of the rounds lie: far apart, they say that the machine was busy.
 
 - overhead: empty stages, also against the floor: a hand-written loop of the same messages and the same calls of
   autograd, and nothing else. Bounds: 1.3 of the floor; 0.9 of torch for 1F1B, 0.6 for the others.
@@ -54,7 +55,7 @@ class Part:
 
 def parts(quick: bool) -> dict[str, Part]:
     """The tables by name; ``quick``: as small as shows that they work."""
-    empty = {"microbatches": 8 if quick else 64, "rounds": 2 if quick else 15}
+    empty = {"microbatches": 8 if quick else 64, "rounds": 2 if quick else 25}
     sleeping = {"microbatches": 8 if quick else 16, "rounds": 1 if quick else 6, "seconds": 0.002 if quick else 0.006}
     training = {"microbatches": 8, "rounds": 1 if quick else 15}
     return {

@@ -157,6 +157,13 @@ def both(*functions):
 
 
 class TestMonitor:
+    def test_before_its_first_action_a_rank_has_said_where_it_stands(self, store):
+        monitor = Monitor(store, rank=0, ranks=[0], interval=600.0)
+        monitor.begin(one_f_one_b(1, 1), where=lambda: "position 0, step 1", abort=pytest.fail)
+        said = Control(store, 0, (0,)).positions(seconds=0.01)
+        monitor.close()
+        assert said[0].startswith("position 0, step 1 (last heard")
+
     def test_a_step_without_a_fault_goes_through(self, store):
         network = Network()
         assert both(*(lambda s=s: run(s, store, network=network, steps=3) for s in range(2))) == [None, None]

@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights, cut
+from pipegrid.schedules.cutting import divide, outline_of, trunk_of
+from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.schedules.splitting_refused import SplitBackwardError, require_splittable
 
 WIDTH = 6
@@ -489,7 +490,7 @@ def test_layers_side_by_side_take_one_call_of_the_engine():
     x = torch.randn(3, WIDTH, requires_grad=True)
     output = parts[0](x) * parts[1](x) * parts[2](x).exp()
     root = get_gradient_edge(output)
-    owners = cut([root], [get_gradient_edge(x)]).deferred
+    owners = divide(outline_of([root], [x])[1]).owners
     assert len(owners) == 3
     assert {len(owner.sinks) for owner in owners} == {2}
     _, half = backward_inputs([root], [torch.ones_like(output)], [x])
@@ -507,7 +508,7 @@ class Reentrant(Plain):
 
 def refused(model, *, stage=3):
     outputs, _, inputs = forwarded(model)
-    trunk = cut(map(get_gradient_edge, outputs), map(get_gradient_edge, inputs)).trunk
+    trunk = trunk_of([get_gradient_edge(tensor) for tensor in outputs], inputs)
     require_splittable(trunk, stage, model)
 
 
@@ -516,7 +517,7 @@ def test_reentrant_checkpointing_is_refused_by_name():
         refused(made(Reentrant))
     x = torch.randn(2, requires_grad=True)
     output = checkpoint(torch.sin, x, use_reentrant=True)
-    trunk = cut([get_gradient_edge(output)], [get_gradient_edge(x)]).trunk
+    trunk = trunk_of([get_gradient_edge(output)], [x])
     with pytest.raises(SplitBackwardError, match=r"stage 0: function 'sin' is checkpointed"):
         require_splittable(trunk, 0, None)
 

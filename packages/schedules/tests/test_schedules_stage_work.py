@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from attrs import define, evolve, field
@@ -318,13 +320,16 @@ def test_a_loss_is_one_number(loss, message):
         PipelineRuntime(plan, {0: Function(plan, 0, lambda m: loss)}, None).step()
 
 
-def test_a_gradient_of_the_wrong_shape_names_the_action(network, memory_communicator):
+@pytest.mark.parametrize("shape", [(3,), (2, WIDTH), (1, WIDTH)])  # the engine would add up the rows of the second
+def test_a_gradient_of_the_wrong_shape_names_the_action(shape, network, memory_communicator):
     plan = lower(gpipe(2, 1))
     weight = torch.ones(WIDTH, requires_grad=True)
     runtime = PipelineRuntime(
         plan, {0: Function(plan, 0, lambda m: torch.ones(WIDTH) * weight)}, memory_communicator(network, 2, 0)
     )
     (edge,) = plan.graph.stage_edges
-    network.lane(edge, Direction.BACKWARD).put(torch.ones(3))
-    with pytest.raises(PipelineError, match=r"0B0: RuntimeError: Mismatch in shape"):
+    network.lane(edge, Direction.BACKWARD).put(torch.ones(shape))
+    message = rf"0B0: PlanMismatchError: edge 0>1 carried .* \({WIDTH},\) forward .* {re.escape(str(shape))} came back"
+    with pytest.raises(PipelineError, match=message):
         runtime.step()
+    assert weight.grad is None

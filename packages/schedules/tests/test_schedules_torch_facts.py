@@ -7,6 +7,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
+from pipegrid.schedules.engine import run_backward
+
 
 def product(rows=3, width=4):
     """``(x @ weight).tanh()``, and the node of the matrix product."""
@@ -52,6 +54,46 @@ def test_an_edge_is_enough_of_a_freed_output_to_start_a_backward():
     edge, ones = get_gradient_edge(output), torch.ones_like(output)
     del output
     assert torch.equal(torch.autograd.grad([edge], [x], [ones])[0], expected[0])
+
+
+def test_the_engine_ends_at_the_inputs_it_is_given_and_says_what_was_not_reached():
+    x, weight, output, node = product()
+    unused, ones = torch.ones(2, requires_grad=True), torch.ones_like(output)
+    taken, flowed, nothing = run_backward(
+        [get_gradient_edge(output)],
+        [ones],
+        inputs=[GradientEdge(node, 0), x, unused],
+        keep_graph=True,
+        accumulate=False,
+    )
+    assert torch.equal(flowed, taken @ weight.t())
+    assert nothing is None
+    assert x.grad is weight.grad is None
+    run_backward([GradientEdge(node, 0)], [taken], inputs=[get_gradient_edge(weight)])
+    assert torch.equal(weight.grad, x.detach().t() @ taken)
+    assert x.grad is None
+
+
+def test_the_engine_adds_to_every_leaf_where_it_is_given_no_inputs():
+    x, weight, output, _ = product()
+    expected = torch.autograd.grad(output, [x, weight], torch.ones_like(output), retain_graph=True)
+    run_backward([output], [torch.ones_like(output)])
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
+def test_the_engine_sums_up_a_gradient_that_is_too_large():
+    """So whoever calls it sees to the shapes."""
+    x = torch.ones(4, requires_grad=True)
+    run_backward([x * 2], [torch.ones(3, 4)])
+    assert x.grad.tolist() == [6] * 4
+
+
+def test_an_accumulator_knows_its_tensor():
+    x, weight, _, node = product()
+    accumulators = [child for child, _ in node.next_functions]
+    assert accumulators[0].variable is x
+    assert accumulators[1].variable is weight
 
 
 def test_what_a_node_saved_can_be_seen_and_freed():

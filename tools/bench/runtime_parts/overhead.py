@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from runtime_parts.compared import Compared, compare
 from runtime_parts.job import Job
 from runtime_parts.rows import RANKS, Row
-from runtime_parts.table import against, number, shown
+from runtime_parts.table import SPREAD_WIDTH, meets, number, pair_ratios, shown, spread_against
 from runtime_parts.timing import Outcome, notes, steps
 
 FLOOR_BOUND = 1.3
@@ -58,11 +58,11 @@ def header(*, microbatches: int, rounds: int) -> Iterator[str]:
     """What the table says."""
     yield (
         f"overhead: empty stages, {RANKS} ranks, {microbatches} microbatches; microseconds per action (of the position "
-        f"with most), medians over {rounds} rounds by turns"
+        f"with most), medians over {rounds} rounds by turns; ratios: median of the rounds' and quartiles"
     )
     yield (
         f"  {'schedule':<18}{'actions':>8}{'ours':>9}{'torch':>9}{'floor':>9}{'ms/microbatch':>15}"
-        f"{'ours/floor':>16}{'ours/torch':>16}"
+        f"{'ours/floor':>{SPREAD_WIDTH}}{'ours/torch':>{SPREAD_WIDTH}}"
     )
 
 
@@ -74,20 +74,11 @@ def report(row: Row, outcomes: Sequence[Outcome], *, microbatches: int) -> tuple
     plan = row.plan(microbatches)
     actions = max(sum(1 for _ in plan.actions(position)) for position in range(plan.num_positions))
     ours, theirs, floor = (steps(outcomes, name) for name in ("ours", "torch", "floor"))
-    to_floor, to_torch = ratio(ours, floor), ratio(ours, theirs)
+    to_floor, to_torch = pair_ratios(ours, floor), pair_ratios(ours, theirs)
     cells = "".join(
         number(1e6 * statistics.median(times) / actions if times else None) for times in (ours, theirs, floor)
     )
     cells += number(1e3 * statistics.median(ours) / microbatches, 15, 2)
-    cells += against(to_floor, FLOOR_BOUND) + against(to_torch, row.torch_bound)
-    good = all(
-        value is None or value <= bound for value, bound in ((to_floor, FLOOR_BOUND), (to_torch, row.torch_bound))
-    )
+    cells += spread_against(to_floor, FLOOR_BOUND) + spread_against(to_torch, row.torch_bound)
+    good = meets(to_floor, FLOOR_BOUND) and meets(to_torch, row.torch_bound)
     return good, [f"  {row.name:<18}{actions:>8}{cells}", *shown(remarks)]
-
-
-def ratio(ours: Sequence[float], others: Sequence[float]) -> float | None:
-    """The median over the rounds; None without any."""
-    if not others:
-        return None
-    return statistics.median(mine / other for mine, other in zip(ours, others, strict=True))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from runtime_parts.compared import Compared, compare
 from runtime_parts.job import Job
 from runtime_parts.rows import RANKS, Row
-from runtime_parts.table import against, number, shown
+from runtime_parts.table import SPREAD_WIDTH, meets, number, pair_ratios, shown, spread_against
 from runtime_parts.timing import Outcome, notes, steps
 
 BOUND = 1.0
@@ -68,9 +68,10 @@ def header(*, microbatches: int, rounds: int) -> Iterator[str]:
     count = sum(p.numel() for p in Blocks(0, LAYERS).parameters())
     yield (
         f"real compute: a transformer of {count / 1e6:.1f} million parameters, {RANKS} ranks, {microbatches} "
-        f"microbatches of {LENGTH} tokens; milliseconds per step, medians over {rounds} rounds by turns"
+        f"microbatches of {LENGTH} tokens; milliseconds per step, medians over {rounds} rounds by turns; "
+        "ratio: median of the rounds' and quartiles"
     )
-    yield f"  {'schedule':<18}{'ours':>9}{'torch':>9}{'ours/torch':>16}"
+    yield f"  {'schedule':<18}{'ours':>9}{'torch':>9}{'ours/torch':>{SPREAD_WIDTH}}"
 
 
 def report(row: Row, outcomes: Sequence[Outcome]) -> tuple[bool, list[str]]:
@@ -79,7 +80,7 @@ def report(row: Row, outcomes: Sequence[Outcome]) -> tuple[bool, list[str]]:
     ours, theirs = steps(outcomes, "ours"), steps(outcomes, "torch")
     if not ours:
         return False, [f"  {row.name}", *shown(remarks)]
-    to_torch = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True)) if theirs else None
+    to_torch = pair_ratios(ours, theirs)
     cells = number(1e3 * statistics.median(ours)) + number(1e3 * statistics.median(theirs) if theirs else None)
-    cells += against(to_torch, BOUND, digits=3)
-    return to_torch is None or to_torch <= BOUND, [f"  {row.name:<18}{cells}", *shown(remarks)]
+    cells += spread_against(to_torch, BOUND, digits=3)
+    return meets(to_torch, BOUND), [f"  {row.name:<18}{cells}", *shown(remarks)]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 
 from pipegrid.schedules.actions import ActionKind
@@ -40,13 +40,18 @@ class _Stage:
     job: Job
     stage: int
     module: nn.Module
+    into: Edge | None = field(init=False)  # None: the first stage
+    out: Edge | None = field(init=False)  # None: the last
+
+    def __attrs_post_init__(self) -> None:
+        self.into = Edge(self.stage - 1, self.stage) if self.stage > 0 else None
+        self.out = Edge(self.stage, self.stage + 1) if self.stage < self.job.last else None
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
-        job, stage = self.job, self.stage
-        y = self.module(inputs[Edge(stage - 1, stage)] if stage > 0 else job.inputs[microbatch])
-        if stage == job.last:
-            return Forwarded({}, job.loss(y, job.targets[microbatch]))
-        return Forwarded({Edge(stage, stage + 1): y})
+        y = self.module(self.job.inputs[microbatch] if self.into is None else inputs[self.into])
+        if self.out is None:
+            return Forwarded({}, self.job.loss(y, self.job.targets[microbatch]))
+        return Forwarded({self.out: y})
 
 
 class Ours:
@@ -139,8 +144,9 @@ def _ahead(program: Sequence[_Line]) -> list[_Line]:
 class Floor:
     """A loop written by hand.
 
-    The plan's messages in its order by `dist.isend` and `dist.irecv`, the same forwards and the same calls of
-    autograd, and nothing else: no checks, errors, deadlines, hooks, structures or handles.
+    The plan's messages in its order by `dist.isend` and `dist.irecv`, the same forwards and as many backwards by
+    `torch.autograd`, and nothing else: no errors, deadlines, hooks, structures or handles, and no checks but those of
+    the public functions that such a loop calls.
     Messages go over the very groups that our lanes use, and receives are posted as far ahead. A received tensor gets a
     fresh buffer, as a pipeline needs. Sends are waited for at the end.
     """

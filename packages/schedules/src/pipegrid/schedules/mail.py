@@ -37,7 +37,7 @@ class PostOffice:
         payload, parcel = (None, None) if outbox is None else outbox.give(microbatch)
         sending, receiving = exchange(
             self.communicator,
-            map_tensors(payload, torch.Tensor.detach),
+            map_tensors(payload, _detached),
             action.edge,
             action.direction,
             deadline=self.deadline,
@@ -47,8 +47,17 @@ class PostOffice:
         if receiving is not None and inbox is not None:
             inbox.expect(microbatch, action, receiving)
 
-    def complete(self, action: Action, handle: Handle) -> None:
-        """Wait until the message that ``action`` posted is through."""
+    def arrival(self, action: Action, handle: ReceiveHandle) -> Payload:
+        """What ``action`` posted a receive for, once it is here."""
+        if self.deadline is not None:
+            handle.wait(self.deadline)
+        payload = handle.result()  # which waits as well, as long as the communicator allows
+        for hook in self.hooks:
+            hook.completed(action)
+        return payload
+
+    def departure(self, action: Action, handle: Handle) -> None:
+        """Wait until what ``action`` posted has left."""
         handle.wait(self.deadline)
         for hook in self.hooks:
             hook.completed(action)
@@ -95,17 +104,15 @@ class Inbox:
 
     def wait(self, microbatch: int) -> None:
         """Wait until the message is here."""
-        self.office.complete(*self._posted[microbatch])
+        self._here[microbatch] = self.office.arrival(*self._posted.pop(microbatch))
 
     def hand_over(self, microbatch: int, payload: Payload) -> None:
         """Take what a stage on the same position made."""
         self._here[microbatch] = payload
 
     def take(self, microbatch: int) -> Payload:
-        """What has arrived, once."""
-        if self.local:
-            return self._here.pop(microbatch)
-        return self._posted.pop(microbatch)[1].result()
+        """What is here, once."""
+        return self._here.pop(microbatch)
 
 
 @define(eq=False)
@@ -144,7 +151,7 @@ class Outbox:
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``."""
         payload, parcel = self.give(microbatch)
-        detached = map_tensors(payload, torch.Tensor.detach)
+        detached = map_tensors(payload, _detached)
         self.sent(action, self.office.communicator.isend(detached, edge=self.edge, direction=self.direction), parcel)
 
     def give(self, microbatch: int) -> tuple[Payload, Parcel | None]:
@@ -166,9 +173,14 @@ class Outbox:
     def _settle(self, still: int) -> None:
         while len(self._sent) > still:
             action, handle, parcel = self._sent.popleft()
-            self.office.complete(action, handle)
+            self.office.departure(action, handle)
             if parcel is not None:
                 parcel.sent()
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """What is sent: no part of a graph. A gradient is none anyway, and needs no new tensor."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,9 @@ class Monitor:
             )
         self._watched = _Watched(where, abort, since=time.monotonic())
         if not self._threads:
+            # A rank that goes before the thread's first look has said all the same where it began.
+            self._watched.place = self._place(self._watched)
+            self._control.publish(self._watched.place)
             # The thread must not keep the monitor alive: whoever drops it ends it.
             arguments = (weakref.ref(self), self._stop, self.interval)
             self._threads.append(

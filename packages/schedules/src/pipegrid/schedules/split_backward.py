@@ -29,64 +29,38 @@ owner made runs in each half, one on a parameter that several nodes of the trunk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from attrs import field, frozen
-from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import GraphExecGroup
 
+from pipegrid.schedules.cutting import divide, outline_of
+from pipegrid.schedules.engine import run_backward
 from pipegrid.schedules.saved_tensors import keep_recomputed, release_saved
 
-Edges: TypeAlias = tuple[tuple[Node | None, int], ...]
 
+class Call(NamedTuple):
+    """A call of the engine: from some edges to some sinks (none: wherever it leads)."""
 
-@frozen
-class Owner:
-    """A node whose weight half waits for W.
-
-    Attributes:
-        outputs: the outputs of the node's forward that were used; a gradient arrives for each.
-        sinks: where the gradients of its own parameters end: their accumulators.
-        height: nodes on the longest way to an input. Owners of one height cannot reach each other.
-    """
-
-    node: Node
-    outputs: tuple[int, ...]
-    sinks: tuple[Node, ...]
-    height: int
-
-
-@frozen
-class Whole:
-    """A node that runs whole at I; ``entries`` are its edges that leave the trunk, by their index."""
-
-    node: Node
-    entries: tuple[tuple[int, GradientEdge], ...]
-
-
-@frozen
-class Cut:
-    """A graph, divided. ``trunk`` has all of the trunk's nodes; without any there are no owners either."""
-
-    trunk: tuple[Node, ...]
-    deferred: tuple[Owner, ...]
-    whole: tuple[Whole, ...]
+    edges: Sequence[GradientEdge]
+    gradients: Sequence[torch.Tensor]
+    sinks: Sequence[GradientEdge]
 
 
 @frozen
 class WeightHalf:
-    """What is left for W: calls of the engine, each from some edges to some sinks (None: wherever it leads)."""
+    """What is left for W."""
 
-    calls: tuple[tuple[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[GradientEdge] | None], ...] = ()
+    calls: tuple[Call, ...] = ()
     group: GraphExecGroup = field(factory=GraphExecGroup)
 
 
 def backward_inputs(
     roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor | None], WeightHalf]:
+) -> tuple[Sequence[torch.Tensor | None], WeightHalf]:
     """I: the gradients of ``inputs`` (None for one that was not used), and what is left for W.
 
     Args:
@@ -94,138 +68,50 @@ def backward_inputs(
         gradients: one for each root.
         inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
     """
-    targets = [get_gradient_edge(tensor) for tensor in inputs]
-    parts = cut(roots, targets)
+    nodes, outline = outline_of(roots, inputs)
+    parts = divide(outline)
     if not parts.trunk:
-        return [None] * len(inputs), WeightHalf(((roots, gradients, None),) if roots else ())
-    arriving = [GradientEdge(owner.node, output) for owner in parts.deferred for output in owner.outputs]
-    # A node of torch's own computes the weight half only if somebody asks for it.
-    asked = [edge for part in parts.whole if not _is_custom(part.node) for _, edge in part.entries]
+        return [None] * len(inputs), WeightHalf((Call(roots, gradients, ()),) if roots else ())
+    arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]
+    asked: list[GradientEdge] = []
     leaving: list[tuple[GradientEdge, torch.Tensor]] = []
     for part in parts.whole:
-        part.node.register_hook(_collector(part.entries, leaving))
-    for owner in parts.deferred:
-        keep_recomputed(owner.node)
+        entries = [(index, GradientEdge(nodes[node], output)) for index, node, output in part.entries]
+        nodes[part.node].register_hook(_collector(entries, leaving))
+        if not part.custom:  # it computes the weight half only if somebody asks for it
+            asked += [edge for _, edge in entries]
+    for owner in parts.owners:
+        keep_recomputed(nodes[owner.node])
     group = GraphExecGroup()
     with group:
-        found = torch.autograd.grad(
+        found = run_backward(
             roots,
-            [*targets, *arriving, *asked],
             gradients,
-            retain_graph=bool(parts.deferred),
-            allow_unused=True,
+            inputs=[*inputs, *arriving, *asked],
+            keep_graph=bool(parts.owners),
+            accumulate=False,
         )
         if leaving:
-            torch.autograd.backward([edge for edge, _ in leaving], [gradient for _, gradient in leaving])
-    if parts.deferred:
-        waiting = {owner.node for owner in parts.deferred}
-        for node in parts.trunk:
-            if node not in waiting:
-                release_saved(node)
-    arrived = dict(zip(arriving, found[len(targets) : len(targets) + len(arriving)], strict=True))
-    return list(found[: len(targets)]), WeightHalf(_calls(parts.deferred, arrived), group)
+            run_backward([edge for edge, _ in leaving], [gradient for _, gradient in leaving])
+    if parts.owners:
+        for node in parts.spent:
+            release_saved(nodes[node])
+    arrived = found[len(inputs) : len(inputs) + len(arriving)]
+    calls: list[Call] = []
+    for level in parts.levels:
+        pairs = zip(arriving[level.arrivals], arrived[level.arrivals], strict=True)
+        starts = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+        if starts:
+            sinks = [GradientEdge(nodes[sink], 0) for sink in level.sinks]
+            calls.append(Call([edge for edge, _ in starts], [gradient for _, gradient in starts], sinks))
+    return found[: len(inputs)], WeightHalf(tuple(calls), group)
 
 
 def backward_weights(half: WeightHalf) -> None:
     """W: accumulate into the parameters what I left. Once."""
     with half.group:
-        for edges, gradients, sinks in half.calls:
-            torch.autograd.backward(edges, gradients, inputs=sinks)
-
-
-def _calls(
-    owners: Iterable[Owner], arrived: Mapping[GradientEdge, torch.Tensor | None]
-) -> tuple[tuple[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[GradientEdge] | None], ...]:
-    """One call of the engine for all owners of one height, the highest first, as in a whole backward."""
-    levels: dict[int, tuple[list[GradientEdge], list[torch.Tensor], list[GradientEdge]]] = {}
-    for owner in sorted(owners, key=lambda owner: -owner.height):
-        edges, gradients, sinks = levels.setdefault(owner.height, ([], [], []))
-        sinks += [GradientEdge(sink, 0) for sink in owner.sinks]
-        for output in owner.outputs:
-            edge = GradientEdge(owner.node, output)
-            gradient = arrived[edge]
-            if gradient is not None:
-                edges.append(edge)
-                gradients.append(gradient)
-    return tuple(level for level in levels.values() if level[0])
-
-
-def cut(roots: Iterable[GradientEdge], inputs: Iterable[GradientEdge]) -> Cut:
-    """Divide the graph above ``roots`` into its trunk, which leads to ``inputs``, and what the trunk's nodes own."""
-    children, heights = _heights([root.node for root in roots], {edge.node for edge in inputs})
-    trunk = tuple(node for node, height in heights.items() if height)
-    outputs: dict[Node, set[int]] = {node: set() for node in trunk}
-    entries: dict[Node, list[tuple[int, GradientEdge]]] = {}
-    for root in roots:
-        if root.node in outputs:
-            outputs[root.node].add(root.output_nr)
-    for node in trunk:
-        for index, (child, output) in enumerate(children[node]):
-            if child is None:
-                continue
-            if heights[child]:
-                outputs[child].add(output)
-            else:
-                entries.setdefault(node, []).append((index, GradientEdge(child, output)))
-    sinks, sharing = _claims(entries, children)
-    whole = {node for node in entries if node in sharing or _is_custom(node)}
-    return Cut(
-        trunk,
-        tuple(
-            Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]), heights[node])
-            for node in entries
-            if node not in whole
-        ),
-        tuple(Whole(node, tuple(entries[node])) for node in entries if node in whole),
-    )
-
-
-def _heights(roots: Iterable[Node], targets: set[Node]) -> tuple[dict[Node, Edges], dict[Node, int]]:
-    """Per node its edges, and its height: nodes on the longest way to a target, 0 where none is reached."""
-    children: dict[Node, Edges] = {}
-    heights: dict[Node, int] = {}
-    stack = list(roots)
-    while stack:
-        node = stack[-1]
-        if node not in children:
-            children[node] = edges = node.next_functions
-            for child, _ in edges:
-                if child is not None and child not in children:
-                    stack.append(child)
-            continue
-        stack.pop()
-        if node not in heights:
-            height = 1 if node in targets else 0
-            for child, _ in children[node]:
-                if child is not None and heights[child] >= height and heights[child]:
-                    height = heights[child] + 1
-            heights[node] = height
-    return children, heights
-
-
-def _claims(
-    entries: dict[Node, list[tuple[int, GradientEdge]]], children: dict[Node, Edges]
-) -> tuple[dict[Node, list[Node]], set[Node]]:
-    """Per owner the sinks behind its entries, and those owners of which two reach the same node."""
-    claimed: dict[Node, Node] = {}
-    sinks: dict[Node, list[Node]] = {}
-    sharing: set[Node] = set()
-    for owner, edges in entries.items():
-        sinks[owner] = []
-        stack = [edge.node for _, edge in edges]
-        while stack:
-            node = stack.pop()
-            if node in claimed:
-                if claimed[node] is not owner:
-                    sharing |= {owner, claimed[node]}
-                continue
-            claimed[node] = owner
-            below = [child for child, _ in children[node] if child is not None]
-            if below:
-                stack += below
-            else:
-                sinks[owner].append(node)
-    return sinks, sharing
+        for call in half.calls:
+            run_backward(call.edges, call.gradients, inputs=call.sinks)
 
 
 def _collector(
@@ -241,8 +127,3 @@ def _collector(
                 leaving.append((edge, gradient))
 
     return collect
-
-
-def _is_custom(node: Node) -> bool:
-    """Whether the node is a custom Function: of Python, or of C++, whose nodes have no class of their own."""
-    return isinstance(node, FunctionCtx) or type(node).__name__ == "CppFunction"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from attrs import define, field, frozen
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipegrid.schedules.cutting import trunk_of
+from pipegrid.schedules.engine import run_backward
 from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.mail import Inbox, Outbox, Parcel
-from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights, cut
+from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.schedules.splitting_refused import require_splittable
 from pipegrid.schedules.steps import LossError, flatten, gradient_of, map_tensors, require_deallocatable
 
@@ -44,7 +46,11 @@ class Stage(Protocol):
         ...
 
 
-Roots = list[GradientEdge | None]
+class Root(NamedTuple):
+    """Where a backward starts: at an output, of which no more is left."""
+
+    edge: GradientEdge
+    shape: torch.Size
 
 
 @define
@@ -55,7 +61,7 @@ class Live:
     """
 
     inputs: list[Payload]
-    roots: list[Roots]
+    roots: list[list[Root | None]]
     loss: torch.Tensor | None
 
 
@@ -141,11 +147,12 @@ class StageWork:
         self.live[microbatch] = live
         if self.splits and not self._looked_at:
             self._looked_at = True
-            roots = [root for part in live.roots for root in part if root is not None]
+            roots = [root.edge for part in live.roots for root in part if root is not None]
             if live.loss is not None and live.loss.requires_grad:
                 roots.append(get_gradient_edge(live.loss))
-            trunk = cut(roots, map(get_gradient_edge, _differentiable(live.inputs))).trunk
-            require_splittable(trunk, self.number, getattr(self.stage, "model", None))
+            require_splittable(
+                trunk_of(roots, _differentiable(live.inputs)), self.number, getattr(self.stage, "model", None)
+            )
 
     def _parcel(self, produced: Forwarded) -> Parcel | None:
         """The outputs that leave by message, whose storage goes when they have left."""
@@ -161,7 +168,7 @@ class StageWork:
         live = self.live.pop(microbatch)
         roots, gradients = self._starts(live, microbatch)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            run_backward(roots, gradients)
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
             box.put(microbatch, map_tensors(payload, gradient_of))
 
@@ -197,19 +204,30 @@ class StageWork:
                     f"edge {box.edge} carried {len(ends)} tensors forward, but {len(arrived)} gradients came back"
                 )
             for root, gradient in zip(ends, arrived, strict=True):
-                if root is not None and gradient is not None:
-                    roots.append(root)
-                    gradients.append(gradient)
+                if root is None or gradient is None:
+                    continue
+                if gradient.shape != root.shape:  # the engine might sum it up
+                    raise PlanMismatchError(
+                        f"edge {box.edge} carried a tensor of shape {tuple(root.shape)} forward for microbatch "
+                        f"{microbatch}, but a gradient of shape {tuple(gradient.shape)} came back"
+                    )
+                roots.append(root.edge)
+                gradients.append(gradient)
         return roots, gradients
 
 
-def _root(tensor: torch.Tensor | None) -> GradientEdge | None:
-    return get_gradient_edge(tensor) if tensor is not None and tensor.requires_grad else None
+def _root(tensor: torch.Tensor | None) -> Root | None:
+    return Root(get_gradient_edge(tensor), tensor.shape) if tensor is not None and tensor.requires_grad else None
 
 
 def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:
     """The tensors of some payloads that require grad, each once."""
-    found = {id(tensor): tensor for tensor in flatten(list(payloads)) if tensor is not None and tensor.requires_grad}
+    found = {
+        id(tensor): tensor
+        for payload in payloads
+        for tensor in flatten(payload)
+        if tensor is not None and tensor.requires_grad
+    }
     return list(found.values())
 
 

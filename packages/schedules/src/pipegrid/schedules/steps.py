@@ -220,7 +220,7 @@ def backward_roots(
     if not pairs:
         return
     if deallocated:
-        run_backward(tuple(tensor for tensor, _ in pairs), tuple(gradient for _, gradient in pairs))
+        run_backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
     else:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -251,7 +251,7 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
         raise ValueError(f"output and grad_output must be tensors, got {type(output)} and {type(grad_output)}")
     gradient = torch.ones_like(output, memory_format=torch.preserve_format) if grad_output is None else grad_output
-    run_backward((output,), (gradient,))
+    run_backward([output], [gradient])
 
 
 def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:

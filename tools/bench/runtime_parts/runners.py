@@ -60,7 +60,7 @@ class Ours:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.communicator = P2PCommunicator(
-            dist.group.WORLD,  # type: ignore[arg-type]
+            dist.group.WORLD,
             P2PConfig(pipeline_dtype=torch.float32, deadline=60.0, receives_ahead=AHEAD),
             placement=job.placement,
             tensor_shape=job.shape,

@@ -174,7 +174,8 @@ class Costs:
 
 
 def _check(name: str, number: Any, where: str = "") -> None:
-    if isinstance(number, bool) or not isinstance(number, int | float) or number != number:  # noqa: PLR0124 -- nan
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or (isinstance(number, float) and math.isnan(number)):
         raise CostsError(f"{name}{where} is {number!r}; a cost is a number")
     try:
         value = float(number)

@@ -323,6 +323,15 @@ def test_ascii_marks_later_stages_of_a_row():
     assert "|F0-F0'|" in ascii_timeline(Timeline(["p"], spans))
 
 
+@pytest.mark.parametrize(("width", "legend"), [(200, "one ' for each earlier stage of the row"), (20, "too narrow")])
+def test_ascii_explains_the_marks_that_it_has_room_for(width, legend):
+    spans = [Span(0, start, start + 1.0, "F", microbatch=start // 2, stage=start % 2) for start in range(10)]
+    drawn = ascii_timeline(Timeline(["p"], spans), width=width)
+    row, explained = drawn.splitlines()[-2:]
+    assert legend in explained
+    assert ("'" in row) == ("'" in explained)
+
+
 def test_ascii_keeps_to_its_width():
     spans = [Span(0, index, index + 1, "F", 0, index) for index in range(500)]
     drawn = ascii_timeline(Timeline(["p"], spans), width=50).splitlines()

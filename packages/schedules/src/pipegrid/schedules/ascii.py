@@ -62,6 +62,7 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
     if timeline.title:
         yield timeline.title
     yield summary(timeline)
+    marked = False
     for row, name in enumerate(timeline.rows):
         cells = ["."] * total
         for span in timeline.on_row(row):
@@ -72,6 +73,7 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
             stages = timeline.stages[row]
             shade = stages.index(span.stage) if span.stage in stages else 0
             text = _text(span, shade, last - first)
+            marked = marked or (shade > 0 and "'" in text)
             cells[first:last] = text
             if colour and text:  # the whole span in its first cell, so that the others keep their place
                 painted = _painted(text, span.kind, 0.6 * shade / max(1, len(stages) - 1))
@@ -79,7 +81,8 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
         note = f"  {timeline.notes[row]}" if timeline.notes else ""
         yield f"{name.rjust(name_width)} |{''.join(cells)}|{note}"
     if any(len(stages) > 1 for stages in timeline.stages):
-        yield f"{' ' * name_width}  one ' for each earlier stage of the row"
+        legend = "one ' for each earlier stage of the row" if marked else "too narrow to mark the stages of a row"
+        yield f"{' ' * name_width}  {legend}"
 
 
 def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: int = WIDTH, colour: bool = False) -> str:

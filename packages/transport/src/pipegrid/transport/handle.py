@@ -30,7 +30,7 @@ class State(enum.Enum):
 
 
 # Members of an Enum are looked up slowly.
-_PENDING, _DONE = State.PENDING, State.DONE
+_PENDING, _DONE, _FAILED = State.PENDING, State.DONE, State.FAILED
 _NEVER = math.inf
 
 
@@ -111,7 +111,7 @@ class Transfer:
         True is always true. Right after the end of a transfer that nobody waits for, False may still be told. The
         first question may take half a millisecond, over gloo: it hands the transfer to a thread.
         """
-        return self.state in (State.DONE, State.FAILED) or self.lane.poll(self)
+        return self.state is _DONE or self.state is _FAILED or self.lane.poll(self)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Like `wait`, and hold the host as well until the transfer is done."""
@@ -154,10 +154,15 @@ class ReceiveTransfer(Transfer):
     @property
     def payload(self) -> Any:
         """The payload as it will be, once its buffers are known: without data until the transfer is done."""
-        if not self._built and self.recipe is not None:
+        if not self._built:
+            self.build()
+        return self._payload
+
+    def build(self) -> None:
+        """Make the payload, if its buffers are known; else it is made when it is first asked for."""
+        if self.recipe is not None:
             self._built = True
             self._payload = self.recipe.payload(self.tensors)
-        return self._payload
 
     def result(self) -> Any:
         """Wait, then the payload: fresh tensors on the lane's device; those that can have gradients require them.
@@ -167,7 +172,9 @@ class ReceiveTransfer(Transfer):
         self.lane.wait_for(self, None)
         if self._released:
             raise P2PUsageError(f"{self!r} was released, its buffers may hold another message; use it before release()")
-        return self.payload
+        if not self._built:
+            self.build()
+        return self._payload
 
     def release(self) -> None:
         """Say that the payload is not needed any more, so that its buffers can take another message.
@@ -178,11 +185,11 @@ class ReceiveTransfer(Transfer):
             return
         if self.state is not _DONE and not self.is_completed():
             raise P2PUsageError(f"{self!r} cannot be released before it is done; wait for it")
-        self._released = True
+        self._released = self._built = True
         self.lane.tally.released += 1
-        if self.recipe is not None and self.state is not State.FAILED:
+        if self.recipe is not None and self.state is not _FAILED:
             self.recipe.free.append(self.tensors)
-        self._payload, self._built = None, True
+        self._payload = None
         self.tensors = ()
 
 

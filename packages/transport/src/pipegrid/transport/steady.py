@@ -59,20 +59,18 @@ class SteadyReceive(NamedTuple):
 def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
     """See `SteadySend`."""
     (spec,) = standing.tensors
-    shape, dtype, device = torch.Size(spec.shape), dtype_of(spec), lane.device
+    shape, dtype = torch.Size(spec.shape), dtype_of(spec)
     communicator = lane.wire.communicator
     post: Callable[..., Any] = communicator.backend.send
     peer, tag = communicator.peer, lane.wire.data_tag(sending=True)
     issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
-    lock, held, append = issuer.lock, issuer.held, lane.queue.append
+    take, give = issuer.lock.acquire, issuer.lock.release  # twice as fast as `with`
+    held, append = issuer.held, lane.queue.append
 
     def issue(tensors: Sequence[Tensor], transfer: Transfer | None) -> Transfer:
-        with lock:
-            try:
-                work = post(tensors, peer, tag)
-            except RuntimeError as error:
-                lane.explain(error, transfer or Transfer(lane))
-                raise lane.error or error from error
+        take()
+        try:
+            work = post(tensors, peer, tag)
             # The message is on its way. What follows is no part of its latency, as the other side has to wake up.
             if transfer is None:
                 transfer = Transfer(lane)
@@ -80,6 +78,11 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
             transfer.sequence = lane.sent
             lane.sent += 1
             append(transfer)
+        except RuntimeError as error:
+            lane.explain(error, transfer or Transfer(lane))
+            raise lane.error or error from error
+        finally:
+            give()
         if issuer.asleep:
             issuer.wake.set()
         return transfer
@@ -94,7 +97,7 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
             or not isinstance(payload, Tensor)
             or payload.shape != shape
             or payload.dtype is not dtype
-            or payload.device != device
+            or not payload.is_cpu
             or not payload.is_contiguous()
             or payload.is_neg()  # of what lanes refuse, all that can have come so far
         ):
@@ -122,7 +125,8 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
     post: Callable[..., Any] = communicator.backend.recv
     peer, tag = communicator.peer, lane.wire.data_tag(sending=False)
     issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
-    lock, held, append, tally = issuer.lock, issuer.held, lane.queue.append, lane.tally
+    take, give = issuer.lock.acquire, issuer.lock.release  # twice as fast as `with`
+    held, append, tally = issuer.held, lane.queue.append, lane.tally
     must_wish = lane.config.shape_mode == "given"
 
     ahead, posted, free = lane.config.receives_ahead, lane.posted, recipe.free
@@ -143,22 +147,25 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
         return buffers, (work,)
 
     def issue(transfer: ReceiveTransfer | None) -> ReceiveTransfer:
-        with lock:
-            try:
-                mine = posted.popleft() if posted else put()
-                # Those ahead of the one that is asked for: the sender learns of them before it needs to.
-                while len(posted) < ahead:
-                    posted.append(put())
-            except RuntimeError as error:
-                lane.explain(error, transfer or ReceiveTransfer(lane))
-                raise lane.error or error from error
+        take()
+        try:
+            mine = posted.popleft() if posted else put()
+            # Those ahead of the one that is asked for: the sender learns of them before it needs to.
+            while len(posted) < ahead:
+                posted.append(put())
             if transfer is None:
                 transfer = ReceiveTransfer(lane)
             transfer.recipe = recipe
             transfer.tensors, transfer.works = mine
+            transfer.build()  # while the message travels, not when it has come
             transfer.sequence = lane.received
             lane.received += 1
             append(transfer)
+        except RuntimeError as error:
+            lane.explain(error, transfer or ReceiveTransfer(lane))
+            raise lane.error or error from error
+        finally:
+            give()
         if issuer.asleep:
             issuer.wake.set()
         return transfer

@@ -146,6 +146,8 @@ class WaitedLane(RemoteLane):
                 failure = error
             finally:
                 turns.turn.release()
+            if transfer.state is _DONE and not (turns.contended or transfer.callbacks):
+                return
             if turns.contended:
                 turns.pass_on()
             if failure is not None:

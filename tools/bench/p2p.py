@@ -1,6 +1,6 @@
 """Lanes against a bare isend/irecv pair: latency and bandwidth, messages and host waits.
 
-    python tools/bench/p2p.py [--pairs 61] [--receives-ahead 1] [--backend nccl]
+    python tools/bench/p2p.py [--runs 5] [--pairs 31] [--receives-ahead 1] [--backend nccl]
 
 Two ranks on this machine. Latency is a ping-pong of one message; bandwidth streams messages of which several are under
 way, one way, and is over when the last one is acknowledged. Each figure is a ratio, lane to bare, and the bound for it
@@ -9,8 +9,9 @@ is 1.15.
 How it is measured, since identical runs on a shared machine vary by half: both sides run in the same two processes, on
 the same groups, in blocks of a few milliseconds, bare and lane first in turn. Of a block counts the median of its
 rounds (what a round takes that nothing interrupts); of a pair of neighbouring blocks the ratio of the two; of all
-pairs the median. The quartiles beside it say how sure that is, and the same ratio of means what interruptions add:
-it has no bound, as it is the machine's more than anybody's.
+pairs the median. Where the system puts a process and its threads lasts as long as they do and moves a ratio by 0.05,
+so the pairs come from several runs, each in processes of its own. The quartiles beside the median say how sure it is,
+and the same ratio of means what interruptions add: it has no bound, as it is the machine's more than anybody's.
 
 What each side does is the same work. Both wait for sends as well as for receives, with a timeout, as nobody trains
 without one. Both receive into buffers that are there already (the lane: into slots that were released), or both into
@@ -44,7 +45,7 @@ SIZES = (4 * 1024, 256 * 1024, 16 * 1024 * 1024)
 WINDOW = 4
 # Messages per block: some 5 ms each, and more where a message takes longer.
 MESSAGES = {SIZES[0]: 96, SIZES[1]: 24, SIZES[2]: 8}
-FEWEST_PAIRS = 31
+FEWEST_PAIRS = 31  # of all runs
 TIMEOUT = 120.0
 FLOAT_BYTES = 4
 
@@ -144,65 +145,97 @@ class Ours:
             self.acknowledge.isend(self.token).wait()
 
 
-def _compare(bare: Bare, other: Bare | Ours, verb: str, options: argparse.Namespace) -> float:
-    """Print and return the ratio of the two."""
-    size, device = bare.data.nbytes, bare.data.device
+@attrs.frozen
+class Figure:
+    """What was seen of one comparison in one run.
+
+    Attributes:
+        verb: the traffic.
+        size: bytes of a message.
+        floor: name of the side that the other is held against.
+        name: of the other side.
+        bounded: whether the ratio has a bound.
+        messages: of a round.
+        blocks: for each side, of each block the seconds of its rounds.
+    """
+
+    verb: str
+    size: int
+    floor: str
+    name: str
+    bounded: bool
+    messages: int
+    blocks: tuple[list[list[float]], list[list[float]]]
+
+    def ratios(self, measure: Callable[[Sequence[float]], float]) -> list[float]:
+        """Of each pair of blocks, the ratio of what ``measure`` says of their rounds."""
+        return [measure(theirs) / measure(floor) for floor, theirs in zip(*self.blocks, strict=True)]
+
+
+def _compare(floor: Bare, other: Bare | Ours, verb: str, options: argparse.Namespace) -> Figure:
+    size, device = floor.data.nbytes, floor.data.device
     messages = 2 if verb == "ping_pong" else WINDOW
     rounds = max(1, MESSAGES[size] // messages)
-    actions: tuple[Callable[[], None], Callable[[], None]] = (getattr(bare, verb), getattr(other, verb))
+    actions: tuple[Callable[[], None], Callable[[], None]] = (getattr(floor, verb), getattr(other, verb))
     for action in actions:
         _rounds(action, rounds, device)
     blocks: tuple[list[list[float]], list[list[float]]] = ([], [])
     for pair in range(options.pairs):
         for side in (0, 1) if pair % 2 else (1, 0):
             blocks[side].append(_rounds(actions[side], rounds, device))
-    ratios, ratios_of_means = (
-        [measure(theirs) / measure(floor) for floor, theirs in zip(*blocks, strict=True)]
-        for measure in (statistics.median, statistics.fmean)
-    )
+    return Figure(verb, size, floor.name, other.name, isinstance(other, Ours), messages, blocks)
+
+
+def _report(figures: Sequence[Figure]) -> bool:
+    """Print one comparison, of all runs together; whether it keeps its bound."""
+    first = figures[0]
+    ratios = [ratio for figure in figures for ratio in figure.ratios(statistics.median)]
+    of_means = [ratio for figure in figures for ratio in figure.ratios(statistics.fmean)]
     low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    if bare.rank == 0:
-        floor, theirs = (statistics.median(map(statistics.median, side)) / messages for side in blocks)
-        verdict = "" if isinstance(other, Bare) else "ok" if ratio <= BOUND else f"over {BOUND}"
-        print(
-            f"{verb:<9} {size:>8} B  {bare.name:<10} {floor * 1e6:>7.1f} us {size / floor / 1e9:>5.2f} GB/s   "
-            f"{other.name:<10} {theirs * 1e6:>7.1f} us {size / theirs / 1e9:>5.2f} GB/s   "
-            f"ratio {ratio:.3f} [{low:.3f}, {high:.3f}] {verdict:<9} of means {statistics.median(ratios_of_means):.3f}",
-            flush=True,
-        )
-    return ratio
+    floor, theirs = (
+        statistics.median(statistics.median(block) for figure in figures for block in figure.blocks[side])
+        / first.messages
+        for side in (0, 1)
+    )
+    good = not first.bounded or ratio <= BOUND
+    verdict = ("ok" if good else f"over {BOUND}") if first.bounded else ""
+    print(
+        f"{first.verb:<9} {first.size:>8} B  {first.floor:<10} {floor * 1e6:>7.1f} us {first.size / floor / 1e9:>5.2f} "
+        f"GB/s   {first.name:<10} {theirs * 1e6:>7.1f} us {first.size / theirs / 1e9:>5.2f} GB/s   "
+        f"ratio {ratio:.3f} [{low:.3f}, {high:.3f}] {verdict:<9} of means {statistics.median(of_means):.3f}",
+        flush=True,
+    )
+    return good
 
 
-def _count(ours: Ours, exchanges: int) -> None:
+def _count(ours: Ours, exchanges: int) -> list[str]:
+    """What a number of steady exchanges take, in words; a line per lane."""
     before = [attrs.evolve(lane.stats) for lane in (ours.out, ours.back)]
     for _ in range(exchanges):
         ours.ping_pong()
-    if ours.rank == 0:
-        for name, old, lane in zip(("there", "back"), before, (ours.out, ours.back), strict=True):
-            difference = {key: value - getattr(old, key) for key, value in attrs.asdict(lane.stats).items()}
-            print(
-                f"  {exchanges} exchanges, {name}: "
-                + ", ".join(f"{difference[key]} {key}" for key in ("messages", "transfers", "headers", "host_syncs")),
-                flush=True,
-            )
+    lines = []
+    for name, old, lane in zip(("there", "back"), before, (ours.out, ours.back), strict=True):
+        difference = {key: value - getattr(old, key) for key, value in attrs.asdict(lane.stats).items()}
+        counts = ", ".join(f"{difference[key]} {key}" for key in ("messages", "transfers", "headers", "host_syncs"))
+        lines.append(f"{exchanges} exchanges of {ours.data.nbytes} B, {name}: {counts}")
+    return lines
 
 
-def _measure(rank: int, device: torch.device, size: int, options: argparse.Namespace) -> bool:
+def _measure(rank: int, device: torch.device, size: int, options: argparse.Namespace) -> tuple[list[Figure], list[str]]:
     specs = [LaneSpec(0, 1, "out"), LaneSpec(1, 0, "back"), LaneSpec(1, 0, "acknowledge")]
     data = torch.ones(size // FLOAT_BYTES, device=device)
-    good = True
     config = P2PConfig(deadline=TIMEOUT, receives_ahead=options.receives_ahead)
     with open_lanes(specs, config=config, device=device) as lanes:
         ends = [lanes[spec] for spec in specs]
         groups = ends[0].group, ends[1].group
         bare, bare_fresh = Bare(rank, *groups, data), Bare(rank, *groups, data, fresh=True)
         ours, fresh = Ours(rank, ends, data, release=True), Ours(rank, ends, data, release=False)
-        for verb in ("ping_pong", "stream"):
-            good &= _compare(bare, ours, verb, options) <= BOUND
-            good &= _compare(bare_fresh, fresh, verb, options) <= BOUND
-            _compare(bare, bare_fresh, verb, options)
-        _count(ours, exchanges=10)
-    return good
+        figures = [
+            _compare(floor, other, verb, options)
+            for verb in ("ping_pong", "stream")
+            for floor, other in ((bare, ours), (bare_fresh, fresh), (bare, bare_fresh))
+        ]
+        return figures, _count(ours, exchanges=10)
 
 
 def _run(rank: int, path: str, options: argparse.Namespace, outcome: Any) -> None:
@@ -211,40 +244,58 @@ def _run(rank: int, path: str, options: argparse.Namespace, outcome: Any) -> Non
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(options.backend, store=FileStore(path, 2), rank=rank, world_size=2)
-    good = [_measure(rank, device, size, options) for size in options.sizes]
+    measured = [_measure(rank, device, size, options) for size in options.sizes]
     if rank == 0:
-        outcome.put(all(good))
+        outcome.send(measured)
     dist.destroy_process_group()
+
+
+def _one_run(options: argparse.Namespace) -> list[tuple[list[Figure], list[str]]]:
+    """Measure everything once, in two processes of its own."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "store")
+        ranks = [context.Process(target=_run, args=(rank, path, options, writer), daemon=True) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        writer.close()  # so that ranks that die end the wait
+        try:
+            measured: list[tuple[list[Figure], list[str]]] = reader.recv()
+        except EOFError:
+            raise SystemExit("a rank died, see above") from None
+        for process in ranks:
+            process.join()
+    return measured
 
 
 def main() -> int:
     """Measure and print; 1 where a ratio is over the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=61, help=f"pairs per figure, at least {FEWEST_PAIRS}")
+    parser.add_argument("--runs", type=int, default=5, help="runs, each in new processes")
+    parser.add_argument("--pairs", type=int, default=31, help="pairs per figure and run")
     parser.add_argument("--receives-ahead", type=int, default=0, help="P2PConfig's setting; 0 is the default there")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="bytes")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl needs two GPUs")
     options = parser.parse_args()
-    if options.pairs < FEWEST_PAIRS:
-        parser.error(f"--pairs is {options.pairs}; a median over fewer than {FEWEST_PAIRS} says nothing here")
+    if options.runs * options.pairs < FEWEST_PAIRS:
+        parser.error(
+            f"{options.runs} runs of {options.pairs} pairs; a median over fewer than {FEWEST_PAIRS} says nothing here"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("spawn")
-    outcome = context.SimpleQueue()
     print(
         f"torch {torch.__version__}, {options.backend}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
-        f"receives_ahead={options.receives_ahead}, median [quartiles] of {options.pairs} interleaved pairs",
+        f"receives_ahead={options.receives_ahead}, median [quartiles] of {options.runs} x {options.pairs} pairs",
         flush=True,
     )
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "store")
-        ranks = [context.Process(target=_run, args=(rank, path, options, outcome), daemon=True) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    if any(process.exitcode for process in ranks):
-        return 2
-    return 0 if outcome.get() else 1
+    runs = [_one_run(options) for _ in range(options.runs)]
+    good = True
+    for sizes in zip(*runs, strict=True):
+        for figures in zip(*(figures for figures, _ in sizes), strict=True):
+            good &= _report(figures)
+        for line in sizes[0][1]:
+            print(f"  {line}")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -165,6 +165,34 @@ def test_everything_under_way_on_a_dead_lane_fails_with_the_first_cause(ranks):
         ranks.barrier()
 
 
+class EndsAsTheLaneDoes:
+    """A work that is done; before anybody can say so, another thread ends the lane."""
+
+    def __init__(self, work, lane):
+        self.work, self.lane = work, lane
+
+    def wait(self, timeout):
+        self.work.wait(timeout)
+        self.lane.abort("another thread gave up")
+
+
+@pytest.mark.ranks(2)
+def test_a_transfer_that_comes_just_as_its_lane_ends_has_failed(ranks):
+    lanes = open_lanes([THERE, BACK], config=config())
+    if ranks.rank == 0:
+        for _ in range(2):
+            lanes[THERE].isend(torch.ones(SHAPE)).wait()
+        lanes[BACK].irecv().result()
+    else:
+        lanes[THERE].irecv().result()
+        last = lanes[THERE].irecv()
+        last.works = [EndsAsTheLaneDoes(work, lanes[THERE]) for work in last.works]
+        for _ in range(2):
+            with pytest.raises(P2PLaneDeadError, match="another thread gave up"):
+                last.result()
+        lanes[BACK].isend(torch.ones(SHAPE)).wait()
+
+
 @pytest.mark.ranks(2)
 def test_a_send_that_nobody_receives_ends_at_the_deadline_though_nobody_waits(ranks):
     with open_lanes([THERE], config=config()) as lanes:

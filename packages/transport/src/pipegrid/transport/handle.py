@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attrs import define
 from torch import Tensor
 
 from pipegrid.transport.config import LONGEST_SECONDS, is_seconds
@@ -34,6 +35,9 @@ _PENDING, _DONE, _FAILED = State.PENDING, State.DONE, State.FAILED
 _NEVER = math.inf
 
 
+# A handle is made for every message, and its state is asked a dozen times: slots halve what that takes. An `__init__`
+# for each kind, as attrs writes them, lets the interpreter specialise both; one that they share, it can for neither.
+@define(eq=False, repr=False, weakref_slot=False)
 class Transfer:
     """A message that goes out on a lane; the handle that its sender gets.
 
@@ -43,44 +47,26 @@ class Transfer:
         error: why it failed.
     """
 
-    # A handle is made for every message, and its state is asked a dozen times: slots halve what that takes.
-    __slots__ = (
-        "attended",
-        "callbacks",
-        "due",
-        "error",
-        "heralds",
-        "lane",
-        "posted_at",
-        "seconds",
-        "sequence",
-        "signature",
-        "start",
-        "state",
-        "stream",
-        "tensors",
-        "waited",
-        "works",
-    )
-    sending: ClassVar[bool] = True
+    lane: Lane
+    sequence: int = -1
+    state: State = _PENDING
+    error: BaseException | None = None
+    works: Sequence[Any] | None = None  # once the backend has it
+    tensors: Sequence[Tensor] = ()  # kept while the backend may use them
+    signature: Signature | None = None  # None: what stands on the lane
+    start: Callable[[Any], None] | None = None  # how to issue it, if made the steady way inside a batch
+    # Works of the headers that go before it: kept, or gloo would not deliver them. That they are done follows
+    # from the end of the transfer itself, which the other side posts when it has read them.
+    heralds: Sequence[Any] = ()
+    stream: torch.cuda.Stream | None = None
+    attended: bool = False  # the caller waits for it at once: no thread needs to look after it
+    waited: bool = False  # somebody has waited for it
+    due: float = _NEVER
+    seconds: float = _NEVER
+    posted_at: float = _NEVER
+    callbacks: tuple[Callable[[Any], None], ...] = ()
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.sequence = -1
-        self.state = _PENDING
-        self.error: BaseException | None = None
-        self.works: Sequence[Any] | None = None  # once the backend has it
-        self.tensors: Sequence[Tensor] = ()  # kept while the backend may use them
-        self.signature: Signature | None = None  # None: what stands on the lane
-        self.start: Callable[[Any], None] | None = None  # how to issue it, if made the steady way inside a batch
-        # Works of the headers that go before it: kept, or gloo would not deliver them. That they are done follows
-        # from the end of the transfer itself, which the other side posts when it has read them.
-        self.heralds: Sequence[Any] = ()
-        self.stream: torch.cuda.Stream | None = None
-        self.attended = False  # the caller waits for it at once: no thread needs to look after it
-        self.waited = False  # somebody has waited for it
-        self.due = self.seconds = self.posted_at = _NEVER
-        self.callbacks: tuple[Callable[[Any], None], ...] = ()
+    sending: ClassVar[bool] = True
 
     @property
     def is_ready(self) -> bool:
@@ -132,19 +118,17 @@ class Transfer:
         return f"<{verb} {self.sequence} of lane {self.lane.spec}: {self.state.value}>"
 
 
+@define(eq=False, repr=False, weakref_slot=False)
 class ReceiveTransfer(Transfer):
     """A message that comes in; the handle that its receiver gets."""
 
-    __slots__ = ("_built", "_payload", "_released", "recipe", "wish")
-    sending = False
+    wish: Wish | None = None  # what the caller expects, where it said so
+    recipe: Recipe | None = None  # how it becomes a payload, once that is known
+    _payload: Any = None
+    _built: bool = False
+    _released: bool = False
 
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(lane)
-        self.wish: Wish | None = None  # what the caller expects, where it said so
-        self.recipe: Recipe | None = None  # how it becomes a payload, once that is known
-        self._payload: Any = None
-        self._built = False
-        self._released = False
+    sending = False
 
     @property
     def is_ready(self) -> bool:

@@ -33,6 +33,7 @@ class WaitedLane(RemoteLane):
         self.posted: deque[tuple[list[Tensor], tuple[Any, ...]]] = deque()
         # Those of shapes that were given up since. Nothing is sent to them; gloo cannot take them back.
         self._given_up: list[Any] = []
+        self._sends = self.rank == self.spec.source
 
     # Starting: messages of one tensor whose shape stands have a way of their own
 
@@ -124,37 +125,34 @@ class WaitedLane(RemoteLane):
         """See `Lane.wait_for`."""
         queue, turns = self.queue, self._turns
         # The common case in one go; `Turns.until` is the general one, and does the same.
-        if (
-            timeout is None
-            and queue
-            and queue[0] is transfer
-            and (works := transfer.works) is not None
-            and turns.turn.acquire(False)
-        ):
+        if timeout is None and (works := transfer.works) and turns.turn.acquire(False):
             failure = None
             transfer.waited = True
             try:
-                if transfer.state is _PENDING:
+                if queue and queue[0] is transfer:
                     for work in works:
                         work.wait(self._patience)
-                    transfer.state = _DONE
-                    transfer.works = ()
-                    queue.popleft()
-                    if transfer.sending:
-                        transfer.tensors = ()
+                    # The lane may have failed in the meantime. No thread can come in between these lines.
+                    if transfer.state is _PENDING:
+                        transfer.state = _DONE
+                        transfer.works = ()
+                        queue.popleft()
+                        if self._sends:
+                            transfer.tensors = ()
             except RuntimeError as error:
                 failure = error
             finally:
                 turns.turn.release()
-            if transfer.state is _DONE and not (turns.contended or transfer.callbacks):
-                return
             if turns.contended:
                 turns.pass_on()
             if failure is not None:
                 self.explain(failure, transfer)
-            elif transfer.callbacks:
+            elif transfer.callbacks and transfer.state is _DONE:
                 self._tell_all(transfer)
-        if transfer.state is _PENDING:
+        state = transfer.state
+        if state is _DONE:
+            return
+        if state is _PENDING:
             self._until(transfer, timeout, posted=False)
         if transfer.state is not _DONE:
             self._refuse(transfer)

@@ -15,9 +15,10 @@ and the same ratio of means what interruptions add: it has no bound, as it is th
 
 What each side does is the same work. Both wait for sends as well as for receives, with a timeout, as nobody trains
 without one. Both receive into buffers that are there already (the lane: into slots that were released), or both into
-fresh ones (the lane: what it gives who releases nothing). The lane checks what it is given, keeps its order and
-deadlines, and hands out the payload. What new memory costs by itself, mostly page faults, is the bare side with fresh
-buffers against the bare side without: that is the machine's, and has no bound.
+fresh ones (the lane: what it gives who releases nothing; the blocking verbs of `P2PCommunicator`: always). The lane
+checks what it is given, keeps its order and deadlines, and hands out the payload. What new memory costs by itself,
+mostly page faults, is the bare side with fresh buffers against the bare side without: that is the machine's, and has
+no bound.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from pipegrid.transport import Lane, LaneSpec, P2PConfig, open_lanes
+from pipegrid.transport import Lane, LaneSpec, P2PCommunicator, P2PConfig, open_lanes
 
 BOUND = 1.15
 SIZES = (4 * 1024, 256 * 1024, 16 * 1024 * 1024)
@@ -145,6 +147,24 @@ class Ours:
             self.acknowledge.isend(self.token).wait()
 
 
+class Verbs:
+    """The ping-pong by the blocking verbs of a pipeline stage, whose receives give fresh buffers."""
+
+    name = "verbs"
+
+    def __init__(self, rank: int, stage: P2PCommunicator, data: torch.Tensor) -> None:
+        self.rank, self.stage, self.data, self.shape = rank, stage, data, tuple(data.shape)
+
+    def ping_pong(self) -> None:
+        """One message there and one back."""
+        if self.rank == 0:
+            self.stage.send_forward(self.data, is_last_stage=False)
+            self.stage.recv_backward(self.shape, is_last_stage=False)
+        else:
+            self.stage.recv_forward(self.shape, is_first_stage=False)
+            self.stage.send_backward(self.data, is_first_stage=False)
+
+
 @attrs.frozen
 class Figure:
     """What was seen of one comparison in one run.
@@ -172,7 +192,7 @@ class Figure:
         return [measure(theirs) / measure(floor) for floor, theirs in zip(*self.blocks, strict=True)]
 
 
-def _compare(floor: Bare, other: Bare | Ours, verb: str, options: argparse.Namespace) -> Figure:
+def _compare(floor: Bare, other: Bare | Ours | Verbs, verb: str, options: argparse.Namespace) -> Figure:
     size, device = floor.data.nbytes, floor.data.device
     messages = 2 if verb == "ping_pong" else WINDOW
     rounds = max(1, MESSAGES[size] // messages)
@@ -183,7 +203,7 @@ def _compare(floor: Bare, other: Bare | Ours, verb: str, options: argparse.Names
     for pair in range(options.pairs):
         for side in (0, 1) if pair % 2 else (1, 0):
             blocks[side].append(_rounds(actions[side], rounds, device))
-    return Figure(verb, size, floor.name, other.name, isinstance(other, Ours), messages, blocks)
+    return Figure(verb, size, floor.name, other.name, not isinstance(other, Bare), messages, blocks)
 
 
 def _report(figures: Sequence[Figure]) -> bool:
@@ -230,11 +250,10 @@ def _measure(rank: int, device: torch.device, size: int, options: argparse.Names
         groups = ends[0].group, ends[1].group
         bare, bare_fresh = Bare(rank, *groups, data), Bare(rank, *groups, data, fresh=True)
         ours, fresh = Ours(rank, ends, data, release=True), Ours(rank, ends, data, release=False)
-        figures = [
-            _compare(floor, other, verb, options)
-            for verb in ("ping_pong", "stream")
-            for floor, other in ((bare, ours), (bare_fresh, fresh), (bare, bare_fresh))
-        ]
+        sides: list[tuple[Bare, Bare | Ours | Verbs]] = [(bare, ours), (bare_fresh, fresh), (bare, bare_fresh)]
+        with closing(P2PCommunicator(None, attrs.evolve(config, pipeline_dtype=data.dtype), device=device)) as stage:
+            figures = [_compare(bare_fresh, Verbs(rank, stage, data), "ping_pong", options)]
+        figures += [_compare(*pair, verb, options) for verb in ("ping_pong", "stream") for pair in sides]
         return figures, _count(ours, exchanges=10)
 
 

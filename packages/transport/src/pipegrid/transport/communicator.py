@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 from pipegrid.transport.edge import Direction
@@ -12,6 +13,12 @@ from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.handle import Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lane_spec import LaneSpec
+
+_RECEIVES = ("recv_prev", "recv_next")
+# In the order in which they are started and waited for. Receives first: on the other side, too, everything was posted
+# before anybody waits, and what a receive has to do for its first message should not wait behind a send.
+_NAMES = (*_RECEIVES, "send_next", "send_prev")
+_UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 class P2PCommunicator(EdgeLanes):
@@ -52,8 +59,7 @@ class P2PCommunicator(EdgeLanes):
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
         with self._timed("forward-recv"):
-            received, _ = self._exchange(receive_previous=(tensor_shapes,))
-        return received
+            return self._finish(self._start("recv_prev", tensor_shapes))
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
         """Receive the next gradient from the next rank; None on the last stage."""
@@ -61,20 +67,19 @@ class P2PCommunicator(EdgeLanes):
             return None
         self._require_receivable(tensor_shapes, "recv_next")
         with self._timed("backward-recv"):
-            _, received = self._exchange(receive_next=(tensor_shapes,))
-        return received
+            return self._finish(self._start("recv_next", tensor_shapes))
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
         """Send an activation to the next rank; nothing on the last stage."""
         if not _is("is_last_stage", is_last_stage):
             with self._timed("forward-send"):
-                self._exchange(send_next=(output_tensors,))
+                self._finish(self._start("send_next", output_tensors))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
         """Send a gradient to the previous rank; nothing on the first stage."""
         if not _is("is_first_stage", is_first_stage):
             with self._timed("backward-send"):
-                self._exchange(send_previous=(input_tensor_grads,))
+                self._finish(self._start("send_prev", input_tensor_grads))
 
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any = None, is_last_stage: bool = False
@@ -84,8 +89,7 @@ class P2PCommunicator(EdgeLanes):
             return None
         self._require_receivable(tensor_shapes, "recv_next")
         with self._timed("forward-send-backward-recv"):
-            _, received = self._exchange(send_next=(output_tensors,), receive_next=(tensor_shapes,))
-        return received
+            return self._exchange(send_next=(output_tensors,), recv_next=(tensor_shapes,))["recv_next"]
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
@@ -95,8 +99,7 @@ class P2PCommunicator(EdgeLanes):
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
         with self._timed("backward-send-forward-recv"):
-            received, _ = self._exchange(send_previous=(input_tensor_grads,), receive_previous=(tensor_shapes,))
-        return received
+            return self._exchange(send_prev=(input_tensor_grads,), recv_prev=(tensor_shapes,))["recv_prev"]
 
     def send_forward_recv_forward(
         self,
@@ -121,13 +124,12 @@ class P2PCommunicator(EdgeLanes):
             self._require_receivable(tensor_shape, "recv_prev")
         parts = {
             "send_next": None if output_tensor is None else (output_tensor,),
-            "receive_previous": (tensor_shape,) if recv_prev else None,
+            "recv_prev": (tensor_shape,) if recv_prev else None,
         }
         with self._timed("forward-send-forward-recv"):
             if _is("overlap_p2p_comm", overlap_p2p_comm):
                 return self._overlapped("recv_prev", **parts)
-            received, _ = self._exchange(**parts)
-        return received
+            return self._exchange(**parts).get("recv_prev")
 
     def send_backward_recv_backward(
         self,
@@ -144,14 +146,13 @@ class P2PCommunicator(EdgeLanes):
         if _is("recv_next", recv_next):
             self._require_receivable(tensor_shape, "recv_next")
         parts = {
-            "send_previous": None if input_tensor_grad is None else (input_tensor_grad,),
-            "receive_next": (tensor_shape,) if recv_next else None,
+            "send_prev": None if input_tensor_grad is None else (input_tensor_grad,),
+            "recv_next": (tensor_shape,) if recv_next else None,
         }
         with self._timed("backward-send-backward-recv"):
             if _is("overlap_p2p_comm", overlap_p2p_comm):
                 return self._overlapped("recv_next", **parts)
-            _, received = self._exchange(**parts)
-        return received
+            return self._exchange(**parts).get("recv_next")
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -170,83 +171,69 @@ class P2PCommunicator(EdgeLanes):
             if _is(name, wanted):
                 self._require_receivable(tensor_shape, name)
         with self._timed("forward-backward-send-forward-backward-recv"):
-            return self._exchange(
+            received = self._exchange(
                 send_next=None if output_tensor is None else (output_tensor,),
-                send_previous=None if input_tensor_grad is None else (input_tensor_grad,),
-                receive_previous=(tensor_shape,) if recv_prev else None,
-                receive_next=(tensor_shape,) if recv_next else None,
+                send_prev=None if input_tensor_grad is None else (input_tensor_grad,),
+                recv_prev=(tensor_shape,) if recv_prev else None,
+                recv_next=(tensor_shape,) if recv_next else None,
             )
+        return received.get("recv_prev"), received.get("recv_next")
 
-    # Under them
+    # Under them: transfers by the names of their handles
 
-    def _exchange(self, **parts: tuple[Any] | None) -> tuple[Any, Any]:
-        started = self._start(**parts)
-        # Receives first: on the other side, too, everything was posted before anybody waits, and what a receive
-        # has to do for its first message should not wait behind a send.
-        for name in ("recv_prev", "recv_next", "send_next", "send_prev"):
-            if name in started:
-                started[name].wait()
-                if self.config.batch_p2p_sync:
-                    started[name].synchronize()
-        received = [started[name].payload if name in started else None for name in ("recv_prev", "recv_next")]
-        return received[0], received[1]
+    def _exchange(self, **parts: tuple[Any] | None) -> dict[str, Any]:
+        """Start what is given and wait for it; the payloads of the receives."""
+        started = self._start_all(**parts)
+        return {name: self._finish(started[name]) for name in _NAMES if name in started}
 
     def _overlapped(self, receive: str, **parts: tuple[Any] | None) -> tuple[Any, dict[str, Transfer]]:
-        started = self._start(**parts)
+        started = self._start_all(**parts)
         tensor = started[receive].lane.provide(started[receive]) if receive in started else None
         return tensor, started
 
-    def _start(
-        self,
-        *,
-        send_next: tuple[Any] | None = None,
-        send_previous: tuple[Any] | None = None,
-        receive_next: tuple[Any] | None = None,
-        receive_previous: tuple[Any] | None = None,
-    ) -> dict[str, Any]:
+    def _start_all(self, **parts: tuple[Any] | None) -> dict[str, Any]:
         """Start what is given, each a one-tuple of the payload or the shapes; as one batch, if so configured.
 
         Not as one batch, either, is anything posted before everything is known to be sound.
         """
-        started: dict[str, Any] = {}
-        parts = (send_next, send_previous, receive_next, receive_previous)
-        if sum(part is not None for part in parts) > 1:
-            with self.lanes.batch(together=self.config.batch_p2p_comm):
-                self._start_each(started, send_next, send_previous, receive_next, receive_previous)
-        else:
-            self._start_each(started, send_next, send_previous, receive_next, receive_previous)
-        return started
+        given = {name: part[0] for name in _NAMES if (part := parts.get(name)) is not None}
+        if len(given) < 2:
+            return {name: self._start(name, value) for name, value in given.items()}
+        with self.lanes.batch(together=self.config.batch_p2p_comm):
+            return {name: self._start(name, value) for name, value in given.items()}
 
-    def _start_each(
-        self,
-        started: dict[str, Any],
-        send_next: tuple[Any] | None,
-        send_previous: tuple[Any] | None,
-        receive_next: tuple[Any] | None,
-        receive_previous: tuple[Any] | None,
-    ) -> None:
-        me, following, previous = self.rank, self.next_rank, self.prev_rank
-        if receive_previous is not None:
-            lane = self._neighbour(previous, me, Direction.FORWARD)
-            started["recv_prev"] = lane.irecv(receive_previous[0], attended=True)
-        if receive_next is not None:
-            lane = self._neighbour(following, me, Direction.BACKWARD)
-            started["recv_next"] = lane.irecv(receive_next[0], attended=True)
-        if send_next is not None:
-            lane = self._neighbour(me, following, Direction.FORWARD)
-            started["send_next"] = lane.isend(send_next[0])
-        if send_previous is not None:
-            lane = self._neighbour(me, previous, Direction.BACKWARD)
-            started["send_prev"] = lane.isend(send_previous[0])
-
-    def _neighbour(self, source: int, destination: int, direction: Direction) -> Lane:
-        spec = LaneSpec(source, destination, direction.name.lower())
-        if spec not in self.lanes:
+    def _start(self, name: str, value: Any) -> Any:
+        lane = self._of_name.get(name)
+        if lane is None:
+            spec = self._spec(name)
             raise P2PUsageError(
-                f"the placement {self._placement} has no {direction.name.lower()} traffic from rank {source} to "
-                f"{destination}; use isend and irecv with an edge"
+                f"the placement {self._placement} has no {spec.label} traffic from rank {spec.source} to "
+                f"{spec.destination}; use isend and irecv with an edge"
             )
-        return self.lanes[spec]
+        return lane.irecv(value, attended=True) if name in _RECEIVES else lane.isend(value)
+
+    def _finish(self, transfer: Any) -> Any:
+        """Wait for a transfer; what it received, if it is a receive."""
+        transfer.wait()
+        if self.config.batch_p2p_sync:
+            transfer.synchronize()
+        return None if transfer.sending else transfer.payload
+
+    @cached_property
+    def _of_name(self) -> dict[str, Lane]:
+        """The lanes to and from both neighbours, as far as the placement has them."""
+        specs = {name: self._spec(name) for name in _NAMES}
+        return {name: self.lanes[spec] for name, spec in specs.items() if spec in self.lanes}
+
+    def _spec(self, name: str) -> LaneSpec:
+        me, following, previous = self.rank, self.next_rank, self.prev_rank
+        source, destination, direction = {
+            "recv_prev": (previous, me, Direction.FORWARD),
+            "recv_next": (following, me, Direction.BACKWARD),
+            "send_next": (me, following, Direction.FORWARD),
+            "send_prev": (me, previous, Direction.BACKWARD),
+        }[name]
+        return LaneSpec(source, destination, direction.name.lower())
 
     def _require_receivable(self, shapes: Any, flag: str) -> None:
         """The errors of a receive that lacks what it needs, before anything is sent."""
@@ -264,16 +251,18 @@ class P2PCommunicator(EdgeLanes):
                 f"Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
             )
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str) -> AbstractContextManager[None]:
         timers = self.config.timers
-        if timers is not None:
-            timers(name, log_level=2).start()
-        try:
-            yield
-        finally:
-            if timers is not None:
-                timers(name).stop()
+        return _UNTIMED if timers is None else _running(timers, name)
+
+
+@contextmanager
+def _running(timers: Any, name: str) -> Iterator[None]:
+    timers(name, log_level=2).start()
+    try:
+        yield
+    finally:
+        timers(name).stop()
 
 
 def _is(name: str, value: Any) -> bool:

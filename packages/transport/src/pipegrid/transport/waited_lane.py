@@ -132,11 +132,11 @@ class WaitedLane(RemoteLane):
                 if queue and queue[0] is transfer:
                     for work in works:
                         work.wait(self._patience)
-                    # The lane may have failed in the meantime. No thread can come in between these lines.
+                    # The lane may have failed in the meantime. No thread comes in between these three lines.
                     if transfer.state is _PENDING:
                         transfer.state = _DONE
-                        transfer.works = ()
                         queue.popleft()
+                        transfer.works = ()
                         if self._sends:
                             transfer.tensors = ()
             except RuntimeError as error:

@@ -1,5 +1,7 @@
 """Every verb of P2PCommunicator against what must arrive, on 2, 3, 4 and 8 stages."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,58 +10,124 @@ from pipegrid.transport import P2PCommunicator
 
 from .stages import MODES, SHAPE, activation, assert_received, config, gradient
 
+SHAPES = [(), (0,), (3,), (2, 0), (2, 3), (1, 2, 3), (2, 1, 3, 2), (2, 1, 1, 2, 3)]
 
-@MODES
-@pytest.mark.ranks(2, 3, 4, 8)
-def test_every_verb_delivers_what_was_sent(ranks, communicator):
+
+def assert_every_verb_delivers(communicator, activation, gradient, shapes=SHAPE):
+    """Call all nine verbs, with what ``activation`` and ``gradient`` make for a stage and a microbatch."""
     me, count = communicator.current_stage, communicator.total_stages
     first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
     before, after = (me - 1) % count, (me + 1) % count
+    kept = []
+
+    def expect(received, expected):
+        assert_payload_received(received, expected)
+        kept.append((received, expected))
 
     # Down the pipeline, and back up.
-    received = communicator.recv_forward(SHAPE, first)
-    assert (received is None) if first else (assert_received(received, activation(before)) is None)
-    communicator.send_forward(activation(me), last)
-    received = communicator.recv_backward(SHAPE, last)
-    assert (received is None) if last else (assert_received(received, gradient(after)) is None)
-    communicator.send_backward(gradient(me), first)
+    expect(communicator.recv_forward(shapes, first), None if first else activation(before, 0))
+    communicator.send_forward(activation(me, 0), last)
+    expect(communicator.recv_backward(shapes, last), None if last else gradient(after, 0))
+    communicator.send_backward(gradient(me, 0), first)
 
     # Both at once between two neighbours, one pair after the other.
     for left in range(count - 1):
         if me == left:
-            received = communicator.send_forward_recv_backward(activation(me, 1), SHAPE, last)
-            assert_received(received, gradient(after, 2))
+            expect(communicator.send_forward_recv_backward(activation(me, 1), shapes, last), gradient(after, 2))
         elif me == left + 1:
-            communicator.recv_forward(SHAPE, first)
+            expect(communicator.recv_forward(shapes, first), activation(before, 1))
             communicator.send_backward(gradient(me, 2), first)
     for right in range(1, count):
         if me == right:
-            received = communicator.send_backward_recv_forward(gradient(me, 3), SHAPE, first)
-            assert_received(received, activation(before, 4))
+            expect(communicator.send_backward_recv_forward(gradient(me, 3), shapes, first), activation(before, 4))
         elif me == right - 1:
-            communicator.recv_backward(SHAPE, last)
+            expect(communicator.recv_backward(shapes, last), gradient(after, 3))
             communicator.send_forward(activation(me, 4), last)
-    assert communicator.send_forward_recv_backward(activation(me), SHAPE, True) is None
-    assert communicator.send_backward_recv_forward(gradient(me), SHAPE, True) is None
+    expect(communicator.send_forward_recv_backward(activation(me, 0), shapes, True), None)
+    expect(communicator.send_backward_recv_forward(gradient(me, 0), shapes, True), None)
 
     # All round the ring, the way from the last stage to the first included.
-    received = communicator.send_forward_recv_forward(activation(me, 5), True, SHAPE)
-    assert_received(received, activation(before, 5))
-    received = communicator.send_backward_recv_backward(gradient(me, 6), True, SHAPE)
-    assert_received(received, gradient(after, 6))
-    x, g = communicator.send_forward_backward_recv_forward_backward(
-        activation(me, 7), gradient(me, 7), True, True, SHAPE
-    )
-    assert_received(x, activation(before, 7))
-    assert_received(g, gradient(after, 7))
+    expect(communicator.send_forward_recv_forward(activation(me, 5), True, shapes), activation(before, 5))
+    expect(communicator.send_backward_recv_backward(gradient(me, 6), True, shapes), gradient(after, 6))
+    verb = communicator.send_forward_backward_recv_forward_backward
+    expect(verb(activation(me, 7), gradient(me, 7), True, True, shapes), (activation(before, 7), gradient(after, 7)))
 
     # Not everybody sends and receives.
     sending, receiving = (activation(me, 8) if me == 0 else None), me == 1 % count
-    received = communicator.send_forward_recv_forward(sending, receiving, SHAPE)
-    assert received is None if not receiving else assert_received(received, activation(0, 8)) is None
-    x, g = communicator.send_forward_backward_recv_forward_backward(None, gradient(me, 9), False, True, SHAPE)
-    assert x is None
-    assert_received(g, gradient(after, 9))
+    received = communicator.send_forward_recv_forward(sending, receiving, shapes)
+    expect(received, activation(before, 8) if receiving else None)
+    expect(verb(None, gradient(me, 9), False, True, shapes), (None, gradient(after, 9)))
+
+    # What came is the caller's own: no later message has touched it.
+    for received, expected in kept:
+        assert_payload_received(received, expected)
+
+
+def assert_payload_received(received, expected):
+    if isinstance(expected, torch.Tensor):
+        assert_received(received, expected)
+        return
+    assert type(received) is type(expected)
+    if isinstance(expected, dict):
+        assert list(received) == list(expected)
+        received, expected = received.values(), expected.values()
+    for one, other in zip(received or (), expected or (), strict=True):
+        assert_payload_received(one, other)
+
+
+@MODES
+@pytest.mark.ranks(2, 3, 4, 8)
+def test_every_verb_delivers_what_was_sent(ranks, communicator):
+    assert_every_verb_delivers(communicator, activation, gradient)
+
+
+STAGES = pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param(2, marks=pytest.mark.ranks(2)),
+        *(pytest.param(n, marks=[pytest.mark.ranks(n), pytest.mark.nightly]) for n in (3, 4, 8)),
+    ],
+)
+BATCHED = pytest.mark.parametrize("batched", [True, False], ids=["batched", "unbatched"])
+
+
+@STAGES
+@BATCHED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_every_verb_delivers_tensors_of_every_dtype_and_number_of_dimensions(ranks, stages, batched, dtype):
+    communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=dtype, batch_p2p_comm=batched))
+    for shape in SHAPES:
+        form = {"shape": shape, "dtype": dtype}
+        assert_every_verb_delivers(communicator, partial(activation, **form), partial(gradient, **form), shape)
+        communicator.renew_shapes()
+    communicator.close()
+
+
+@STAGES
+@BATCHED
+@pytest.mark.parametrize("varying", [False, True], ids=["agreed", "variable"])
+@pytest.mark.parametrize(
+    ("structure", "shapes"),
+    [
+        (lambda one, more: [one, None, more], [SHAPE, None, (4,)]),
+        (lambda one, more: [None, more, one], None),
+        (lambda one, more: {"hidden": one, "mask": None, "rows": more}, None),
+        (lambda one, more: ({"x": [one, None]}, more), None),
+        (lambda one, more: [None], None),
+    ],
+    ids=["list of shapes", "list", "dict", "nested", "nothing but None"],
+)
+def test_every_verb_delivers_lists_and_dicts_with_none(ranks, stages, batched, varying, structure, shapes):
+    settings = {"variable_seq_lengths": varying, "batch_p2p_comm": batched}
+    communicator = P2PCommunicator(dist.group.WORLD, config(**settings))
+
+    def of(make):
+        return lambda stage, microbatch: structure(
+            make(stage, microbatch), make(stage, microbatch, (4,), dtype=torch.int64)
+        )
+
+    assert_every_verb_delivers(communicator, of(activation), of(gradient), shapes)
+    communicator.close()
 
 
 @pytest.mark.ranks(2, 3)
@@ -88,7 +156,7 @@ def test_overlapped_verbs_return_handles_by_name(ranks, communicator):
 @pytest.mark.parametrize("communicator", [{"pipeline_dtype": None, "shapes": "header"}], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 def test_any_dtype_and_number_of_dimensions(ranks, communicator, dtype):
-    for shape in [(), (0,), (3,), (2, 0), (2, 3), (1, 2, 3), (2, 1, 3, 2), (2, 1, 1, 2, 3)]:
+    for shape in SHAPES:
         if communicator.is_pp_first_stage:
             gradient_back = communicator.send_forward_recv_backward(activation(0, 1, shape, dtype))
             assert_received(gradient_back, activation(1, 2, shape, dtype))

@@ -17,6 +17,10 @@ from pipegrid.transport import (
 from .stages import BACKWARD, FORWARD, SHAPE, activation, assert_received, config, gradient
 
 
+def assert_nothing_moved(communicator):
+    assert all(lane.stats.messages == 0 and not lane.queue for lane in communicator.lanes.values())
+
+
 class TestErrors:
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize("communicator", [{"pipeline_dtype": None}], indirect=True)
@@ -37,6 +41,7 @@ class TestErrors:
             communicator.send_backward_recv_backward(gradient(0), True, SHAPE)
         with backward:
             communicator.send_forward_backward_recv_forward_backward(None, None, False, True, SHAPE)
+        assert_nothing_moved(communicator)
 
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize("communicator", [{"shapes": "given"}], indirect=True)
@@ -47,6 +52,9 @@ class TestErrors:
             communicator.recv_backward(None, False)
         with pytest.raises(RuntimeError, match="tensor_shape must be specified on a receive"):
             communicator.irecv(edge=Edge(0, 1), direction=FORWARD if ranks.rank else BACKWARD)
+        with pytest.raises(RuntimeError, match="tensor_shape must be specified if recv_next is True"):
+            communicator.send_forward_recv_backward(activation(0), None, False)
+        assert_nothing_moved(communicator)
 
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ class TestWhatIsNone:
         # A text was taken for backward, and sent an activation on the lane of gradients.
         with pytest.raises(P2PUsageError, match=r"it must be Direction\.FORWARD or Direction\.BACKWARD"):
             communicator.isend(activation(0), edge=Edge(0, 1), direction=direction)
-        assert all(lane.stats.messages == 0 for lane in communicator.lanes.values())
+        assert_nothing_moved(communicator)
 
     @pytest.mark.ranks(1)
     @pytest.mark.parametrize("flag", ["no", "", 0, None])
@@ -191,4 +199,4 @@ class TestWhatIsNone:
             for call in calls:
                 with pytest.raises(P2PUsageError, match=f"{name} is {flag!r}; it must be True or False"):
                     call()
-        assert all(lane.stats.messages == 0 for lane in communicator.lanes.values())
+        assert_nothing_moved(communicator)

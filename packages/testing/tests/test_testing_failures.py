@@ -5,7 +5,7 @@ import signal
 import pytest
 
 FAILING = """
-import ctypes, os, signal, sys, threading, time, warnings
+import ctypes, logging, os, signal, sys, threading, time, warnings
 import pytest, torch, torch.distributed as dist
 
 @pytest.mark.ranks(3)
@@ -13,6 +13,7 @@ def test_assertion(ranks):
     ranks.report_position("F 0 1")
     ranks.barrier()
     print("printed by", ranks.rank)
+    logging.getLogger().warning("logged by %d", ranks.rank)
     mine = {"rank": ranks.rank}
     assert ranks.rank != 1 or mine == {"rank": 7}
     dist.barrier()
@@ -235,6 +236,12 @@ def test_what_ranks_print_is_shown_by_rank(failed):
     for rank in range(3):
         after = shown[shown.index(f"Captured output of rank {rank} call") :]
         assert after.splitlines()[1] == f"printed by {rank}"
+
+
+def test_what_a_rank_that_failed_has_logged_is_shown(failed):
+    shown = failed.printed[failed.printed.index("_ test_assertion _") :]
+    after = shown[shown.index("Captured log call of rank 1 call") :]
+    assert after.splitlines()[1].endswith("logged by 1")
 
 
 def test_after_a_failure_other_workers_take_over(failed):

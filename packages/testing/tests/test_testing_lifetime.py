@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 
 HANGS = """
@@ -17,9 +18,7 @@ here = pathlib.Path(__file__).parent
 
 @pytest.mark.ranks(4, deadline=500)
 def test_hangs(ranks):
-    pids = [os.getpid(), os.getppid()]
-    if ranks.rank == 0:
-        pids.append(subprocess.Popen(["sleep", "500"]).pid)
+    pids = [os.getpid(), os.getppid(), subprocess.Popen(["sleep", "500"]).pid]
     (here / f"{ranks.rank}.tmp").write_text(f"{ranks.shared_path.parent.parent} " + " ".join(map(str, pids)))
     (here / f"{ranks.rank}.tmp").rename(here / f"{ranks.rank}.pids")
     if ranks.rank == 1:
@@ -48,35 +47,69 @@ def until(condition, seconds: float) -> bool:
     return condition()
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
-def test_no_process_outlives_pytest(tmp_path, how):
+@attrs.frozen
+class Hanging:
+    """A pytest session, leader of a process group, in the midst of a test on four ranks that never ends."""
+
+    running: subprocess.Popen
+    printed: Path
+    directory: Path
+    pids: set[int]
+    template: int
+
+    def is_gone(self):
+        """Whether nothing is left of the pool: no process, none that a rank started, and no directory."""
+        assert until(lambda: not any(map(alive, self.pids)), 20), [pid for pid in self.pids if alive(pid)]
+        return until(lambda: not self.directory.exists(), 20)
+
+
+@pytest.fixture
+def hanging(tmp_path):
     (tmp_path / "test_inner.py").write_text(HANGS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    with (tmp_path / "printed").open("w") as printed:
+    printed = tmp_path / "printed"
+    with printed.open("w") as output:
         running = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_inner.py"],
             cwd=tmp_path,
-            stdout=printed,
+            stdout=output,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         files = [tmp_path / f"{rank}.pids" for rank in range(4)]
-        assert until(lambda: all(file.exists() for file in files), 120), (tmp_path / "printed").read_text()
+        until(lambda: all(file.exists() for file in files) or running.poll() is not None, 120)
+        assert all(file.exists() for file in files), printed.read_text()
         notes = [file.read_text().split() for file in files]
-        directory = Path(notes[0][0])
         pids = {int(pid) for note in notes for pid in note[1:]}
-        assert len(pids) == 6  # four ranks, what rank 0 started, and the template
+        assert len(pids) == 9  # four ranks, what each of them started, and the template
         assert all(map(alive, pids))
+        directory = Path(notes[0][0])
         assert directory.is_dir()
-        running.send_signal(signal.Signals[how])
-        running.wait(30)
-        assert until(lambda: not any(map(alive, pids)), 20), [pid for pid in pids if alive(pid)]
-        assert until(lambda: not directory.exists(), 20)
+        yield Hanging(running, printed, directory, pids, template=int(notes[0][2]))
     finally:
         running.kill()
         running.wait()
-    if how == "SIGINT":
-        assert "KeyboardInterrupt" in (tmp_path / "printed").read_text()
+
+
+def test_no_process_outlives_a_pytest_that_is_interrupted(hanging):
+    os.killpg(hanging.running.pid, signal.SIGINT)  # as a terminal does at Ctrl-C
+    hanging.running.wait(30)
+    assert hanging.is_gone()
+    assert "KeyboardInterrupt" in hanging.printed.read_text()
+
+
+def test_no_process_outlives_a_pytest_that_is_killed(hanging):
+    hanging.running.kill()
+    hanging.running.wait(30)
+    assert hanging.is_gone()
+
+
+def test_no_process_outlives_a_template_that_is_killed(hanging):
+    os.kill(hanging.template, signal.SIGKILL)
+    assert hanging.is_gone()
+    assert hanging.running.wait(30) == pytest.ExitCode.TESTS_FAILED
+    assert "the template process, which forks the ranks, is gone" in hanging.printed.read_text()
 
 
 STARTS = """

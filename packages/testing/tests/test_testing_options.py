@@ -59,6 +59,42 @@ def test_settings_conftests_and_options_reach_the_ranks_and_nothing_stays_behind
             os.kill(int(pid), 0)
 
 
+def test_strict_sends_of_the_command_line_and_a_backend_of_the_ini_file(pytester, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makeini("[pytest]\nranks_backend = nccl\n")
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.ranks(1, backend="gloo")
+        def test_marked(ranks):
+            assert ranks.strict_sends
+
+        @pytest.mark.ranks(1)
+        def test_unmarked(ranks):
+            assert ranks.backend == "gloo"
+            assert not ranks.strict_sends
+    """)
+    strict = pytester.runpytest("--strict-sends")
+    strict.assert_outcomes(passed=1, failed=1)
+    strict.stdout.fnmatch_lines(["*backend 'nccl' needs a GPU and torch sees none; use --backend gloo"])
+    pytester.runpytest("--backend", "gloo", "-k", "unmarked").assert_outcomes(passed=1, deselected=1)
+
+
+def test_nothing_is_taken_from_a_launchers_environment(pytester, monkeypatch):
+    for name, value in {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    pytester.makepyfile("""
+        import pytest, torch, torch.distributed as dist
+
+        @pytest.mark.ranks(2)
+        def test_it(ranks):
+            x = torch.tensor([dist.get_rank()])
+            dist.all_reduce(x)
+            assert (ranks.world_size, x.item()) == (2, 1)
+    """)
+    pytester.runpytest().assert_outcomes(passed=1)
+
+
 SEVERAL = """
 import pytest
 

@@ -1,9 +1,12 @@
 """Tests on ranks, seen from inside: what a test body is given, and what is left of the test before it."""
 
+import contextlib
+import logging
 import os
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,11 +79,13 @@ def test_every_fixture_ends_with_the_test_whatever_its_scope(counter, i):
 
 
 @pytest.mark.ranks(2)
-def test_pytests_own_fixtures_act_on_the_rank(ranks, monkeypatch, capsys, tmp_path):
+def test_pytests_own_fixtures_act_on_the_rank(ranks, monkeypatch, capsys, caplog, tmp_path):
     monkeypatch.setenv("PIPEGRID_TEST_RANK", str(ranks.rank))
     assert os.environ["PIPEGRID_TEST_RANK"] == str(ranks.rank)
     sys.stdout.write(f"{ranks.rank}\n")
     assert capsys.readouterr().out == f"{ranks.rank}\n"
+    logging.getLogger().warning("said on rank %d", ranks.rank)
+    assert caplog.messages == [f"said on rank {ranks.rank}"]
     assert len(set(gathered(ranks, str(tmp_path)))) == 2
 
 
@@ -99,6 +104,29 @@ def test_ranks_share_a_directory_and_a_store(ranks):
 def test_the_shared_directory_and_the_store_are_new_for_each_test(ranks):
     assert list(ranks.shared_path.iterdir()) == []
     assert not ranks.store.check(["key"])
+
+
+def listening():
+    """Where this process listens for TCP connections: addresses and ports, as the kernel writes them."""
+    sockets = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the directory itself
+            sockets.add(str(descriptor.readlink()))
+    tables = [Path("/proc/self/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not Path("/proc/self/net/tcp6").exists(), reason="reads /proc/self/net")
+def test_ranks_listen_on_the_loopback_device_only_and_on_ports_that_the_kernel_chose():
+    dist.barrier()
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    found = listening()
+    assert found
+    for address, port in found:
+        assert address == "0100007F"
+        assert lowest <= int(port, 16) <= highest
 
 
 class TestMethods:

@@ -114,6 +114,16 @@ def test_ends_with_the_worker(ranks):
     state = pathlib.Path("/proc", (HERE / f"child-{ranks.rank}").read_text(), "stat")
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.05)
+    sign()
+
+@pytest.mark.ranks(3)
+def test_a_third_worker_joins_those_that_are_there(ranks):
+    assert PIDS == ([os.getpid()] if ranks.rank < 2 else [])
+    sign()
+
+@pytest.mark.ranks(2)
+def test_and_fewer_need_no_new_one():
+    assert PIDS == [os.getpid()]
 """
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
@@ -134,6 +144,7 @@ def lived(session):
         ("test_a_thread_kept", "test_costs_the_place_too"),
         ("test_native_threads_kept", "test_cost_it_as_well"),
         ("test_a_child_kept", "test_ends_with_the_worker"),
+        ("test_a_third_worker_joins_those_that_are_there", "test_and_fewer_need_no_new_one"),
     ],
 )
 def test_the_next_test_finds_what_the_last_may_leave(lived, before, after):

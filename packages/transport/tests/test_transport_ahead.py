@@ -79,6 +79,26 @@ def test_each_costs_a_buffer(ranks):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("settings", "payload"),
+    [
+        ({"strict": True}, torch.ones(2)),
+        ({"communicators": "shared"}, torch.ones(2)),
+        ({"shapes": "header"}, torch.ones(2)),
+        ({}, [torch.ones(2)]),
+        ({}, torch.ones(0)),
+    ],
+    ids=["strict", "shared", "headers", "list", "empty"],
+)
+def test_elsewhere_none_is_posted_ahead(ranks, settings, payload):
+    with open_lanes([THERE], config=config(**settings)) as lanes:
+        lane = lanes[THERE]
+        for _ in range(5):
+            (lane.isend(payload) if ranks.rank == 0 else lane.irecv()).wait()
+        assert lane.stats.allocations == (0 if ranks.rank == 0 else 5)
+
+
+@pytest.mark.ranks(2)
 def test_a_receive_of_another_form_gets_what_was_posted_before(ranks):
     with open_lanes([THERE], config=config()) as lanes:
         lane = lanes[THERE]

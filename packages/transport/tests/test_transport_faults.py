@@ -124,6 +124,21 @@ def test_a_rank_that_fails_for_its_own_reasons_tells_the_others(ranks):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_peer_that_closes_its_lanes_says_so_at_once(ranks, sends):
+    lane = THERE if sends else BACK
+    with open_lanes([THERE, BACK], config=config(deadline=60.0)) as lanes:
+        if ranks.rank == 0:
+            handle = lanes[lane].isend(torch.ones(2)) if sends else lanes[lane].irecv()
+            ranks.barrier()
+            error = caught(handle.wait)
+            assert isinstance(error, P2PPeerError)
+            assert f"rank 1 ended lane {lane}: lane {lane} was closed on rank 1" in str(error)
+        else:
+            ranks.barrier()
+
+
+@pytest.mark.ranks(2)
 def test_a_timeout_has_the_numbers_and_the_lane_is_dead_on_both_sides(ranks):
     with open_lanes([THERE, BACK], config=config()) as lanes:
         if ranks.rank == 0:
@@ -239,7 +254,8 @@ def test_ten_lanes_of_a_stopped_peer_end_in_time_together(ranks, latest):
 class TestWrongOrder:
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize("settings", [{"strict": True}, {"communicators": "shared"}], ids=["strict", "shared"])
-    def test_of_two_lanes_ends_in_an_error_on_both_sides(self, ranks, settings):
+    @in_time
+    def test_of_two_lanes_ends_in_an_error_on_both_sides(self, ranks, settings, latest):
         # Rank 0 sends on one lane after the other; rank 1 receives in the other order. With buffered sends and
         # lanes of their own this works; with a rendezvous, or one communicator, it does not.
         specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b")]
@@ -253,7 +269,7 @@ class TestWrongOrder:
                 for handle in handles:
                     handle.wait()
 
-            error = caught(act)
+            error = caught(act, latest=latest)
             ranks.barrier()  # or the first to be through would close the other's lane before its own deadline
             assert isinstance(error, (P2PTimeoutError, P2PPeerError))
             if isinstance(error, P2PPeerError):
@@ -270,7 +286,8 @@ class TestWrongOrder:
                 assert [lanes[spec].irecv().result().item() for spec in reversed(specs)] == [1, 0]
 
     @pytest.mark.ranks(2)
-    def test_both_send_before_they_receive(self, ranks):
+    @in_time
+    def test_both_send_before_they_receive(self, ranks, latest):
         edge, way = Edge(0, 1), (FORWARD, BACKWARD)
         mine, theirs = way if ranks.rank == 0 else reversed(way)
 
@@ -283,7 +300,7 @@ class TestWrongOrder:
         act(buffered)
         buffered.close()
         strict = P2PCommunicator(dist.group.WORLD, config(strict=True))
-        error = caught(lambda: act(strict))
+        error = caught(lambda: act(strict), latest=latest)
         assert isinstance(error, (P2PTimeoutError, P2PPeerError))
         strict.close()
 

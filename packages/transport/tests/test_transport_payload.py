@@ -1,5 +1,8 @@
 """Payloads to tensors and back, without ranks."""
 
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +18,11 @@ DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8,
     torch.bool, torch.complex64, torch.float8_e4m3fn,
 ]  # fmt: skip
+
+
+class Output(NamedTuple):
+    hidden: Any
+    mask: Any
 
 
 def tensors_of(shape, dtype):
@@ -42,6 +50,9 @@ class TestFlatten:
             ({(1, 2): None}, r"the key \(1, 2\)"),
             ({True: None}, "the key True"),
             ([{"a": {1, 2}}], "holds a set"),
+            (Output(None, None), r"of Output, a kind of tuple .* send tuple\(value\) or value\._asdict\(\), and make"),
+            ([OrderedDict(x=None)], r"of OrderedDict, a kind of dict .* send dict\(value\), and make the OrderedDict"),
+            (torch.Size([2]), r"of Size, a kind of tuple .* send tuple\(value\)"),
         ],
     )
     def test_says_what_is_no_payload(self, payload, text):

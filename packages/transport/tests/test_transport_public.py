@@ -1,5 +1,6 @@
 """What the package offers, that planning needs no torch, and that the example of the README runs."""
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -44,6 +45,34 @@ def test_the_public_names_are_these():
         assert getattr(pipegrid.transport, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'P2PComunicator'"):
         _ = pipegrid.transport.P2PComunicator
+
+
+SEED = {
+    "recv_forward": ["tensor_shapes", "is_first_stage"],
+    "recv_backward": ["tensor_shapes", "is_last_stage"],
+    "send_forward": ["output_tensors", "is_last_stage"],
+    "send_backward": ["input_tensor_grads", "is_first_stage"],
+    "send_forward_recv_backward": ["output_tensors", "tensor_shapes", "is_last_stage"],
+    "send_backward_recv_forward": ["input_tensor_grads", "tensor_shapes", "is_first_stage"],
+    "send_forward_recv_forward": ["output_tensor", "recv_prev", "tensor_shape", "overlap_p2p_comm"],
+    "send_backward_recv_backward": ["input_tensor_grad", "recv_next", "tensor_shape", "overlap_p2p_comm"],
+    "send_forward_backward_recv_forward_backward": [
+        "output_tensor", "input_tensor_grad", "recv_prev", "recv_next", "tensor_shape",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", SEED)
+def test_a_verb_takes_the_seeds_arguments_by_name_and_in_order(verb):
+    communicator = pipegrid.transport.P2PCommunicator
+    parameters = list(inspect.signature(getattr(communicator, verb)).parameters.values())[1:]
+    assert [one.name for one in parameters] == SEED[verb]
+    assert all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
+
+
+def test_a_communicator_and_a_shape_are_given_as_in_the_seed():
+    assert list(inspect.signature(pipegrid.transport.P2PCommunicator).parameters)[:2] == ["pp_group", "config"]
+    assert list(inspect.signature(pipegrid.transport.is_single_shape).parameters) == ["x"]
 
 
 def in_another_process(program: str) -> subprocess.CompletedProcess:

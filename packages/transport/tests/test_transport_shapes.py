@@ -1,5 +1,7 @@
 """How a receiver learns what comes, and what happens on both sides where the two disagree."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +68,7 @@ def test_a_manifest_announces_a_whole_step_at_once(ranks, shapes):
                 for handle, shape in [(lane.irecv(), shape) for shape in step_shapes]:
                     assert torch.equal(handle.result().detach(), torch.full(shape, float(step)))
         assert lane.stats.headers == 3
+        assert lane.stats.host_syncs == (0 if ranks.rank == 0 else 3)
 
 
 @pytest.mark.ranks(2)
@@ -124,9 +127,11 @@ def test_a_message_in_no_manifest_is_refused_before_it_is_sent(ranks):
 
 
 def both_are_told(ranks, lane, act, text):
-    """Both sides of a lane raise the mismatch, the lane is dead on both, and says why."""
+    """Both sides of a lane raise the mismatch in time, the lane is dead on both, and says why."""
+    began = time.monotonic()
     with pytest.raises(P2PMismatchError, match=text):
         act()
+    assert time.monotonic() - began < DEADLINE + 2.0
     with pytest.raises(P2PLaneDeadError, match="is dead on rank"):
         (lane.isend if ranks.rank == 0 else lane.irecv)(*([torch.ones(2)] if ranks.rank == 0 else []))
     assert isinstance(lane.error, P2PMismatchError)

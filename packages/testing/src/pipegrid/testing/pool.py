@@ -78,6 +78,9 @@ class Pool:
         self._log: IO[bytes] | None = None
         self._ready = False
         self._mail: list[object] = []
+        # Process groups of workers that are not known to have ended: the kernel ends the workers of a template that is
+        # killed, but not what they started.
+        self._groups: set[int] = set()
 
     def start(self) -> None:
         """Start the template without waiting for it; `take` waits. One that is gone is replaced."""
@@ -191,8 +194,12 @@ class Pool:
             try:
                 self._process.wait(_CLOSE_LIMIT)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # its workers see the end of their sockets, or die with it
+                self._process.kill()
                 self._process.wait()
+            if self._process.returncode != 0:  # else it has ended them itself
+                for group in self._groups:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(group, signal.SIGKILL)
         if self._log is not None:
             self._log.close()
         if self._directory is not None:
@@ -200,6 +207,7 @@ class Pool:
         self._process = self._template = self._log = self._directory = None
         self._ready = False
         self._mail.clear()
+        self._groups.clear()
 
     def _answers(self, worker: Worker) -> bool:
         # An idle worker says nothing; anything to read is the end of its socket.
@@ -218,6 +226,7 @@ class Pool:
             with contextlib.suppress(ConnectionError):  # said in full by the receive below
                 socket.send_fds(template.socket, [frame(Fork())], descriptors)
         forked = self._receive(Forked, template)
+        self._groups.add(forked.pid)
         worker = Worker(pid=forked.pid, channel=Channel(ours), output=output, stacks=stacks)
         self._workers += 1
         # Given a base of its own, a rank's tmp_path neither meets another rank's nor counts as a session to keep.
@@ -252,6 +261,7 @@ class Pool:
     def _collect_mail(self, template: Channel) -> None:
         messages, gone = template.ready()
         self._mail.extend(messages)
+        self._groups.difference_update(message.pid for message in messages if isinstance(message, Exited))
         if gone and not messages:
             error = PoolError(f"the template process, which forks the ranks, is gone{self._printed()}")
             self.close()  # the next test starts anew

@@ -46,7 +46,7 @@ class P2PCommunicator(EdgeLanes):
         P2PTimeoutError: a rank did not come.
     """
 
-    # The blocking verbs. Flags that are neither True nor False are a P2PUsageError.
+    # The blocking verbs
 
     def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> Any:
         """Receive the next activation from the previous rank; None on the first stage.
@@ -54,6 +54,15 @@ class P2PCommunicator(EdgeLanes):
         Args:
             tensor_shapes: one shape for one tensor, a list of shapes for a list; None takes what is announced.
             is_first_stage: there is nothing to receive.
+
+        Raises:
+            P2PConfigError: there is no ``pipeline_dtype``, and dtypes are not agreed on at run time.
+            P2PUsageError: shapes that are no shapes, or missing where they must be given; a flag neither True nor
+                False; or a ``placement`` without this traffic.
+            P2PMismatchError: another shape, dtype or structure was announced; the lane is dead on both sides.
+            P2PTimeoutError: nothing came by the deadline; the lane is dead.
+            P2PPeerError: the previous rank died, or gave the lane up.
+            P2PLaneDeadError: the lane has failed before.
         """
         if _is("is_first_stage", is_first_stage):
             return None
@@ -62,7 +71,10 @@ class P2PCommunicator(EdgeLanes):
             return self._finish(self._start("recv_prev", tensor_shapes))
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
-        """Receive the next gradient from the next rank; None on the last stage."""
+        """Receive the next gradient from the next rank; None on the last stage.
+
+        Arguments and errors as for `recv_forward`.
+        """
         if _is("is_last_stage", is_last_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_next")
@@ -70,13 +82,26 @@ class P2PCommunicator(EdgeLanes):
             return self._finish(self._start("recv_next", tensor_shapes))
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
-        """Send an activation to the next rank; nothing on the last stage."""
+        """Send an activation to the next rank; nothing on the last stage.
+
+        Args:
+            output_tensors: a tensor, None, or lists, tuples and dicts of those, in ``pipeline_dtype`` where floating.
+            is_last_stage: there is nothing to send.
+
+        Raises:
+            P2PPayloadError: something in it cannot be sent as it is; nothing was sent.
+            P2PMismatchError: it is not what was agreed on; nothing was sent, and the lane is dead on both sides.
+            P2PError: otherwise, as for `recv_forward`.
+        """
         if not _is("is_last_stage", is_last_stage):
             with self._timed("forward-send"):
                 self._finish(self._start("send_next", output_tensors))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
-        """Send a gradient to the previous rank; nothing on the first stage."""
+        """Send a gradient to the previous rank; nothing on the first stage.
+
+        Arguments and errors as for `send_forward`.
+        """
         if not _is("is_first_stage", is_first_stage):
             with self._timed("backward-send"):
                 self._finish(self._start("send_prev", input_tensor_grads))
@@ -84,7 +109,11 @@ class P2PCommunicator(EdgeLanes):
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any = None, is_last_stage: bool = False
     ) -> Any:
-        """Send an activation to the next rank and receive a gradient from it; None on the last stage."""
+        """Send an activation to the next rank and receive a gradient from it; None on the last stage.
+
+        Arguments and errors as for `send_forward` and `recv_forward`. A payload that cannot be sent keeps the receive
+        from being posted, too, and shapes that cannot be received keep the payload.
+        """
         if _is("is_last_stage", is_last_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_next")
@@ -94,7 +123,10 @@ class P2PCommunicator(EdgeLanes):
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
     ) -> Any:
-        """Send a gradient to the previous rank and receive an activation from it; None on the first stage."""
+        """Send a gradient to the previous rank and receive an activation from it; None on the first stage.
+
+        Arguments and errors as for `send_forward_recv_backward`.
+        """
         if _is("is_first_stage", is_first_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
@@ -119,6 +151,9 @@ class P2PCommunicator(EdgeLanes):
         Returns:
             The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the
             tensor holds data once ``handles["recv_prev"].wait()`` returned, and ``"send_next"`` is the other.
+
+        Raises:
+            P2PError: as for `send_forward_recv_backward`.
         """
         if _is("recv_prev", recv_prev):
             self._require_receivable(tensor_shape, "recv_prev")
@@ -140,7 +175,7 @@ class P2PCommunicator(EdgeLanes):
     ) -> Any:
         """Send a gradient back, and receive one from the next rank.
 
-        Arguments and result as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
+        Arguments, result and errors as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
         ``"send_prev"``.
         """
         if _is("recv_next", recv_next):
@@ -166,6 +201,9 @@ class P2PCommunicator(EdgeLanes):
 
         Returns:
             ``(activation, gradient)``, each None where it is not received.
+
+        Raises:
+            P2PError: as for `send_forward_recv_backward`.
         """
         for wanted, name in ((recv_prev, "recv_prev"), (recv_next, "recv_next")):
             if _is(name, wanted):

@@ -76,8 +76,8 @@ class P2PConfig:
         open_deadline: seconds that all members have to open their lanes.
         receives_ahead: receives that a lane keeps posted beyond those that were asked for, so that a message finds
             its buffer ready however late the receiver is. Each costs the memory of one message, also between steps.
-            At most 1024. Where shapes are fixed and every lane has a communicator of its own, on gloo; elsewhere it
-            is ignored.
+            At most 1024. For messages of one tensor whose shape stands, on gloo, where every lane has a communicator
+            of its own and ``strict`` is off; elsewhere it is ignored.
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
 
     Raises:

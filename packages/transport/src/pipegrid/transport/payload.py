@@ -31,7 +31,8 @@ def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """The tensors of ``payload`` in order, and the tree that says where they stood.
 
     Raises:
-        P2PPayloadError: something that is not a tensor, None, list, tuple or dict with text or integer keys.
+        P2PPayloadError: something that is not a tensor, None, list, tuple or dict with text or integer keys; or of
+            a class made from one of these, such as a named tuple.
     """
     if isinstance(payload, Tensor):
         return [payload], 0
@@ -45,7 +46,7 @@ def _flatten(payload: Any, tensors: list[Tensor]) -> Tree:
         return len(tensors) - 1
     if payload is None:
         return None
-    if type(payload) in (list, tuple, torch.Size):
+    if type(payload) in (list, tuple):
         return "list" if type(payload) is list else "tuple", tuple(_flatten(part, tensors) for part in payload)
     if type(payload) is dict:
         for key in payload:
@@ -55,6 +56,15 @@ def _flatten(payload: Any, tensors: list[Tensor]) -> Tree:
                     f"can rebuild them"
                 )
         return "dict", tuple((key, _flatten(part, tensors)) for key, part in payload.items())
+    for plain in (list, tuple, dict):
+        if isinstance(payload, plain):
+            name = plain.__name__
+            remedy = f"{name}(value)" + (" or value._asdict()" if hasattr(payload, "_asdict") else "")
+            raise P2PPayloadError(
+                f"a payload holds an instance of {type(payload).__name__}, a kind of {name} that the other side "
+                f"cannot rebuild; "
+                f"send {remedy}, and make the {type(payload).__name__} there"
+            )
     raise P2PPayloadError(
         f"a payload holds a {type(payload).__name__}; it is made of tensors, None, and lists, tuples and dicts of them"
     )

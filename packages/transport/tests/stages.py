@@ -1,0 +1,51 @@
+"""What the stages of a pipeline send each other in tests, and how they are configured."""
+
+import pytest
+import torch
+
+from pipegrid.transport import Direction, P2PConfig
+
+DEADLINE = 30.0
+SHAPE = (2, 3)
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+def config(**settings):
+    return P2PConfig(**{
+        "pipeline_dtype": torch.float32, "deadline": DEADLINE, "open_deadline": DEADLINE, **settings,
+    })  # fmt: skip
+
+
+MODES = pytest.mark.parametrize(
+    "communicator",
+    [
+        {"batch_p2p_comm": True},
+        {"batch_p2p_comm": False},
+        {"communicators": "shared"},
+        {"communicators": "shared", "batch_p2p_comm": False},
+        {"strict": True},
+        {"strict": True, "batch_p2p_comm": False},
+        {"variable_seq_lengths": True, "pipeline_dtype": None},
+        {"batch_p2p_sync": True, "shapes": "given"},
+    ],
+    ids=["batched", "unbatched", "shared", "shared-unbatched", "strict", "strict-unbatched", "variable", "given"],
+    indirect=True,
+)
+
+
+def activation(stage, microbatch=0, shape=SHAPE, dtype=torch.float32):
+    """What stage ``stage`` sends on: every value tells where it is from."""
+    values = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    return (values + 100 * stage + 10 * microbatch).to(dtype)
+
+
+def gradient(stage, microbatch=0, shape=SHAPE, dtype=torch.float32):
+    return -activation(stage, microbatch, shape, dtype) - 1
+
+
+def assert_received(tensor, expected):
+    assert tensor.dtype is expected.dtype
+    assert tensor.shape == expected.shape
+    assert torch.equal(tensor.detach(), expected)
+    assert tensor.requires_grad == expected.dtype.is_floating_point
+    assert tensor.is_leaf

@@ -1,0 +1,202 @@
+"""What a communicator refuses, before anything is opened or sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport import (
+    Edge,
+    LaneSpecError,
+    P2PCommunicator,
+    P2PConfigError,
+    P2PLaneDeadError,
+    P2PPayloadError,
+    P2PUsageError,
+)
+
+from .stages import BACKWARD, FORWARD, SHAPE, activation, assert_received, config, gradient
+
+
+def assert_nothing_moved(communicator):
+    assert all(lane.stats.messages == 0 and not lane.queue for lane in communicator.lanes.values())
+
+
+class TestErrors:
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("communicator", [{"pipeline_dtype": None}], indirect=True)
+    def test_a_receive_needs_a_dtype(self, ranks, communicator):
+        forward = pytest.raises(RuntimeError, match="pipeline_dtype must be provided if recv_prev is True")
+        with forward:
+            communicator.recv_forward(SHAPE, False)
+        with forward:
+            communicator.send_backward_recv_forward(gradient(0), SHAPE, False)
+        with forward:
+            communicator.send_forward_recv_forward(activation(0), True, SHAPE)
+        backward = pytest.raises(RuntimeError, match="dtype must be provided if recv_next is True")
+        with backward:
+            communicator.recv_backward(SHAPE, False)
+        with backward:
+            communicator.send_forward_recv_backward(activation(0), SHAPE, False)
+        with backward:
+            communicator.send_backward_recv_backward(gradient(0), True, SHAPE)
+        with backward:
+            communicator.send_forward_backward_recv_forward_backward(None, None, False, True, SHAPE)
+        assert_nothing_moved(communicator)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("communicator", [{"shapes": "given"}], indirect=True)
+    def test_a_receive_needs_a_shape_where_shapes_are_given(self, ranks, communicator):
+        with pytest.raises(ValueError, match=r"tensor_shape must be specified if recv_prev is True.*seq_length"):
+            communicator.recv_forward(None, False)
+        with pytest.raises(RuntimeError, match="tensor_shape must be specified if recv_next is True"):
+            communicator.recv_backward(None, False)
+        with pytest.raises(RuntimeError, match="tensor_shape must be specified on a receive"):
+            communicator.irecv(edge=Edge(0, 1), direction=FORWARD if ranks.rank else BACKWARD)
+        with pytest.raises(RuntimeError, match="tensor_shape must be specified if recv_next is True"):
+            communicator.send_forward_recv_backward(activation(0), None, False)
+        assert_nothing_moved(communicator)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        "communicator",
+        [{"batch_p2p_comm": True}, {"batch_p2p_comm": False}, {"batch_p2p_comm": False, "strict": True}],
+        ids=["batched", "unbatched", "strict"],
+        indirect=True,
+    )
+    @pytest.mark.parametrize(
+        ("tensor", "text"),
+        [
+            (torch.ones(3, 2).t(), "not contiguous"),
+            (torch.ones(2, 3, dtype=torch.float64), "but pipeline_dtype is torch.float32"),
+            (torch.ones(2, 3, device="meta"), "moves tensors of device cpu, got one of meta"),
+            (3.0, "a payload holds a float"),
+        ],
+    )
+    def test_what_cannot_be_sent_is_refused_before_anything_is(self, ranks, communicator, tensor, text):
+        for steady in (0, 1, 2):
+            with pytest.raises(P2PPayloadError, match=text):
+                communicator.send_forward_recv_forward(tensor, True, SHAPE)
+            with pytest.raises(P2PUsageError, match="shapes of a receive are"):
+                communicator.send_forward_recv_forward(activation(ranks.rank), True, "a shape")
+            # Nothing was sent or posted, so the next exchange is in step.
+            received = communicator.send_forward_recv_forward(activation(ranks.rank, steady), True, SHAPE)
+            assert_received(received, activation(1 - ranks.rank, steady))
+
+    @pytest.mark.ranks(2)
+    def test_an_abort_is_told_to_the_neighbours(self, ranks, communicator):
+        if ranks.rank == 0:
+            ranks.barrier()
+            communicator.abort("the loss is nan at step 3")
+            with pytest.raises(P2PLaneDeadError, match="aborted on rank 0: the loss is nan"):
+                communicator.send_forward(activation(0))
+        else:
+            handle = communicator.irecv(edge=Edge(0, 1), direction=FORWARD)
+            ranks.barrier()
+            with pytest.raises(ConnectionError, match=r"rank 0 ended lane 0>1.*the loss is nan at step 3"):
+                handle.wait()
+        ranks.barrier()
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("device", ["meta"])
+    def test_a_device_without_a_backend_is_refused(self, ranks, device):
+        with pytest.raises(P2PConfigError, match="lanes for device meta need a backend"):
+            P2PCommunicator(dist.group.WORLD, config(), device=device)
+
+
+class TestWhatIsNone:
+    """Arguments that are nothing of the kind are refused before anything is opened or sent."""
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        ("error", "text", "arguments"),
+        [
+            (P2PConfigError, "pp_group is 'x'; it must be a process group that this rank", {"pp_group": "x"}),
+            (P2PConfigError, r"tensor_shape is \(2, -1\); it must be one shape", {"tensor_shape": (2, -1)}),
+            (P2PConfigError, "tensor_shape is 3; it must be one shape", {"tensor_shape": 3}),
+            (LaneSpecError, "the placement '01' must give each of two or more stages an index", {"placement": "01"}),
+            (LaneSpecError, r"the placement \(0.0, 1.0\) must give", {"placement": (0.0, 1.0)}),
+            (P2PConfigError, "the device is 'gpu0', which torch does not know", {"device": "gpu0"}),
+            (P2PConfigError, r"the config is a dict; give P2PConfig\(\*\*config\)", {"config": {"strict": True}}),
+        ],
+    )
+    def test_of_the_constructor(self, ranks, error, text, arguments):
+        with pytest.raises(error, match=text):
+            P2PCommunicator(**{"pp_group": dist.group.WORLD, "config": config(), **arguments})
+
+    @pytest.mark.ranks(3)
+    def test_a_group_that_this_rank_is_not_in(self, ranks):
+        group = dist.new_group([0, 1])
+        if ranks.rank == 2:
+            with pytest.raises(P2PConfigError, match=r"that this rank \(2\) is in.*on its members only"):
+                P2PCommunicator(group, config())
+        else:
+            P2PCommunicator(group, config()).close()
+
+    @pytest.mark.ranks(2)
+    def test_no_group_is_the_world(self, ranks):
+        communicator = P2PCommunicator(None, config())
+        assert communicator.pp_group is dist.group.WORLD
+        received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
+        assert_received(received, activation(1 - ranks.rank))
+        communicator.close()
+
+    @pytest.mark.ranks(3)
+    def test_a_rank_of_no_stage_has_a_device_and_no_neighbours(self, ranks):
+        communicator = P2PCommunicator(dist.group.WORLD, config(), placement=(0, 1))
+        assert communicator.device == torch.device("cpu")
+        if ranks.rank == 2:
+            assert communicator.recv_forward(SHAPE, True) is None
+            with pytest.raises(P2PUsageError, match=r"placement \(0, 1\) has no forward traffic from rank 1 to 2"):
+                communicator.recv_forward(SHAPE)
+        communicator.close()
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("edge", [(0, 1), [0, 1], "0>1", None])
+    def test_an_edge(self, ranks, communicator, edge):
+        with pytest.raises(P2PUsageError, match=r"it must be an Edge such as Edge\(0, 1\)"):
+            communicator.irecv(edge=edge, direction=FORWARD)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("direction", ["forward", "F", ["F"]])
+    def test_a_direction(self, ranks, communicator, direction):
+        # A text was taken for backward, and sent an activation on the lane of gradients.
+        with pytest.raises(P2PUsageError, match=r"it must be Direction\.FORWARD or Direction\.BACKWARD"):
+            communicator.isend(activation(0), edge=Edge(0, 1), direction=direction)
+        assert_nothing_moved(communicator)
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("flag", ["no", "", 0, None])
+    def test_a_flag(self, ranks, communicator, flag):
+        verbs = {
+            "is_first_stage": [
+                lambda: communicator.recv_forward(SHAPE, flag),
+                lambda: communicator.send_backward(gradient(0), flag),
+                lambda: communicator.send_backward_recv_forward(gradient(0), SHAPE, flag),
+            ],
+            "is_last_stage": [
+                lambda: communicator.recv_backward(SHAPE, flag),
+                lambda: communicator.send_forward(activation(0), flag),
+                lambda: communicator.send_forward_recv_backward(activation(0), SHAPE, flag),
+            ],
+            "recv_prev": [
+                lambda: communicator.send_forward_recv_forward(activation(0), flag, SHAPE),
+                lambda: communicator.send_forward_backward_recv_forward_backward(
+                    activation(0), None, flag, False, SHAPE
+                ),
+            ],
+            "recv_next": [
+                lambda: communicator.send_backward_recv_backward(gradient(0), flag, SHAPE),
+                lambda: communicator.send_forward_backward_recv_forward_backward(
+                    activation(0), None, False, flag, SHAPE
+                ),
+            ],
+            "overlap_p2p_comm": [
+                lambda: communicator.send_forward_recv_forward(activation(0), False, SHAPE, flag),
+                lambda: communicator.send_backward_recv_backward(gradient(0), False, SHAPE, flag),
+            ],
+        }
+        for name, calls in verbs.items():
+            for call in calls:
+                with pytest.raises(P2PUsageError, match=f"{name} is {flag!r}; it must be True or False"):
+                    call()
+        assert_nothing_moved(communicator)

@@ -1,0 +1,162 @@
+"""Lanes are opened by members only, in one order, each proved by a message; and they are closed whole."""
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport import (
+    LaneSpec,
+    LaneSpecError,
+    P2PConfigError,
+    P2PLaneDeadError,
+    P2PMismatchError,
+    open_lanes,
+    opening,
+)
+
+from .two_ranks import BACK, THERE, Counted, config, equal, until, values
+
+
+class TestOpening:
+    @pytest.mark.ranks(3)
+    @pytest.mark.parametrize("communicators", ["separate", "shared"])
+    def test_each_lane_has_carried_a_message_the_way_that_payloads_go(self, ranks, monkeypatch, communicators):
+        specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 2), LaneSpec(2, 0), LaneSpec(1, 1)]
+        carried, seen = [], []
+
+        def post(parcels):
+            ((wire, _, sending),) = parcels
+            wire.communicator.backend = Counted(wire.communicator.backend, seen)
+            try:
+                outcomes = wire_post(parcels)
+            finally:
+                wire.communicator.backend = wire.communicator.backend.backend
+            carried.append((wire, sending))
+            return outcomes
+
+        wire_post = opening.post
+        monkeypatch.setattr(opening, "post", post)
+        with open_lanes(specs, config=config(communicators=communicators)) as lanes:
+            remote = [lane for lane in lanes.values() if not lane.spec.is_local]
+            assert carried == [(lane.wire, lane.rank == lane.spec.source) for lane in remote]
+            for lane in remote:
+                verb = "send" if lane.rank == lane.spec.source else "recv"
+                assert seen.pop(0) == (verb, 1)
+                assert seen.pop(0) == (f"wait for {verb}", 1)
+            assert not seen
+
+    @pytest.mark.ranks(3)
+    def test_only_members_get_a_lane(self, ranks):
+        specs = [LaneSpec(0, 1), LaneSpec(1, 2), LaneSpec(2, 0), LaneSpec(1, 1)]
+        with open_lanes(specs, config=config()) as lanes:
+            assert list(lanes) == sorted(spec for spec in specs if ranks.rank in spec.pair)
+            groups = {id(lane.group) for lane in lanes.values() if lane.group is not None}
+            assert len(groups) == sum(not spec.is_local for spec in lanes)
+
+    @pytest.mark.ranks(3)
+    def test_in_one_order_whatever_each_rank_knows_and_says_first(self, ranks):
+        everything = [LaneSpec(a, b, label) for a in range(3) for b in range(3) if a != b for label in "xy"]
+        mine = [spec for spec in everything if ranks.rank in spec.pair]
+        given = mine if ranks.rank == 0 else everything[:: -1 if ranks.rank == 1 else 1]
+        with open_lanes(given, config=config()) as lanes:
+            assert set(lanes) == set(mine)
+
+    @pytest.mark.ranks(2)
+    def test_twice_gives_lanes_of_their_own(self, ranks):
+        with open_lanes([THERE], config=config()) as first, open_lanes([THERE], config=config()) as second:
+            if ranks.rank == 0:
+                sent = [lanes[THERE].isend(torch.tensor(float(n))) for n, lanes in enumerate((first, second))]
+                for handle in sent:
+                    handle.wait()
+            else:
+                assert second[THERE].irecv().result().item() == 1
+                assert first[THERE].irecv().result().item() == 0
+
+    @pytest.mark.ranks(2)
+    def test_on_a_shared_communicator_all_lanes_of_two_ranks_use_one_group(self, ranks):
+        specs = [THERE, BACK, LaneSpec(0, 1, "more")]
+        with open_lanes(specs, config=config(communicators="shared")) as lanes:
+            assert len({id(lane.group) for lane in lanes.values()}) == 1
+
+    @pytest.mark.ranks(2)
+    def test_different_settings_are_told_on_both_sides(self, ranks):
+        dtype = torch.float32 if ranks.rank == 0 else torch.bfloat16
+        with pytest.raises(P2PMismatchError, match=r"lane 0>1\[there\] with different settings.*pipeline_dtype"):
+            open_lanes([THERE], config=config(pipeline_dtype=dtype))
+
+    @pytest.mark.ranks(2)
+    def test_shapes_that_stand_from_the_start_need_no_header(self, ranks):
+        example = {"x": torch.empty(2, 3, device="meta"), "n": torch.empty(4, dtype=torch.int64, device="meta")}
+        with open_lanes([THERE], config=config(), standing={THERE: example}) as lanes:
+            payload = {"x": values((2, 3)), "n": values((4,), torch.int64)}
+            if ranks.rank == 0:
+                lanes[THERE].isend(payload).wait()
+            else:
+                assert equal(payload, lanes[THERE].irecv().result())
+            assert lanes[THERE].stats.headers == lanes[THERE].stats.host_syncs == 0
+
+    @pytest.mark.ranks(2)
+    def test_shapes_that_stand_are_compared_first(self, ranks):
+        example = torch.empty(2 + ranks.rank, 900, device="meta")
+        with pytest.raises(P2PMismatchError, match=r"'standing': \('float32\[[23], 900\]', 'float32\[[23], 900\]'\)"):
+            open_lanes([THERE], config=config(), standing={THERE: example})
+
+    @pytest.mark.ranks(2)
+    def test_what_requires_grad_from_the_start_is_compared_first(self, ranks):
+        example = [torch.empty(2, requires_grad=True), torch.empty(2, requires_grad=ranks.rank == 0)]
+        with pytest.raises(P2PMismatchError, match="different settings.*'gradients': .*True, False"):
+            open_lanes([THERE], config=config(), standing={THERE: example})
+
+    @pytest.mark.ranks(2)
+    def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
+        with pytest.raises(LaneSpecError, match="lane 0>1 is given twice"):
+            open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
+        with pytest.raises(LaneSpecError, match="lane 0>2 has rank 2, but the world has 2 ranks"):
+            open_lanes([LaneSpec(0, 2)])
+        with pytest.raises(LaneSpecError, match="standing gives shapes for"):
+            open_lanes([THERE], standing={BACK: torch.ones(1)})
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "meta"), ("mpi", None)])
+    def test_backend_and_device_must_go_together(self, ranks, backend, device):
+        with pytest.raises(P2PConfigError, match="gloo moves CPU tensors and nccl CUDA tensors"):
+            open_lanes([LaneSpec(0, 0)], backend=backend, device=device)
+
+    @pytest.mark.ranks(2)
+    def test_closed_lanes_free_their_groups_and_say_so(self, ranks):
+        lanes = open_lanes([THERE], config=config())
+        group = lanes[THERE].group
+        assert dist.get_process_group_ranks(group) == [0, 1]
+        assert not lanes.closed
+        lanes.close()
+        lanes.close()
+        assert lanes.closed
+        with pytest.raises(KeyError):
+            dist.get_process_group_ranks(group)
+        with pytest.raises(P2PLaneDeadError, match="was closed on rank"):
+            lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
+
+    @pytest.mark.ranks(1)
+    @pytest.mark.parametrize("device", ["gpu0", 3.5, "cpu:x"])
+    def test_a_device_is_one(self, ranks, device):
+        with pytest.raises(P2PConfigError, match=f"the device is {device!r}, which torch does not know"):
+            open_lanes([LaneSpec(0, 0)], device=device)
+
+    @pytest.mark.ranks(2)
+    def test_lanes_that_nothing_holds_any_more_say_so(self, ranks):
+        lane = open_lanes([THERE], config=config())[THERE]
+        gc.collect()
+        with pytest.raises(P2PLaneDeadError, match=r"nothing held what open_lanes\(\) returned.*keep it as long as"):
+            lane.isend(torch.ones(1)) if ranks.rank == 0 else lane.irecv()
+
+    @pytest.mark.ranks(2)
+    def test_no_thread_outlives_its_lanes(self, ranks):
+        before = set(threading.enumerate())
+        with open_lanes([THERE], config=config()) as lanes:
+            handle = lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
+            until(handle.is_completed)
+            assert any(thread.name.startswith("pipegrid") for thread in threading.enumerate())
+        assert set(threading.enumerate()) <= before

@@ -1,0 +1,68 @@
+"""Two lanes between two ranks, and what tests of them share."""
+
+import time
+from types import SimpleNamespace
+
+import torch
+
+from pipegrid.transport import LaneSpec, P2PConfig
+
+THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
+DEADLINE = 20.0
+
+
+def config(**settings):
+    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
+
+
+def until(condition):
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.001)
+
+
+def equal(a, b):
+    """Whether two payloads are the same, structure, dtypes and bytes."""
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype is b.dtype
+            and a.shape == b.shape
+            and torch.equal(
+                a.contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
+            )
+        )
+    if isinstance(a, dict):
+        return type(b) is dict and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return a is b
+
+
+def values(shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+class Counted:
+    """A backend, and what was asked of it and of its works: ``(verb, bytes)``, and ``("wait", bytes)``."""
+
+    def __init__(self, backend, seen):
+        self.backend, self.seen = backend, seen
+
+    def send(self, tensors, *where):
+        return self._started("send", tensors, where)
+
+    def recv(self, tensors, *where):
+        return self._started("recv", tensors, where)
+
+    def _started(self, verb, tensors, where):
+        size = sum(tensor.nbytes for tensor in tensors)
+        self.seen.append((verb, size))
+        work = getattr(self.backend, verb)(tensors, *where)
+
+        def wait(timeout):
+            self.seen.append((f"wait for {verb}", size))
+            return work.wait(timeout)
+
+        return SimpleNamespace(wait=wait, is_completed=work.is_completed)

@@ -16,12 +16,12 @@ from attrs import frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.agreement import StepAgreement
-from pipegrid.schedules.arguments import check_arguments
 from pipegrid.schedules.control import DisagreementError
 from pipegrid.schedules.fitting import position_of, reducer_name, require_runnable
 from pipegrid.schedules.hooks import Hook, MessageHook
 from pipegrid.schedules.mail import Inbox, Outbox, PostOffice
 from pipegrid.schedules.plan import actions_of
+from pipegrid.schedules.runtime_arguments import check_arguments
 from pipegrid.schedules.stage import Forwarded, Stage
 from pipegrid.schedules.stage_work import StageWork
 from pipegrid.schedules.wrapped_stages import require_right_wrappers

@@ -9,118 +9,41 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TypeAlias
 
 from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.actions import GROUP_NAME, Action
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.actions import Action
 from pipegrid.schedules.plan_checks import check_creation_lists, check_shape
+from pipegrid.schedules.plan_parts import (
+    Group,
+    Lane,
+    Step,
+    actions_of,
+    as_creation,
+    as_groups,
+    as_placement,
+    as_steps,
+    ascending,
+)
 from pipegrid.transport.edge import Direction, Edge
 
-Step: TypeAlias = Action | tuple[Action, ...]
-"""One action, or a batch of at least two communications that are issued together."""
-
-
-def _ascending(value: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(value))
-
-
-def _ascending_edges(value: Iterable[Edge]) -> tuple[Edge, ...]:
-    return tuple(sorted(value))
-
-
-@frozen(order=True)
-class Group:
-    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
-
-    ``edges``: the edges between stages along which data travels by a ``COLLECTIVE`` in this group, both ways, in
-    place of messages. ``tied``: stages that share a parameter, whose gradients this group reduces.
-    """
-
-    name: str
-    positions: tuple[int, ...] = field(converter=_ascending)
-    edges: tuple[Edge, ...] = field(converter=_ascending_edges, default=())
-    tied: tuple[int, ...] = field(converter=_ascending, default=())
-
-    def __attrs_post_init__(self) -> None:
-        if not GROUP_NAME.fullmatch(self.name):
-            raise PlanFieldError(
-                f"{self.name!r} is not a group name; use letters, digits and any of _ . : - (no spaces)",
-                path=("name",),
-                expected="a group name: letters, digits and any of _ . : -",
-            )
-        if not self.positions or len(set(self.positions)) != len(self.positions):
-            raise PlanFieldError(
-                f"group {self.name!r} has positions {list(self.positions)}; name each once",
-                path=("positions",),
-                expected="one or more positions, each once",
-            )
-
-
-def _direction_key(direction: Direction) -> str:
-    return direction.value
-
-
-@frozen(order=True, cache_hash=True)  # whoever proves or runs a plan looks things up by it
-class Lane:
-    """One direction of traffic from one position to another, first in, first out.
-
-    All edges that lead between the two positions in that direction share it.
-    """
-
-    source: int
-    destination: int
-    direction: Direction = field(order=_direction_key)
-
-    def __str__(self) -> str:
-        return f"{self.direction.value}{self.source}>{self.destination}"
+__all__ = [
+    "Group",
+    "Lane",
+    "Plan",
+    "Step",
+    "actions_of",
+    "chain",
+    "compute_plan",
+    "default_creation",
+    "message_routes",
+]
 
 
 def chain(num_stages: int) -> ModuleGraph:
     """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
     return ModuleGraph({"model": num_stages})
-
-
-def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step: one, or those of the batch."""
-    return (step,) if isinstance(step, Action) else step
-
-
-def _as_steps(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
-    return tuple(tuple([step if type(step) is Action else _as_step(step) for step in steps]) for steps in value)
-
-
-def _as_step(step: Action | Iterable[Action]) -> Step:
-    if isinstance(step, Action):
-        return step
-    if isinstance(step, str) or not isinstance(step, Iterable):
-        raise PlanError(f"step {step!r} is not an Action or a batch of Actions")
-    batch = tuple(step)
-    if not batch:
-        raise PlanError("a batch is empty; leave it out")
-    for action in batch:
-        if not isinstance(action, Action):
-            raise PlanError(f"{action!r} in a batch is not an Action")
-    if len(batch) == 1:
-        return batch[0]
-    for action in batch:
-        if action.kind.is_compute:
-            raise PlanError(f"{action} is in a batch; only communications are batched, computes stand alone")
-    return batch
-
-
-def _as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple((positions,) if isinstance(positions, int) else tuple(sorted(positions)) for positions in value)
-
-
-def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(value)
-
-
-def _as_creation(value: Iterable[Iterable[Lane | str]] | None) -> tuple[tuple[Lane | str, ...], ...] | None:
-    return None if value is None else tuple(tuple(names) for names in value)
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
@@ -145,13 +68,13 @@ class Plan:
         PlanFieldError: positions, placement, groups and creation do not fit each other; ``path`` says which.
     """
 
-    positions: tuple[tuple[Step, ...], ...] = field(converter=_as_steps, repr=_count_steps)
+    positions: tuple[tuple[Step, ...], ...] = field(converter=as_steps, repr=_count_steps)
     graph: ModuleGraph
-    placement: tuple[tuple[int, ...], ...] = field(converter=_as_placement)
+    placement: tuple[tuple[int, ...], ...] = field(converter=as_placement)
     num_microbatches: int
-    forward_only: tuple[int, ...] = field(converter=_ascending, default=())
-    groups: tuple[Group, ...] = field(converter=_as_groups, default=())
-    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=_as_creation, default=None, repr=False)
+    forward_only: tuple[int, ...] = field(converter=ascending, default=())
+    groups: tuple[Group, ...] = field(converter=as_groups, default=())
+    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=as_creation, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         check_shape(self)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.counts import require_integer
+from pipegrid.schedules.counts import require_size
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving
@@ -51,9 +51,9 @@ def get_forward_backward_func(
             "the pipeline size is not known: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
             "with its `pp` group"
         )
-    require_integer("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
+    require_size("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
     if vp_size is not None:
-        require_integer("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
+        require_size("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
     if vp_size is not None and vp_size > 1:
         if pp_size == 1:
             raise StepArgumentError(

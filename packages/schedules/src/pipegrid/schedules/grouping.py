@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Group, Plan, Step
 from pipegrid.transport.edge import Edge
@@ -18,6 +19,7 @@ def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group
     Raises:
         PlanError: an edge that the graph does not have, or a group with other positions than its edge.
     """
+    require("collectives", collectives, Mapping, "give a dict from an Edge to its group's name", error=PlanError)
     groups = {group.name: group for group in plan.groups}
     for edge, name in collectives.items():
         if edge not in plan.graph.stage_edges:
@@ -40,8 +42,10 @@ def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, .
     Raises:
         PlanError: a stage that the plan does not have.
     """
+    require("tied", tied, Mapping, "give a dict from a group's name to the stages that share it", error=PlanError)
     for name, stages in tied.items():
-        for stage in stages:
+        remedy = "give the list of stages that share the parameter"
+        for stage in require_items(f"tied[{name!r}]", stages, int, remedy, error=PlanError):
             if not 0 <= stage < plan.num_stages:
                 raise PlanError(f"tied {name!r} names stage {stage}; the plan has stages 0..{plan.num_stages - 1}")
     return tuple(

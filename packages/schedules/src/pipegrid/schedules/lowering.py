@@ -12,10 +12,11 @@ from typing import Literal, TypeAlias
 from attrs import evolve, frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.arguments import as_number, require_choice, require_function
 from pipegrid.schedules.dependencies import Dates, F, Transfer, W, compute_dates, transfers, unit_duration
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.grouping import reductions, tied_groups, with_collectives
-from pipegrid.schedules.plan import Plan, Step
+from pipegrid.schedules.plan import Plan, Step, require_plan
 from pipegrid.schedules.verification import verify
 from pipegrid.transport.edge import Direction, Edge
 
@@ -54,8 +55,9 @@ def lower(
         PlanError: the plan has communications already, its computes are wrong (every fault is listed, as by
             `verify`), or ``collectives`` or ``tied`` name what does not exist.
     """
-    if receives not in ("late", "early"):
-        raise PlanError(f"receives is {receives!r}; choose 'late' or 'early'")
+    require_plan(plan)
+    require_choice("receives", receives, ("late", "early"), error=PlanError)
+    require_function("duration", duration, "give a function from an Action to its duration", error=PlanError)
     if plan.has_communication:
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
     groups = with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
@@ -63,12 +65,23 @@ def lower(
     with _collector_paused():
         verify(untied)  # each REDUCE is added below
         plan = evolve(plan, groups=groups, creation=None)
-        dates = compute_dates(plan, duration)
+        dates = compute_dates(plan, unit_duration if duration is unit_duration else _checked(duration))
         if dates is None:  # verify refuses such plans
             raise PlanError("the computes of the plan wait for each other")
         steps = _steps(plan, dates, receives)
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
         return evolve(plan, positions=positions, creation=None)
+
+
+def _checked(duration: Callable[[Action], float]) -> Callable[[Action], float]:
+    def checked(action: Action) -> float:
+        remedy = "a duration is a number from 0"
+        time = as_number(f"duration({action})", duration(action), remedy, error=PlanError)
+        if time < 0:
+            raise PlanError(f"duration({action}) is {time}; {remedy}")
+        return time
+
+    return checked
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules.actions import Action
+from pipegrid.schedules.arguments import Refusal, is_integer, require, require_integer, shown
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan_checks import check_creation_lists, check_shape
 from pipegrid.schedules.plan_parts import (
     Group,
@@ -21,10 +23,11 @@ from pipegrid.schedules.plan_parts import (
     Step,
     actions_of,
     as_creation,
+    as_forward_only,
     as_groups,
     as_placement,
     as_steps,
-    ascending,
+    refusal_at,
 )
 from pipegrid.transport.edge import Direction, Edge
 
@@ -38,12 +41,24 @@ __all__ = [
     "compute_plan",
     "default_creation",
     "message_routes",
+    "require_graph",
+    "require_plan",
+    "require_position",
 ]
 
 
 def chain(num_stages: int) -> ModuleGraph:
-    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
-    return ModuleGraph({"model": num_stages})
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row.
+
+    Raises:
+        ModuleGraphError: no integer of at least 1.
+    """
+    return ModuleGraph({"model": require_integer("num_stages", num_stages, error=ModuleGraphError)})
+
+
+def require_graph(graph: object, *, error: Refusal = PlanError) -> None:
+    """Refuse what is no graph of modules."""
+    require("graph", graph, ModuleGraph, "give a ModuleGraph, or chain(number of stages)", error=error)
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
@@ -72,11 +87,12 @@ class Plan:
     graph: ModuleGraph
     placement: tuple[tuple[int, ...], ...] = field(converter=as_placement)
     num_microbatches: int
-    forward_only: tuple[int, ...] = field(converter=ascending, default=())
+    forward_only: tuple[int, ...] = field(converter=as_forward_only, default=())
     groups: tuple[Group, ...] = field(converter=as_groups, default=())
     creation: tuple[tuple[Lane | str, ...], ...] = field(converter=as_creation, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        require_graph(self.graph, error=refusal_at("graph", "a ModuleGraph"))
         check_shape(self)
         if self.creation is None:
             object.__setattr__(self, "creation", default_creation(self))
@@ -122,7 +138,12 @@ class Plan:
         )
 
     def actions(self, position: int) -> Iterator[Action]:
-        """The actions of ``position`` in order, batches opened."""
+        """The actions of ``position`` in order, batches opened.
+
+        Raises:
+            PlanError: there is no such position.
+        """
+        require_position(position, self)
         for step in self.positions[position]:
             if isinstance(step, Action):
                 yield step
@@ -171,6 +192,21 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:12]
 
 
+def require_plan(plan: object, *, error: Refusal = PlanError) -> None:
+    """Refuse what is no plan: a generator that was not called, say."""
+    require("plan", plan, Plan, "give a Plan, such as gpipe(4, 8) or from_text(...)", error=error)
+
+
+def require_position(position: object, plan: Plan) -> None:
+    """Refuse a position that ``plan`` does not have.
+
+    Raises:
+        PlanError: names the position and the range.
+    """
+    if not is_integer(position) or position not in range(plan.num_positions):
+        raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{plan.num_positions - 1}")
+
+
 def message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
     """The pairs of positions (source, destination) between which an activation on ``edge`` is a message.
 
@@ -208,9 +244,13 @@ def compute_plan(
     num_microbatches: int,
     forward_only: Iterable[int] = (),
 ) -> Plan:
-    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain."""
+    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain.
+
+    Raises:
+        PlanFieldError, ModuleGraphError: as `Plan` and `chain`.
+    """
     return Plan(
-        positions=tuple(tuple(order) for order in orders),
+        positions=orders,
         graph=chain(graph) if isinstance(graph, int) else graph,
         placement=placement,
         num_microbatches=num_microbatches,

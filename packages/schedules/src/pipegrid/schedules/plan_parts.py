@@ -5,12 +5,14 @@ A *step* is one action, or a batch (a tuple) of communications that are issued t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
 from pipegrid.schedules.actions import GROUP_NAME, Action
+from pipegrid.schedules.arguments import Refusal, require, require_integer, require_items, shown
 from pipegrid.schedules.errors import PlanError, PlanFieldError
 from pipegrid.transport.edge import Direction, Edge
 
@@ -18,13 +20,32 @@ Step: TypeAlias = Action | tuple[Action, ...]
 """One action, or a batch of at least two communications that are issued together."""
 
 
-def ascending(value: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of stages or of positions, in order."""
-    return tuple(sorted(value))
+def refusal_at(name: str, expected: str) -> Refusal:
+    """What refuses the field ``name`` of a plan, or of a part of one."""
+    return partial(PlanFieldError, path=(name,), expected=expected)
 
 
-def _ascending_edges(value: Iterable[Edge]) -> tuple[Edge, ...]:
-    return tuple(sorted(value))
+# attrs wants a named function as a converter, so each field has its own.
+def _ascending(name: str, value: Any, expected: str) -> tuple[int, ...]:
+    return tuple(sorted(require_items(name, value, int, f"give {expected}", error=refusal_at(name, expected))))
+
+
+def _as_positions(value: Iterable[int]) -> tuple[int, ...]:
+    return _ascending("positions", value, "a list of positions, which are integers")
+
+
+def _as_tied(value: Iterable[int]) -> tuple[int, ...]:
+    return _ascending("tied", value, "a list of stages, which are integers")
+
+
+def as_forward_only(value: Iterable[int]) -> tuple[int, ...]:
+    """Stages, ascending."""
+    return _ascending("forward_only", value, "a list of stages, which are integers")
+
+
+def _as_edges(value: Iterable[Edge]) -> tuple[Edge, ...]:
+    expected = "a list of Edge(source, destination)"
+    return tuple(sorted(require_items("edges", value, Edge, f"give {expected}", error=refusal_at("edges", expected))))
 
 
 @frozen(order=True)
@@ -36,14 +57,14 @@ class Group:
     """
 
     name: str
-    positions: tuple[int, ...] = field(converter=ascending)
-    edges: tuple[Edge, ...] = field(converter=_ascending_edges, default=())
-    tied: tuple[int, ...] = field(converter=ascending, default=())
+    positions: tuple[int, ...] = field(converter=_as_positions)
+    edges: tuple[Edge, ...] = field(converter=_as_edges, default=())
+    tied: tuple[int, ...] = field(converter=_as_tied, default=())
 
     def __attrs_post_init__(self) -> None:
-        if not GROUP_NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not GROUP_NAME.fullmatch(self.name):
             raise PlanFieldError(
-                f"{self.name!r} is not a group name; use letters, digits and any of _ . : - (no spaces)",
+                f"{shown(self.name)} is not a group name; use letters, digits and any of _ . : - (no spaces)",
                 path=("name",),
                 expected="a group name: letters, digits and any of _ . : -",
             )
@@ -70,33 +91,52 @@ class Lane:
     destination: int
     direction: Direction = field(order=_direction_key)
 
+    def __attrs_post_init__(self) -> None:
+        for name, position in (("source", self.source), ("destination", self.destination)):
+            require_integer(name, position, "a lane leads from position to position", least=0, error=PlanError)
+        require("direction", self.direction, Direction, "give Direction.FORWARD or Direction.BACKWARD", error=PlanError)
+
     def __str__(self) -> str:
         return f"{self.direction.value}{self.source}>{self.destination}"
 
 
 def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step: one, or those of the batch."""
-    return (step,) if isinstance(step, Action) else step
+    """The actions of a step: one, or those of the batch.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if isinstance(step, Action):
+        return (step,)
+    require("step", step, tuple, "give an Action, or a tuple of them", error=PlanError)
+    return step
 
 
 def as_steps(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
-    """Per position its steps."""
-    return tuple(tuple([step if type(step) is Action else _as_step(step) for step in steps]) for steps in value)
+    """Per position its steps.
+
+    Raises:
+        PlanFieldError: no such list.
+        PlanError: a step that is none.
+    """
+    expected = "for each position a list of its steps"
+    refusal = refusal_at("positions", expected)
+    rows = require_items("positions", value, Iterable, f"give {expected}", error=refusal)
+    for position, steps in enumerate(rows):
+        if type(steps) is not tuple and type(steps) is not list and not isinstance(steps, Iterator):
+            require_items(f"positions[{position}]", steps, object, f"give {expected}", error=refusal)
+    return tuple(tuple([step if type(step) is Action else _as_step(step) for step in steps]) for steps in rows)
 
 
 def _as_step(step: Action | Iterable[Action]) -> Step:
     if isinstance(step, Action):
         return step
-    if isinstance(step, str) or not isinstance(step, Iterable):
-        raise PlanError(f"step {step!r} is not an Action or a batch of Actions")
-    batch = tuple(step)
+    batch = require_items("step", step, Action, "give an Action, or a batch of Actions", error=PlanError)
     if not batch:
         raise PlanError("a batch is empty; leave it out")
-    for action in batch:
-        if not isinstance(action, Action):
-            raise PlanError(f"{action!r} in a batch is not an Action")
     if len(batch) == 1:
-        return batch[0]
+        alone: Action = batch[0]
+        return alone
     for action in batch:
         if action.kind.is_compute:
             raise PlanError(f"{action} is in a batch; only communications are batched, computes stand alone")
@@ -104,15 +144,44 @@ def _as_step(step: Action | Iterable[Action]) -> Step:
 
 
 def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Per stage its positions, ascending, where a stage on one position may be given as that."""
-    return tuple((positions,) if isinstance(positions, int) else tuple(sorted(positions)) for positions in value)
+    """Per stage its positions, ascending, where a stage on one position may be given as that.
+
+    Raises:
+        PlanFieldError: no such list.
+    """
+    expected = "for each stage its position, or a list of its positions"
+    refusal = refusal_at("placement", expected)
+    rows = require_items("placement", value, (int, Iterable), f"give {expected}", error=refusal)
+    return tuple(
+        tuple(
+            sorted(
+                require_items(
+                    f"placement[{stage}]",
+                    (places,) if isinstance(places, int) else places,
+                    int,
+                    f"give {expected}",
+                    error=refusal,
+                )
+            )
+        )
+        for stage, places in enumerate(rows)
+    )
 
 
 def as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
     """The groups, in order."""
-    return tuple(value)
+    expected = "a list of Groups"
+    return require_items("groups", value, Group, f"give {expected}", error=refusal_at("groups", expected))
 
 
 def as_creation(value: Iterable[Iterable[Lane | str]] | None) -> tuple[tuple[Lane | str, ...], ...] | None:
     """Per position what it creates, in order; None is left for the plan to decide."""
-    return None if value is None else tuple(tuple(names) for names in value)
+    if value is None:
+        return None
+    expected = "for each position a list of Lanes and names of groups"
+    refusal = refusal_at("creation", expected)
+    rows = require_items("creation", value, Iterable, f"give {expected}", error=refusal)
+    return tuple(
+        require_items(f"creation[{position}]", names, (Lane, str), f"give {expected}", error=refusal)
+        for position, names in enumerate(rows)
+    )

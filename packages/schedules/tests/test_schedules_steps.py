@@ -197,7 +197,7 @@ def test_before_the_last_stage_the_loss_function_is_not_needed(loss_func):
 
 def test_a_stage_without_set_input_tensor_cannot_receive():
     with pytest.raises(ValueError, match="Linear has no set_input_tensor"):
-        forward_step(None, None, nn.Linear(1, 1), 1, torch.ones(1), [], PipelineConfig(), 1)
+        forward_step(print, None, nn.Linear(1, 1), 1, torch.ones(1), [], PipelineConfig(), 1)
 
 
 def test_the_current_microbatch_reaches_every_module_that_asks():

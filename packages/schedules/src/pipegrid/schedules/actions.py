@@ -162,7 +162,7 @@ def _check_fields(action: Action) -> None:
     if microbatch is not None and not is_integer(microbatch):
         raise PlanError(f"microbatch {microbatch!r} of a {kind} is not a microbatch number; they count from 0")
     if edge is not None and not isinstance(edge, Edge):
-        raise PlanError(f"edge {edge!r} of a {kind} is not an Edge(source, destination)")
+        raise PlanError(f"edge {edge!r} of a {kind} is not an edge; give Edge(source, destination)")
     if group is not None and not (isinstance(group, str) and GROUP_NAME.fullmatch(group)):
         raise PlanError(f"group {group!r} of a {kind} is not a group name; use letters, digits and any of _ . : -")
     wants_microbatch = kind in COMPUTES or kind in MESSAGES

@@ -27,9 +27,20 @@ def shown(value: object) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}, {short}"
 
 
-def require(name: str, value: object, kind: type | tuple[type, ...], remedy: str, *, error: Refusal) -> None:
-    """Refuse what is no instance of ``kind``."""
-    if not isinstance(value, kind):
+Kind: TypeAlias = type | tuple[type, ...]
+"""What `isinstance` takes."""
+
+
+def _is_a(value: object, kind: Kind) -> bool:
+    """Whether a value is of a kind; True and False are no numbers."""
+    if isinstance(value, bool) and kind is not object:
+        return kind is bool
+    return isinstance(value, kind)
+
+
+def require(name: str, value: object, kind: Kind, remedy: str, *, error: Refusal) -> None:
+    """Refuse what is not of a kind."""
+    if not _is_a(value, kind):
         raise error(f"{name} is {shown(value)}; {remedy}")
 
 
@@ -77,7 +88,7 @@ def as_number(
 def require_items(
     name: str,
     value: Any,
-    kind: type | tuple[type, ...],
+    kind: Kind,
     remedy: str,
     *,
     error: Refusal,
@@ -90,6 +101,6 @@ def require_items(
     except TypeError:  # a tensor without axes calls itself iterable
         raise error(f"{name} is {shown(value)}; {remedy}") from None
     for index, item in enumerate(items):
-        if not isinstance(item, kind) or (kind is int and isinstance(item, bool)):
+        if not _is_a(item, kind):
             raise error(f"item {index} of {name} is {shown(item)}; {remedy}")
     return items

@@ -33,7 +33,7 @@ class OtherCutError(CostsError):
 
 # Converters leave what they do not know as it is, for `Costs` to say what is wrong with it.
 def _per_stage(value: Any) -> Any:
-    if isinstance(value, str | Mapping):
+    if isinstance(value, str | bytes | Mapping):
         return value
     try:
         return tuple(value)
@@ -42,6 +42,8 @@ def _per_stage(value: Any) -> Any:
 
 
 def _per_edge(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        return value
     try:
         return tuple(sorted(value.items() if isinstance(value, Mapping) else value))
     except TypeError:

@@ -81,7 +81,7 @@ def require_communicator(communicator: Any) -> Any:
         StepArgumentError: it does not.
     """
     missing = [name for name in ("total_stages", "current_stage") if not is_integer(getattr(communicator, name, None))]
-    if missing and getattr(communicator, "graph", None) is None:
+    if missing and not (hasattr(communicator, "graph") and hasattr(communicator, "stages")):
         raise StepArgumentError(
             f"p2p_communicator is {shown(communicator)}, which has no number {missing[0]!r}; pass a P2PCommunicator or "
             "a MultiModulePipelineCommunicator"
@@ -89,8 +89,12 @@ def require_communicator(communicator: Any) -> Any:
     return communicator
 
 
-def _size_of(name: str, group: Any) -> int:
-    """The ranks of a group; None is one rank."""
+def size_of(name: str, group: Any) -> int:
+    """The ranks of a group; None is one rank.
+
+    Raises:
+        StepArgumentError: no group.
+    """
     if group is None:
         return 1
     size = getattr(group, "size", None)
@@ -200,7 +204,7 @@ def get_tensor_shapes(
         "set it to the last axis of the activations, or set config.variable_seq_lengths",
     )
     sequence = seq_length if decoder_seq_length is None else decoder_seq_length
-    cp, tp = _size_of("cp_group", cp_group), _size_of("tp_group", tp_group)
+    cp, tp = size_of("cp_group", cp_group), size_of("tp_group", tp_group)
     tp = tp if getattr(config, "sequence_parallel", False) else 1
     if sequence % (cp * tp):
         raise StepArgumentError(

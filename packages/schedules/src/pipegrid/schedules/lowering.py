@@ -60,7 +60,8 @@ def lower(
     require_function("duration", duration, "give a function from an Action to its duration", error=PlanError)
     if plan.has_communication:
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
-    groups = with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
+    groups = with_collectives(plan, {} if collectives is None else collectives)
+    groups += tied_groups(plan, {} if tied is None else tied)
     untied = evolve(plan, groups=[evolve(group, tied=()) for group in groups], creation=None)
     with _collector_paused():
         verify(untied)  # each REDUCE is added below

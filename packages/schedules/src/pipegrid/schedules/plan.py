@@ -14,8 +14,8 @@ from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules.actions import Action
-from pipegrid.schedules.arguments import Refusal, is_integer, require, require_integer, shown
-from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.arguments import Refusal, is_integer, require, require_integer, require_items, shown
+from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.plan_checks import check_creation_lists, check_shape
 from pipegrid.schedules.plan_parts import (
     Group,
@@ -181,6 +181,13 @@ class Plan:
                     found.add(Lane(destination, source, Direction.BACKWARD))
         return tuple(sorted(found))
 
+    @cached_property
+    def own_faults(self) -> tuple[tuple[Fault, ...], ...]:
+        """Per position, what is wrong with its steps whatever those of the others are; `verify` finds more."""
+        from pipegrid.schedules.checking import own_faults
+
+        return own_faults(self)
+
     def __str__(self) -> str:
         from pipegrid.schedules.plan_text import to_text
 
@@ -249,8 +256,9 @@ def compute_plan(
     Raises:
         PlanFieldError, ModuleGraphError: as `Plan` and `chain`.
     """
+    remedy = "give for each position the list of its actions"
     return Plan(
-        positions=orders,
+        positions=require_items("orders", orders, Iterable, remedy, error=PlanError),
         graph=chain(graph) if isinstance(graph, int) else graph,
         placement=placement,
         num_microbatches=num_microbatches,

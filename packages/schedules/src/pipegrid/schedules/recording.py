@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from attrs import field, frozen
 
-from pipegrid.schedules.arguments import require, require_integer, require_items
+from pipegrid.schedules.arguments import as_number, require, require_integer, require_items
 from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.timelines import TimelineError
 
 
 def _require_times(start: float, end: float) -> None:
     for name, time in (("start", start), ("end", end)):
-        require(name, time, (int, float), "give seconds", error=TimelineError)
+        as_number(name, time, "give seconds", error=TimelineError)
 
 
 @frozen

@@ -9,7 +9,6 @@ them all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -43,7 +42,7 @@ class Simulation:
         require_costs(self.costs)
         for name, times in (("start", self.start), ("end", self.end)):
             remedy = "make a simulation with simulate(plan, costs)"
-            require_items(name, times, Sequence, remedy, error=PlanError)
+            require_items(name, times, (tuple, list), remedy, error=PlanError)
 
     @cached_property
     def makespan(self) -> float:

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from pipegrid.schedules.arguments import require, require_function, require_integer
 from pipegrid.schedules.autocasting import autocast
 from pipegrid.schedules.config import option, unwrapped_attribute
 from pipegrid.schedules.engine import run_backward, shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
+
+_MODEL = "give a torch.nn.Module"
 
 
 class LossError(ValueError):
@@ -19,7 +22,13 @@ class LossError(ValueError):
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
-    """Tell every module of ``model`` that has a ``current_microbatch`` which one runs now."""
+    """Tell every module of ``model`` that has a ``current_microbatch`` which one runs now.
+
+    Raises:
+        StepArgumentError: no module, or no number of a microbatch.
+    """
+    require("model", model, torch.nn.Module, _MODEL, error=StepArgumentError)
+    require_integer("microbatch_id", microbatch_id, "microbatches count from 0", least=0, error=StepArgumentError)
     for module in model.modules():
         if hasattr(module, "current_microbatch"):
             setattr(module, "current_microbatch", microbatch_id)  # noqa: B010 -- a plain attribute, not a parameter
@@ -51,22 +60,27 @@ def forward_step(
         and the number of tokens its loss counted (0 elsewhere).
 
     Raises:
-        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``. Only the last stage calls
-            ``loss_func``, so that others may return None in its place.
+        StepArgumentError: an argument of another kind, or ``forward_step_func`` did not return ``(output, loss_func)``.
+            Only the last stage calls ``loss_func``, so that others may return None in its place.
         LossError: the loss function's result is none of the three documented forms.
     """
+    remedy = "give a function f(data_iterator, model) that returns (output, loss_func)"
+    require_function("forward_step_func", forward_step_func, remedy, error=StepArgumentError)
+    require("model", model, torch.nn.Module, _MODEL, error=StepArgumentError)
     if is_first_microbatch:
         start = unwrapped_attribute(model, "set_is_first_microbatch")
         if start is not None:
             start()
     if current_microbatch is not None:
+        name, remedy = "current_microbatch", "microbatches count from 0"
+        require_integer(name, current_microbatch, remedy, least=0, error=StepArgumentError)
         set_current_microbatch(model, current_microbatch)
     as_list = isinstance(input_tensor, list)
     set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
     if set_input_tensor is not None:
         set_input_tensor(input_tensor if as_list or isinstance(input_tensor, dict) else [input_tensor])
     elif input_tensor is not None and any(item is not None for item in _values(input_tensor)):
-        raise ValueError(
+        raise StepArgumentError(
             f"{type(model).__name__} has no set_input_tensor(input_tensor), but this stage receives an activation; "
             "give it the method (it is called before each forward with what arrived)"
         )
@@ -138,13 +152,25 @@ def forward_step_calc_loss(
 
     Returns:
         ``(output, num_tokens)``: the scaled loss on the last stage, ``output_tensor`` elsewhere.
+
+    Raises:
+        StepArgumentError: an argument of another kind.
+        LossError: the loss function's result is none of the documented forms.
     """
     del model
+    require_integer("num_microbatches", num_microbatches, "give those of a step", error=StepArgumentError)
+    if cp_group_size is not None:
+        require_integer(
+            "cp_group_size", cp_group_size, "give the ranks of cp, 1 or None without", error=StepArgumentError
+        )
+    remedy = "give a list, to which what the loss function says is appended"
+    require("forward_data_store", forward_data_store, list, remedy, error=StepArgumentError)
     if is_last_stage is None:
-        raise ValueError("is_last_stage is not known here; pass is_last_stage=True on the stage that has the loss")
+        raise StepArgumentError("is_last_stage is None; pass is_last_stage=True on the stage that has the loss")
     num_tokens = torch.zeros((), dtype=torch.int64)
     if not is_last_stage:
         return output_tensor, num_tokens
+    require_function("loss_func", loss_func, "give a function of the output", error=StepArgumentError)
     if collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
         return output_tensor, num_tokens
@@ -213,26 +239,44 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any
     Returns:
         The gradients of ``input_tensor``, in its structure (None on a first stage, and for entries that do not
         require grad).
+
+    Raises:
+        StepArgumentError: something else than tensors, or gradients that are not those of the outputs.
     """
     del model_type
-    inputs = flatten(input_tensor)
+    inputs = _tensors("input_tensor", input_tensor)
     for tensor in inputs:
         if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
             tensor.retain_grad()
-    outputs = flatten(output_tensor)
+    outputs = _tensors("output_tensor", output_tensor)
     scale = option(config, "grad_scale_func")
     if output_tensor_grad is None:
         if scale is not None:
             outputs = [None if tensor is None else scale(tensor) for tensor in outputs]
         gradients: list[torch.Tensor | None] = [None if loss is None else torch.ones_like(loss) for loss in outputs]
     else:
-        gradients = flatten(output_tensor_grad)
+        gradients = _tensors("output_tensor_grad", output_tensor_grad)
     if len(gradients) != len(outputs):
-        raise ValueError(
+        raise StepArgumentError(
             f"{len(outputs)} outputs but {len(gradients)} gradients; a gradient (or None) is needed for each output"
         )
-    backward_roots(outputs, gradients, deallocated=bool(option(config, "deallocate_pipeline_outputs")))
+    deallocated = bool(option(config, "deallocate_pipeline_outputs"))
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if not (deallocated or output is None or gradient is None or output.shape == gradient.shape):
+            raise StepArgumentError(
+                f"output_tensor_grad has a tensor of shape {tuple(gradient.shape)} for an output of shape "
+                f"{tuple(output.shape)}; pass the gradient that was received for it"
+            )
+    backward_roots(outputs, gradients, deallocated=deallocated)
     return map_tensors(input_tensor, gradient_of)
+
+
+def _tensors(name: str, payload: Any) -> list[torch.Tensor | None]:
+    tensors = flatten(payload)
+    for tensor in tensors:
+        remedy = "a payload is made of tensors, None, and lists, tuples and dicts of them"
+        require(f"a part of {name}", tensor, (torch.Tensor, type(None)), remedy, error=StepArgumentError)
+    return tensors
 
 
 def backward_roots(
@@ -303,10 +347,11 @@ def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outpu
     """Free the storage of an activation that was sent; its ``grad_fn`` stays for the backward.
 
     Raises:
-        ValueError: the tensor is a view: freeing it would free its base as well.
+        StepArgumentError: no tensor, or a view: freeing it would free its base as well.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
+    require("out", out, torch.Tensor, "call it once for each tensor of a payload", error=StepArgumentError)
     require_deallocatable(out)
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
@@ -316,7 +361,7 @@ def require_deallocatable(out: torch.Tensor | None) -> None:
     if out is None or out.grad_fn is None:
         return
     if out._base is not None:  # noqa: SLF001 -- the documented way to ask whether a tensor is a view
-        raise ValueError(
+        raise StepArgumentError(
             f"an output of shape {tuple(out.shape)} is a view of another tensor and cannot be deallocated; return "
             "output.clone(), or set deallocate_pipeline_outputs=False"
         )

@@ -51,7 +51,7 @@ class Span:
         if not self.kind:
             raise TimelineError(f"a span on row {self.row} has no kind; name what was done, for example 'F'")
         for name, time in (("start", self.start), ("end", self.end)):
-            if not isinstance(time, (int, float)):  # that it is finite is said below, with both
+            if type(time) is not float and type(time) is not int:  # that it is finite is said below, with both
                 as_number(name, time, f"give a time in the timeline's unit for {self.name}", error=TimelineError)
         if not (math.isfinite(self.start) and math.isfinite(self.end) and self.start <= self.end):
             raise TimelineError(
@@ -114,6 +114,7 @@ class Counter:
 
     def __attrs_post_init__(self) -> None:
         require_integer("row", self.row, "rows are numbered from 0", least=0, error=TimelineError)
+        require("name", self.name, str, "name what is counted", error=TimelineError)
         times = [time for time, _ in self.points]
         if any(later < earlier for earlier, later in itertools.pairwise(times)):
             raise TimelineError(f"the points of counter {self.name!r} on row {self.row} go back in time")

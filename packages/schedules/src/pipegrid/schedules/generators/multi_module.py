@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import Action, backward, forward
-from pipegrid.schedules.arguments import require, require_items
+from pipegrid.schedules.arguments import require_items
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, check_sizes
 from pipegrid.schedules.plan import Plan, compute_plan, require_graph
@@ -76,7 +76,7 @@ def module_stages(graph: ModuleGraph, name: str) -> range:
 
 
 def multi_module_1f1b_order(
-    stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Container[int] = ()
+    stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Iterable[int] = ()
 ) -> Order:
     """What a position that holds ``stages`` does in `multi_module_1f1b`.
 
@@ -88,15 +88,16 @@ def multi_module_1f1b_order(
     """
     check_sizes(num_microbatches=num_microbatches)
     require_graph(graph)
-    require("forward_only", forward_only, Container, "give a set of the numbers of stages", error=PlanError)
+    remedy = "give a list of the numbers of stages"
+    without = frozenset(require_items("forward_only", forward_only, int, remedy, error=PlanError))
     dated: list[tuple[int, int, Action]] = []
-    for stage in require_items("stages", stages, int, "give a list of the numbers of stages", error=PlanError):
+    for stage in require_items("stages", stages, int, remedy, error=PlanError):
         graph.module_of(stage)  # refuses a stage that the graph does not have
         distance = graph.distance_to_sink[stage]
         for m in range(num_microbatches):
             # At one date, backwards first: they free memory. Neither waits for the other.
             dated.append((2 * m - distance, 1, forward(stage, m)))
-            if stage not in forward_only:
+            if stage not in without:
                 dated.append((2 * m + distance + 1, 0, backward(stage, m)))
     dated.sort(key=lambda entry: (entry[0], entry[1], entry[2].stage))
     # Sorted by date, a stage does min(M, distance) forwards, then one and one, then the last backwards.

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipegrid.schedules.backward_steps import backward_step, custom_backward, deallocate_output_tensor
 from pipegrid.schedules.config import PipelineConfig
 from pipegrid.schedules.engine import shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.steps import (
     LossError,
-    backward_step,
-    custom_backward,
-    deallocate_output_tensor,
     forward_step,
     forward_step_calc_loss,
     set_current_microbatch,

@@ -15,7 +15,7 @@ from attrs import frozen
 from pipegrid.schedules.config import option
 from pipegrid.schedules.counts import get_tensor_shapes, require_size
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.steps import flatten
+from pipegrid.schedules.payloads import flatten
 
 
 class AnnouncedShapesError(ValueError):

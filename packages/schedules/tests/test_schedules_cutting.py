@@ -10,21 +10,9 @@ from torch.autograd.graph import get_gradient_edge
 from pipegrid.schedules.cutting import divide, outline_of
 from pipegrid.schedules.split_backward import backward_inputs, backward_weights
 
+from .custom_functions import Scale
+
 WIDTH = 5
-
-
-class Product(torch.autograd.Function):
-    """As ``x * weight``, with a node of the same edges."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad * weight, grad * x
 
 
 class Weights(nn.Module):
@@ -39,7 +27,7 @@ PATTERNS = {
     "product": lambda w, x, y: [x * w.one],
     "turned round": lambda w, x, y: [w.one * x],
     "with the other input": lambda w, x, y: [y * w.one],
-    "of a custom function": lambda w, x, y: [Product.apply(x, w.one)],
+    "of a custom function": lambda w, x, y: [Scale.apply(x, w.one)],
     "of both inputs": lambda w, x, y: [x * y],
     "by two weights": lambda w, x, y: [x * w.one * w.other],
     "by one weight twice": lambda w, x, y: [x * w.one * w.one],

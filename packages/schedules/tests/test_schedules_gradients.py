@@ -152,7 +152,7 @@ def test_what_cannot_be_reduced_is_named():
         reduce_gradients({"e": embedding}, {"e": Groups()})
     with pytest.raises(GradientError, match=r"no process groups for module 'x'; there are collections for \['e'\]"):
         reduce_gradients({"x": network(0)}, {"e": Groups()})
-    with pytest.raises(GradientError, match=r"max_norm=0 and norm_type=2\.0 must be positive"):
+    with pytest.raises(GradientError, match="max_norm is 0; give a positive number"):
         clip_grad_norm_(network(0), Groups(), 0)
 
 

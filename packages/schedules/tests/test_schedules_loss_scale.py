@@ -72,7 +72,7 @@ def test_a_fixed_scale_stays():
         ({"scale": float("inf")}, "a scale is finite"),
         ({"growth_factor": 0.5}, r"growth_factor=0\.5 and backoff_factor=0\.5: the first is at least 1"),
         ({"backoff_factor": 0}, "backoff_factor=0: "),
-        ({"hysteresis": 0}, "hysteresis=0: both are at least 1 step"),
+        ({"hysteresis": 0}, "hysteresis is 0; it must be an integer of at least 1: give a number of steps"),
     ],
 )
 def test_what_no_scale_can_be(settings, text):

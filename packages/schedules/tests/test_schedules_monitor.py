@@ -264,8 +264,8 @@ class TestMonitor:
     @pytest.mark.parametrize(
         ("settings", "text"),
         [
-            ({"deadline": 0.0}, r"deadline=0\.0: give a positive"),
-            ({"interval": -1.0}, r"interval=-1\.0: give a positive"),
+            ({"deadline": 0.0}, r"deadline is 0\.0; give a positive"),
+            ({"interval": -1.0}, r"interval is -1\.0; give a positive"),
             ({"rank": 5}, r"rank 5 is not among the ranks \[0, 1\]"),
         ],
     )

@@ -36,9 +36,9 @@ def test_plans_are_values():
     [
         ({"positions": []}, "the plan has no positions"),
         ({"positions": [[()]]}, "a batch is empty"),
-        ({"positions": [["0F0"]]}, "step '0F0' is not an Action or a batch of Actions"),
-        ({"positions": [[3]]}, "step 3 is not an Action or a batch of Actions"),
-        ({"positions": [[("0F0",)]]}, "'0F0' in a batch is not an Action"),
+        ({"positions": [["0F0"]]}, "step is '0F0'; give an Action, or a batch of Actions"),
+        ({"positions": [[3]]}, "step is 3; give an Action, or a batch of Actions"),
+        ({"positions": [[("0F0",)]]}, "item 0 of step is '0F0'; give an Action, or a batch of Actions"),
         ({"positions": [[(forward(0, 0), SEND)]]}, "0F0 is in a batch; only communications are batched"),
         ({"placement": [0, 0]}, "the placement covers 2 stages and the graph has 1"),
         ({"placement": [1]}, "stage 0 is placed on position 1; the plan has positions 0..0"),

@@ -102,7 +102,7 @@ def test_what_would_be_wrong_is_refused(arguments, text):
 def test_groups_that_do_not_fit_are_refused():
     with pytest.raises(GradientError, match=r"module 'images' has 2 cp ranks, .* but no dp_cp group"):
         settle(collection=Groups(dp=Group(2), cp=Group(2)))
-    with pytest.raises(GradientError, match="int has neither `dp` nor `dp_cp`"):
+    with pytest.raises(GradientError, match="collections is 3, which has neither `dp` nor `dp_cp`"):
         settle(collection=3)
     with pytest.raises(GradientError, match="no process groups for module 'images'"):
         settle(collection={"language": Groups()})

@@ -203,13 +203,13 @@ def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(ne
     [
         ({"plan": None}, "plan is None; give a Plan"),
         ({"stages": [last(weight)]}, "stages is a list, .* give a dict"),
-        ({"stages": {0: 3}}, "stage 0 is a int, 3, without a forward"),
-        ({"hooks": [3]}, r"hook 0 is a int, 3; a hook has before\(action\) and after\(action\)"),
+        ({"stages": {0: 3}}, "stage 0 is 3, without a forward"),
+        ({"hooks": [3]}, r"hook 0 is 3; a hook has before\(action\) and after\(action\)"),
         ({"hooks": [Doing(None, before=1, after=2)]}, "hook 0 is a Doing"),
         ({"reducers": print}, "reducers is a builtin"),
-        ({"reducers": {"tied": 3}}, "the reducer for 'tied' is a int"),
-        ({"loss_scale": 1024.0}, "loss_scale is a float, 1024.0; give a function"),
-        ({"deadline": -1}, "deadline=-1: give a positive number"),
+        ({"reducers": {"tied": 3}}, "the reducer for 'tied' is 3; give a function of no arguments"),
+        ({"loss_scale": 1024.0}, "loss_scale is 1024.0; give a function"),
+        ({"deadline": -1}, "deadline is -1; give a positive number"),
     ],
 )
 def test_arguments_are_looked_at_when_the_runtime_is_made(arguments, text):

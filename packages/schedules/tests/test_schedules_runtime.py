@@ -22,6 +22,7 @@ from pipegrid.schedules.recorder import Recorder
 from pipegrid.schedules.recording import Recording
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.schedules.search import greedy
+from pipegrid.schedules.timelines import TimelineError
 from pipegrid.transport.edge import Edge
 
 
@@ -152,7 +153,7 @@ def test_a_recording_of_another_plan_is_refused(network, memory_communicator, in
     recorder = Recorder()
     recorder.before(parse_action("0F0"))
     recorder.after(parse_action("0F0"))
-    with pytest.raises(KeyError):
+    with pytest.raises(TimelineError, match="0F0 was recorded, and position 1 of the plan has no such action"):
         recorder.track(PLANS["1f1b"], rank=1, position=1)
 
 

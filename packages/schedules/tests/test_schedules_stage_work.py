@@ -166,7 +166,7 @@ def test_a_view_cannot_be_freed(network, memory_communicator):
         memory_communicator(network, 2, 0),
         deallocate_outputs=True,
     )
-    with pytest.raises(PipelineError, match=r"0F0: ValueError: an output of shape \(4,\) is a view"):
+    with pytest.raises(PipelineError, match=r"0F0: StepArgumentError: an output of shape \(4,\) is a view"):
         runtime.step()
 
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipegrid.schedules.backward_steps import backward_step, custom_backward, deallocate_output_tensor
 from pipegrid.schedules.config import PipelineConfig
 from pipegrid.schedules.engine import shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.steps import (
     LossError,
-    backward_step,
-    custom_backward,
-    deallocate_output_tensor,
     forward_step,
     forward_step_calc_loss,
     set_current_microbatch,
@@ -197,7 +195,7 @@ def test_before_the_last_stage_the_loss_function_is_not_needed(loss_func):
 
 def test_a_stage_without_set_input_tensor_cannot_receive():
     with pytest.raises(ValueError, match="Linear has no set_input_tensor"):
-        forward_step(None, None, nn.Linear(1, 1), 1, torch.ones(1), [], PipelineConfig(), 1)
+        forward_step(print, None, nn.Linear(1, 1), 1, torch.ones(1), [], PipelineConfig(), 1)
 
 
 def test_the_current_microbatch_reaches_every_module_that_asks():

@@ -85,6 +85,7 @@ from pipegrid.schedules.tying import TyingError, with_reduce
 from pipegrid.schedules.verification import Proof, verify
 
 if TYPE_CHECKING:
+    from pipegrid.schedules.backward_steps import backward_step, custom_backward, deallocate_output_tensor
     from pipegrid.schedules.forward_backward import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
@@ -115,9 +116,6 @@ if TYPE_CHECKING:
     from pipegrid.schedules.splitting_refused import SplitBackwardError
     from pipegrid.schedules.steps import (
         LossError,
-        backward_step,
-        custom_backward,
-        deallocate_output_tensor,
         forward_step,
         forward_step_calc_loss,
         set_current_microbatch,
@@ -300,9 +298,9 @@ _TORCH_HALF = {
     "tied_stages": "tied_parameters",
     "SplitBackwardError": "splitting_refused",
     "LossError": "steps",
-    "backward_step": "steps",
-    "custom_backward": "steps",
-    "deallocate_output_tensor": "steps",
+    "backward_step": "backward_steps",
+    "custom_backward": "backward_steps",
+    "deallocate_output_tensor": "backward_steps",
     "forward_step": "steps",
     "forward_step_calc_loss": "steps",
     "set_current_microbatch": "steps",

@@ -22,6 +22,7 @@ import re
 
 from attrs import frozen
 
+from pipegrid.schedules.arguments import is_integer, shown
 from pipegrid.schedules.errors import PlanError
 from pipegrid.transport.edge import Direction, Edge
 
@@ -39,6 +40,10 @@ class ActionKind(enum.StrEnum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
     COLLECTIVE = "COLLECTIVE"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ActionKind:
+        raise PlanError(f"{shown(value)} is not a kind of action; the kinds are {', '.join(cls)}")
 
     __hash__ = str.__hash__  # Enum's own hashes the same text, many times as slowly
 
@@ -151,13 +156,13 @@ def _check_fields(action: Action) -> None:
         action.group,
     )
     if not isinstance(kind, ActionKind):
-        raise PlanError(f"{kind!r} is not a kind of action; the kinds are {', '.join(ActionKind)}")
-    if not _is_count(stage):
+        raise PlanError(f"{shown(kind)} is not a kind of action; the kinds are {', '.join(ActionKind)}")
+    if not is_integer(stage):
         raise PlanError(f"stage {stage!r} of a {kind} is not a stage number; stages count from 0")
-    if microbatch is not None and not _is_count(microbatch):
+    if microbatch is not None and not is_integer(microbatch):
         raise PlanError(f"microbatch {microbatch!r} of a {kind} is not a microbatch number; they count from 0")
     if edge is not None and not isinstance(edge, Edge):
-        raise PlanError(f"edge {edge!r} of a {kind} is not an Edge(source, destination)")
+        raise PlanError(f"edge {edge!r} of a {kind} is not an edge; give Edge(source, destination)")
     if group is not None and not (isinstance(group, str) and GROUP_NAME.fullmatch(group)):
         raise PlanError(f"group {group!r} of a {kind} is not a group name; use letters, digits and any of _ . : -")
     wants_microbatch = kind in COMPUTES or kind in MESSAGES
@@ -184,10 +189,6 @@ def _check_fields(action: Action) -> None:
         if stage not in ends:
             where = " or ".join(map(str, sorted(ends)))
             raise PlanError(f"a {kind} along edge {edge} stands at stage {where}, not at stage {stage}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def forward(stage: int, microbatch: int) -> Action:

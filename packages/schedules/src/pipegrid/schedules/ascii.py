@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipegrid.schedules.arguments import require_integer
 from pipegrid.schedules.colours import COLOURS, OTHER, ink_on, tint
-from pipegrid.schedules.timelines import Span, Timeline, as_panels, summary
+from pipegrid.schedules.timelines import Span, Timeline, TimelineError, as_panels, summary
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 WIDTH = 160
@@ -90,6 +91,10 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: int = WIDT
 
     A span is its kind and microbatch, filled up with ``-`` (F), ``=`` (B), ``~`` (I) or ``+`` (W); a dot is a
     bubble. Spans too short for their text show what fits. ``colour`` paints them with terminal escapes.
+
+    Raises:
+        TimelineError: nothing to draw, or no integer of at least 1 for the width.
     """
+    require_integer("width", width, error=TimelineError)
     panels = as_panels(timeline)
     return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from attrs import frozen
 
+from pipegrid.schedules.arguments import require, require_integer
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import (
     dualpipe_v,
@@ -55,6 +56,7 @@ class Schedule:
         """
         if num_chunks is None:
             num_chunks = 2 if self.chunks is None else self.chunks
+        require_integer("num_chunks", num_chunks, error=PlanError)
         if self.chunks is not None and num_chunks != self.chunks:
             raise PlanError(
                 f"{self.name} has {self.chunks} chunk{'s' if self.chunks > 1 else ''} per position, not "
@@ -90,6 +92,9 @@ def find_schedule(name: str, num_chunks: int | None = None) -> Schedule:
     Raises:
         PlanError: no schedule is called that; the names are listed.
     """
+    require("name", name, str, f"the schedules are {', '.join(SCHEDULES)}", error=PlanError)
+    if num_chunks is not None:
+        require_integer("num_chunks", num_chunks, error=PlanError)
     wanted = name.lower().replace("-", "_")
     wanted = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}.get(wanted, wanted)
     if wanted not in SCHEDULES:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.explaining import missing, unknown_microbatch, why_no_rule, why_refused
+from pipegrid.schedules.marks import Marks
 from pipegrid.schedules.plan import Lane, Plan, Step, actions_of
 from pipegrid.schedules.rules import Rules
 from pipegrid.schedules.waiting import Program
@@ -204,6 +205,15 @@ class PositionCheck:
             self.faults.append(why_refused(self, index, action, rule))
         self.flags[done] = 1
         return True
+
+
+def own_faults(plan: Plan) -> tuple[tuple[Fault, ...], ...]:
+    """Per position, what is wrong with its steps whatever those of the others are."""
+    marks = Marks(plan)
+    return tuple(
+        tuple(PositionCheck(Rules(marks, position, rendezvous=False), steps).faults)
+        for position, steps in enumerate(plan.positions)
+    )
 
 
 def _members(plan: Plan, name: str) -> tuple[int, ...]:

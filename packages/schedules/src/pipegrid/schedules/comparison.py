@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
+from pipegrid.schedules.arguments import require_items
 from pipegrid.schedules.catalogue import SCHEDULES
-from pipegrid.schedules.costs import Costs, OtherCutError
+from pipegrid.schedules.costs import Costs, OtherCutError, require_costs
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import check_sizes
 from pipegrid.schedules.limits import as_limit
@@ -62,9 +63,11 @@ def compare(
         CostsError: costs per edge that are those of no schedule.
     """
     costs = Costs() if costs is None else costs
+    require_costs(costs)
     limit = as_limit(memory_limit)
     check_sizes(num_positions=num_positions, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    wanted = COMPARED if names is None else tuple(names)
+    remedy = f"give a list of names of schedules, of {', '.join(COMPARED)}"
+    wanted = COMPARED if names is None else require_items("names", names, str, remedy, error=PlanError)
     unknown = sorted(set(wanted) - set(COMPARED))
     if unknown:
         raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(COMPARED)}")
@@ -139,7 +142,12 @@ HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "un
 
 
 def comparison_table(rows: Sequence[Row], *, unit: str = "") -> str:
-    """``rows`` as a text table. Peaks are live microbatches; schedules over the memory cap are marked."""
+    """``rows`` as a text table. Peaks are live microbatches; schedules over the memory cap are marked.
+
+    Raises:
+        PlanError: ``rows`` is not what `compare` returned.
+    """
+    rows = require_items("rows", rows, Row, "give what compare(...) returned", error=PlanError)
     cells = [
         HEADINGS,
         *(

@@ -12,12 +12,19 @@ from typing import Any
 
 from attrs import Attribute, field, fields, frozen
 
+from pipegrid.schedules.arguments import is_integer, require, require_function, require_items, shown
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PConfigError
 
 
-def _as_tuple(value: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(value)
+def _as_ties(value: Iterable[Any]) -> tuple[Any, ...]:
+    remedy = "give a list of what tie_parameters(...) returned"
+    return require_items("tied_parameters", value, object, remedy, error=P2PConfigError)
+
+
+def _as_hooks(value: Iterable[Any]) -> tuple[Any, ...]:
+    return require_items("hooks", value, object, "give a list of Hook objects", error=P2PConfigError)
 
 
 def _count(least: int, remedy: str, *, optional: bool = True) -> Callable[[Any, Attribute[Any], Any], None]:
@@ -27,10 +34,22 @@ def _count(least: int, remedy: str, *, optional: bool = True) -> Callable[[Any, 
     def validate(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if value is None and optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise P2PConfigError(f"{attribute.name} is {value!r}; it must be {rule}: {remedy}")
+        if not is_integer(value, least):
+            raise P2PConfigError(f"{attribute.name} is {shown(value)}; it must be {rule}: {remedy}")
 
     return validate
+
+
+def _flag(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    require(attribute.name, value, bool, "it must be True or False", error=P2PConfigError)
+
+
+def _function(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """A function or None; those for each chunk may be a list, with one for each."""
+    per_chunk = attribute.name.endswith("_sync_func") and isinstance(value, (list, tuple))
+    for function in value if per_chunk else [value]:
+        if function is not None:
+            require_function(attribute.name, function, "give a function, or None", error=P2PConfigError)
 
 
 @frozen(kw_only=True)
@@ -75,34 +94,34 @@ class PipelineConfig(P2PConfig):
             notices before a step that ranks would run different numbers of microbatches.
 
     Raises:
-        P2PConfigError: a count that is none; or as `P2PConfig`.
+        P2PConfigError: a count that is none, something else than a function or a flag; or as `P2PConfig`.
     """
 
     hidden_size: int | None = field(default=None, validator=_count(1, "give the last axis of the activations"))
-    sequence_parallel: bool = False
-    calculate_per_token_loss: bool = False
-    deallocate_pipeline_outputs: bool = False
+    sequence_parallel: bool = field(default=False, validator=_flag)
+    calculate_per_token_loss: bool = field(default=False, validator=_flag)
+    deallocate_pipeline_outputs: bool = field(default=False, validator=_flag)
     num_microbatches_with_partial_activation_checkpoints: int | None = field(
         default=None, validator=_count(0, "give how many of a window follow the model's own setting, or None for all")
     )
-    enable_autocast: bool = False
+    enable_autocast: bool = field(default=False, validator=_flag)
     autocast_dtype: Any = None
-    grad_scale_func: Callable[[Any], Any] | None = None
-    no_sync_func: Callable[[], AbstractContextManager[Any]] | None = None
-    grad_sync_func: Callable[[Any], None] | None = None
-    param_sync_func: Callable[[Any], None] | None = None
-    finalize_model_grads_func: Callable[..., None] | None = None
-    tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
-    defer_embedding_wgrad_compute: bool = False
+    grad_scale_func: Callable[[Any], Any] | None = field(default=None, validator=_function)
+    no_sync_func: Callable[[], AbstractContextManager[Any]] | None = field(default=None, validator=_function)
+    grad_sync_func: Callable[[Any], None] | None = field(default=None, validator=_function)
+    param_sync_func: Callable[[Any], None] | None = field(default=None, validator=_function)
+    finalize_model_grads_func: Callable[..., None] | None = field(default=None, validator=_function)
+    tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_ties)
+    defer_embedding_wgrad_compute: bool = field(default=False, validator=_flag)
     wgrad_deferral_limit: int = field(
         default=0, validator=_count(0, "give the number of microbatches that may wait, 0 for all", optional=False)
     )
     microbatch_group_size_per_vp_stage: int | None = field(
         default=None, validator=_count(1, "give the microbatches of a group, or None for the number of ranks")
     )
-    overlap_moe_expert_parallel_comm: bool = False
+    overlap_moe_expert_parallel_comm: bool = field(default=False, validator=_flag)
     job_group: Any = None
-    hooks: tuple[Any, ...] = ()
+    hooks: tuple[Any, ...] = field(default=(), converter=_as_hooks)
     monitor: Any = None
 
 
@@ -131,7 +150,7 @@ def config_of(model: Any) -> Any:
     """The ``config`` of a model, looked up through wrappers (``.module``).
 
     Raises:
-        ValueError: neither the model nor anything it wraps has a ``config``.
+        StepArgumentError: neither the model nor anything it wraps has a ``config``.
     """
     inner = model
     while inner is not None:
@@ -139,8 +158,8 @@ def config_of(model: Any) -> Any:
         if config is not None:
             return config
         inner = getattr(inner, "module", None)
-    raise ValueError(
-        f"{type(model).__name__} has no `config`, nor does anything it wraps; give the model a config attribute, "
+    raise StepArgumentError(
+        f"model {type(model).__name__} has no `config`, nor does anything it wraps; give the model a config attribute, "
         "for example pipegrid.schedules.PipelineConfig(pipeline_dtype=torch.bfloat16)"
     )
 

@@ -50,6 +50,10 @@ class ControlStore(Protocol):
         ...
 
 
+STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key", "wait")
+"""What a `ControlStore` has."""
+
+
 class DisagreementError(ValueError):
     """Ranks were about to run different steps. Nothing was sent."""
 

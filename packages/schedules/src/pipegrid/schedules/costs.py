@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from attrs import evolve, field, fields, frozen
 
+from pipegrid.schedules.arguments import Refusal, require, require_choice, require_integer, require_items
 from pipegrid.schedules.errors import PlanError, PlanSyntaxError
 from pipegrid.schedules.json_reading import load_json
 from pipegrid.schedules.words import parse_edge
@@ -32,7 +33,7 @@ class OtherCutError(CostsError):
 
 # Converters leave what they do not know as it is, for `Costs` to say what is wrong with it.
 def _per_stage(value: Any) -> Any:
-    if isinstance(value, str | Mapping):
+    if isinstance(value, str | bytes | Mapping):
         return value
     try:
         return tuple(value)
@@ -41,13 +42,17 @@ def _per_stage(value: Any) -> Any:
 
 
 def _per_edge(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        return value
     try:
         return tuple(sorted(value.items() if isinstance(value, Mapping) else value))
     except TypeError:
         return value
 
 
+PER_STAGE = ("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation")
 PER_EDGE = ("latency", "bandwidth", "message")
+_BESIDE = "give for each stage the number of stages on its position"
 
 
 @frozen
@@ -101,20 +106,25 @@ class Costs:
     @property
     def stages(self) -> int | None:
         """For how many stages numbers are given; None where one number serves them all."""
-        lengths = {len(value) for value in self._per_stage_values() if isinstance(value, tuple)}
+        lengths = {len(value) for name in PER_STAGE if isinstance(value := getattr(self, name), tuple)}
         if len(lengths) > 1:
             raise CostsError(f"costs are given for {sorted(lengths)} stages; give all of them for the same stages")
         return lengths.pop() if lengths else None
 
-    def _per_stage_values(self) -> tuple[PerStage | None, ...]:
-        return (self.F, self.I, self.W, self.B, self.REDUCE, self.COLLECTIVE, self.activation)
-
     def per_stage(self, name: str, num_stages: int) -> list[float]:
-        """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages."""
+        """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages.
+
+        Raises:
+            CostsError: no cost of stages, or one that is given for another number of them.
+        """
+        require_choice("name", name, PER_STAGE, error=CostsError)
+        require_integer("num_stages", num_stages, error=CostsError)
         value = getattr(self, name)
         if name == "B" and value is None:
             halves = zip(self.per_stage("I", num_stages), self.per_stage("W", num_stages), strict=True)
             return [i + w for i, w in halves]
+        if value is None:
+            raise CostsError(f"{name} is not given: each stage counts its share of its position")
         if not isinstance(value, tuple):
             return [float(value)] * num_stages
         if len(value) != num_stages:
@@ -122,7 +132,13 @@ class Costs:
         return [float(entry) for entry in value]
 
     def per_edge(self, name: str, edges: Iterable[Edge]) -> dict[Edge, float]:
-        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``."""
+        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``.
+
+        Raises:
+            CostsError: no cost of edges, or one that is not given for all of them.
+        """
+        require_choice("name", name, PER_EDGE, error=CostsError)
+        edges = require_items("edges", edges, Edge, "give a list of Edge(source, destination)", error=CostsError)
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return dict.fromkeys(edges, float(value))
@@ -148,7 +164,13 @@ class Costs:
 
         Raises:
             OtherCutError: latency, bandwidth or message is given for other edges.
+            CostsError: a number that is no integer of at least 1.
         """
+        counts = () if beside is None else require_items("beside", beside, int, _BESIDE, error=CostsError)
+        for what, count in (("num_stages", num_stages), ("slices", slices), *(("beside", count) for count in counts)):
+            require_integer(what, count, error=CostsError)
+        if edges is not None:
+            edges = require_items("edges", edges, Edge, "give a list of Edge(source, destination)", error=CostsError)
         wanted = {Edge(stage, stage + 1) for stage in range(num_stages - 1)} if edges is None else set(edges)
         for name in PER_EDGE:
             value = getattr(self, name)
@@ -173,10 +195,17 @@ class Costs:
         return evolve(self, **{name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")})
 
 
+def require_costs(costs: object, *, error: Refusal = CostsError) -> None:
+    """Refuse what is no `Costs`."""
+    require("costs", costs, Costs, "give Costs(F=..., I=..., W=...)", error=error)
+
+
 def _check(name: str, number: Any, where: str = "") -> None:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or (isinstance(number, float) and math.isnan(number)):
-        raise CostsError(f"{name}{where} is {number!r}; a cost is a number")
+        other = not isinstance(number, (str, int, float)) and hasattr(type(number), "__float__")
+        remedy = ": pass float(...) of it" if other else ""
+        raise CostsError(f"{name}{where} is {number!r}; a cost is a number{remedy}")
     try:
         value = float(number)
     except OverflowError:
@@ -212,7 +241,12 @@ def _resampled(values: Sequence[float], shares: Sequence[float]) -> tuple[float,
 
 
 def costs_to_json(costs: Costs) -> str:
-    """``costs`` as JSON: what is not the default, edges as ``"0>1"``."""
+    """``costs`` as JSON: what is not the default, edges as ``"0>1"``.
+
+    Raises:
+        CostsError: they are no `Costs`.
+    """
+    require_costs(costs)
     data: dict[str, Any] = {}
     for attribute in fields(Costs):
         value = getattr(costs, attribute.name)
@@ -233,6 +267,7 @@ def costs_from_json(text: str) -> Costs:
     Raises:
         CostsError: no JSON object, a key that is no field, or a value that is no cost.
     """
+    require("text", text, str, "give the JSON itself, such as Path(...).read_text()", error=CostsError)
     try:
         data = load_json(text)
     except PlanSyntaxError as error:

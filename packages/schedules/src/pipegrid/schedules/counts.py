@@ -7,21 +7,14 @@ Megatron-LM", section 2.2 (1F1B and its interleaved form).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from pipegrid.schedules.arguments import is_integer, require_integer, require_items, shown
 from pipegrid.schedules.errors import StepArgumentError
 
-
-def require_integer(name: str, value: Any, remedy: str, *, least: int = 1) -> int:
-    """``value``, where it is an integer of at least ``least``.
-
-    Raises:
-        StepArgumentError: it is not; ``remedy`` ends the message.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise StepArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}: {remedy}")
-    return value
-
+require_size = partial(require_integer, error=StepArgumentError)
+"""What all sizes of a step are checked by."""
 
 _MICROBATCHES = "give the microbatches of a step"
 _CHUNKS = "give the model chunks of a rank, 1 without interleaving"
@@ -29,7 +22,7 @@ _CHUNKS = "give the model chunks of a rank, 1 without interleaving"
 
 def _require_group(size: Any) -> None:
     remedy = "a group has that many microbatches; without a wish of your own, give the number of ranks"
-    require_integer("microbatch_group_size_per_vp_stage", size, remedy)
+    require_size("microbatch_group_size_per_vp_stage", size, remedy)
 
 
 def get_pp_rank_microbatches(
@@ -60,12 +53,12 @@ def get_pp_rank_microbatches(
     Raises:
         StepArgumentError: one of the sizes is no integer of at least 1.
     """
-    require_integer("num_microbatches", num_microbatches, _MICROBATCHES)
-    require_integer("num_model_chunks", num_model_chunks, _CHUNKS)
+    require_size("num_microbatches", num_microbatches, _MICROBATCHES)
+    require_size("num_model_chunks", num_model_chunks, _CHUNKS)
     if microbatch_group_size_per_vp_stage is not None:
         _require_group(microbatch_group_size_per_vp_stage)
     total = num_microbatches * num_model_chunks
-    stages = 1 if p2p_communicator is None else p2p_communicator.total_stages
+    stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
     if forward_only:
         warmup = total
     elif stages == 1:
@@ -79,6 +72,35 @@ def get_pp_rank_microbatches(
             warmup = 2 * distance + (num_model_chunks - 1) * group + int(overlap_moe_expert_parallel_comm)
     warmup = min(warmup, total)
     return total, warmup == total, warmup, total - warmup
+
+
+def require_communicator(communicator: Any) -> Any:
+    """``communicator``, where it says at which of how many stages this rank stands, or at which of a graph.
+
+    Raises:
+        StepArgumentError: it does not.
+    """
+    missing = [name for name in ("total_stages", "current_stage") if not is_integer(getattr(communicator, name, None))]
+    if missing and not (hasattr(communicator, "graph") and hasattr(communicator, "stages")):
+        raise StepArgumentError(
+            f"p2p_communicator is {shown(communicator)}, which has no number {missing[0]!r}; pass a P2PCommunicator or "
+            "a MultiModulePipelineCommunicator"
+        )
+    return communicator
+
+
+def size_of(name: str, group: Any) -> int:
+    """The ranks of a group; None is one rank.
+
+    Raises:
+        StepArgumentError: no group.
+    """
+    if group is None:
+        return 1
+    size = getattr(group, "size", None)
+    if isinstance(group, type) or not callable(size) or not is_integer(ranks := size(), least=1):
+        raise StepArgumentError(f"{name} is {shown(group)}; pass a process group, or None for one rank")
+    return int(ranks)
 
 
 def _distance_to_loss(communicator: Any) -> int:
@@ -99,8 +121,8 @@ def get_schedule_table(
     Raises:
         StepArgumentError: one of the sizes is no integer of at least 1.
     """
-    require_integer("num_microbatches", num_microbatches, _MICROBATCHES)
-    require_integer("num_model_chunks", num_model_chunks, _CHUNKS)
+    require_size("num_microbatches", num_microbatches, _MICROBATCHES)
+    require_size("num_model_chunks", num_model_chunks, _CHUNKS)
     _require_group(microbatch_group_size_per_vp_stage)
     table: list[tuple[int, int]] = []
     for start in range(0, num_microbatches, microbatch_group_size_per_vp_stage):
@@ -120,8 +142,10 @@ def convert_schedule_table_to_order(
     Raises:
         StepArgumentError: more warmup forwards than there are, or a table with a chunk that does not exist.
     """
-    require_integer("num_model_chunks", num_model_chunks, _CHUNKS)
-    require_integer("num_warmup_microbatches", num_warmup_microbatches, "get_pp_rank_microbatches counts them", least=0)
+    require_size("num_model_chunks", num_model_chunks, _CHUNKS)
+    require_size("num_warmup_microbatches", num_warmup_microbatches, "get_pp_rank_microbatches counts them", least=0)
+    remedy = "make the table with get_schedule_table"
+    require_items("schedule_table", schedule_table, object, remedy, error=StepArgumentError)
     if num_warmup_microbatches > len(schedule_table):
         raise StepArgumentError(
             f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {len(schedule_table)} "
@@ -170,18 +194,18 @@ def get_tensor_shapes(
     """
     if getattr(config, "variable_seq_lengths", False):
         return [()]
-    require_integer("seq_length", seq_length, "give the tokens of a sample, or set config.variable_seq_lengths")
-    require_integer("micro_batch_size", micro_batch_size, "give the samples of a microbatch")
+    require_size("seq_length", seq_length, "give the tokens of a sample, or set config.variable_seq_lengths")
+    require_size("micro_batch_size", micro_batch_size, "give the samples of a microbatch")
     if decoder_seq_length is not None:
-        require_integer("decoder_seq_length", decoder_seq_length, "give None where it is that of seq_length")
-    hidden_size = require_integer(
+        require_size("decoder_seq_length", decoder_seq_length, "give None where it is that of seq_length")
+    hidden_size = require_size(
         "config.hidden_size",
         getattr(config, "hidden_size", None),
         "set it to the last axis of the activations, or set config.variable_seq_lengths",
     )
     sequence = seq_length if decoder_seq_length is None else decoder_seq_length
-    cp = 1 if cp_group is None else cp_group.size()
-    tp = tp_group.size() if tp_group is not None and getattr(config, "sequence_parallel", False) else 1
+    cp, tp = size_of("cp_group", cp_group), size_of("tp_group", tp_group)
+    tp = tp if getattr(config, "sequence_parallel", False) else 1
     if sequence % (cp * tp):
         raise StepArgumentError(
             f"a sequence of {sequence} tokens cannot be shared evenly by cp {cp} x sequence-parallel tp {tp} ranks; "

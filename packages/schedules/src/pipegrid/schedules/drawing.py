@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.plan import Plan, message_routes
 from pipegrid.schedules.recording import Recording
 from pipegrid.schedules.simulation import Simulation, simulate
@@ -28,7 +29,7 @@ def timeline(
     recording's always are). A `Timeline` passes through, with the rows and title given.
 
     Raises:
-        TimelineError: a name too many or too few.
+        TimelineError: something else to draw, or a name too many or too few.
         PlanError: a plan that gets stuck in simulation.
     """
     if isinstance(source, Plan):
@@ -38,7 +39,10 @@ def timeline(
     elif isinstance(source, Recording):
         drawn = _of_recording(source)
     else:
+        require("source", source, Timeline, "give a Plan, a Simulation, a Recording or a Timeline", error=TimelineError)
         drawn = source
+    if rows is not None:
+        rows = require_items("rows", rows, str, "give one name for each row, or None", error=TimelineError)
     if rows is not None and len(rows) != len(drawn.rows):
         raise TimelineError(f"{len(rows)} names for {len(drawn.rows)} rows; give one for each, or none")
     return Timeline(

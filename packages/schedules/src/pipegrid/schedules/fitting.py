@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.arguments import require_items, shown
 from pipegrid.schedules.collectives import check_collectives
-from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.errors import PlanError, PlanMismatchError, RuntimeArgumentError
+from pipegrid.schedules.plan import require_plan
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
@@ -18,9 +20,11 @@ def position_of(plan: Plan, stages: Iterable[int]) -> int:
     """The position of ``plan`` that holds exactly ``stages``.
 
     Raises:
-        PlanMismatchError: there is none; the message lists what each position holds.
+        PlanMismatchError: there is none; the message lists what each position holds. Or it is no plan.
     """
-    wanted = frozenset(stages)
+    require_plan(plan, error=PlanMismatchError)
+    remedy = "give the numbers of this rank's stages"
+    wanted = frozenset(require_items("stages", stages, int, remedy, error=PlanMismatchError))
     held = [frozenset(present) for present in plan.stages_at]
     for position, present in enumerate(held):
         if present == wanted:
@@ -41,6 +45,7 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
         PlanMismatchError: computes alone, a ``REDUCE`` without its reducer, a plan and a communicator that disagree on
             which edges carry gradients, messages but no communicator, a reducer for a group or stage that the plan
             does not reduce, or as `check_collectives`.
+        PlanError: the steps of the position do not have what they need, or not in time, whatever the others do.
     """
     if plan.lanes and not plan.has_communication:
         raise PlanMismatchError(
@@ -70,6 +75,29 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
                 f"there are reducers for {unknown}, but the plan has a REDUCE only for {sorted(map(str, reduced))}: "
                 "nobody would call them. Give the plan its groups (with_reduce, or lower(plan, tied=...)), or leave "
                 "them out"
+            )
+    faults = plan.own_faults[position]
+    if faults:
+        raise PlanError(
+            f"the plan cannot be run at position {position}; verify(plan) before running it, which finds this as well:",
+            faults=faults,
+        )
+
+
+def require_messenger(plan: Plan, position: int, communicator: Any) -> None:
+    """Refuse a communicator that cannot send and receive, where the position has messages.
+
+    Raises:
+        RuntimeArgumentError: which verb it lacks.
+    """
+    action = next((action for action in plan.actions(position) if action.kind.is_message), None)
+    if action is None:
+        return
+    for verb in ("isend", "irecv", "batch"):
+        if isinstance(communicator, type) or not callable(getattr(communicator, verb, None)):
+            raise RuntimeArgumentError(
+                f"communicator is {shown(communicator)}, without {verb}(), and position {position} has {action}; pass "
+                "a PipelineCommunicator, such as P2PCommunicator(pp_group, config)"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.counts import require_integer
+from pipegrid.schedules.counts import require_size, size_of
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import collection_of
 from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving
@@ -45,15 +45,15 @@ def get_forward_backward_func(
                 f"pg_collection is a {type(pg_collection).__name__} without a `pp` group, so that the pipeline size is "
                 "not known; pass pp_size=... (of several modules: the communicator's total_stages)"
             )
-        pp_size = 1 if pg_collection.pp is None else pg_collection.pp.size()
+        pp_size = size_of("pg_collection.pp", pg_collection.pp)
     if pp_size is None:
         raise StepArgumentError(
             "the pipeline size is not known: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
             "with its `pp` group"
         )
-    require_integer("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
+    require_size("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
     if vp_size is not None:
-        require_integer("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
+        require_size("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
     if vp_size is not None and vp_size > 1:
         if pp_size == 1:
             raise StepArgumentError(
@@ -155,6 +155,7 @@ def forward_backward_pipelining_without_interleaving(
         StepArgumentError: no communicator, chunks, an argument that would be ignored, or models that are not those
             of this rank's modules.
         ReductionError: the gradients could not be made right with what was given; nothing was sent.
+        GradientError: ``pg_collection`` is no collection of process groups.
         PipelineError: the step failed; the message says where in the plan this rank stood.
     """
     if p2p_communicator is None:

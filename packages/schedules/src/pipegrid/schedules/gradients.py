@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from pipegrid.schedules.arguments import as_number, require, require_integer, shown
 from pipegrid.schedules.main_grad import (
     Modules,
     accumulated,
@@ -27,6 +28,9 @@ from pipegrid.schedules.tied_parameters import mark_of
 from pipegrid.transport.opening import resolve_device
 
 BUCKET_BYTES = 32 * 2**20
+
+_GROUP = (dist.ProcessGroup, type(None))
+_GROUP_REMEDY = "give a process group, or None for the default one"
 
 
 class GradientError(ValueError):
@@ -70,8 +74,18 @@ def reduce_gradients(
 
     Raises:
         GradientError: sparse or sharded (DTensor) gradients, a module name without a collection, cp without dp_cp, a
-            tied parameter that no ``REDUCE`` has summed. Nothing is sent then.
+            tied parameter that no ``REDUCE`` has summed, or an argument of another kind. Nothing is sent then.
+        StepArgumentError: ``modules`` holds what is no module.
     """
+    error = GradientError
+    if num_tokens is not None and not (isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1):
+        as_number("num_tokens", num_tokens, "give the tokens that this rank's losses counted, or None", error=error)
+    if loss_lanes is not None:
+        require_integer(
+            "loss_lanes", loss_lanes, "give the data lanes of the module with the loss, or None", error=error
+        )
+    require_integer("bucket_bytes", bucket_bytes, "give about how many bytes to reduce together", error=error)
+    require("job_group", job_group, _GROUP, _GROUP_REMEDY, error=error)
     of_module: dict[str, list[torch.nn.Parameter]] = {name: [] for name, _ in named_modules(modules)}
     for name, parameter in parameters_of(modules):
         _require_reducible(parameter, name)
@@ -126,8 +140,8 @@ def collection_of(collections: Any, name: str) -> Any:
     if not isinstance(by_name, Mapping):
         if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
             raise GradientError(
-                f"{type(collections).__name__} has neither `dp` nor `dp_cp`; give a ProcessGroupCollection, or a "
-                "mapping from module names to them"
+                f"collections is {shown(collections)}, which has neither `dp` nor `dp_cp`; give a "
+                "ProcessGroupCollection, or a mapping from module names to them"
             )
         return collections
     if name not in by_name:
@@ -258,9 +272,15 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, a float64 scalar on the gradients' device.
+
+    Raises:
+        GradientError: a norm that is not positive, or an argument of another kind.
+        StepArgumentError: ``modules`` holds what is no module.
     """
-    if not max_norm > 0 or not norm_type > 0:
-        raise GradientError(f"max_norm={max_norm} and norm_type={norm_type} must be positive")
+    remedy = "give a positive number"
+    max_norm = as_number("max_norm", max_norm, remedy, above=0.0, finite=False, error=GradientError)
+    norm_type = as_number("norm_type", norm_type, remedy, above=0.0, finite=False, error=GradientError)
+    require("job_group", job_group, _GROUP, _GROUP_REMEDY, error=GradientError)
     gradients: list[torch.Tensor] = []
     infinite = norm_type == float("inf")
     # float64 in between: the sum of squares is then the same to the last float32 bit however it is cut over ranks.

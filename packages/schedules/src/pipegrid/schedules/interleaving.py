@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pipegrid.schedules.config import checked_option, config_of, option
+from pipegrid.schedules.counts import require_communicator
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b
 from pipegrid.schedules.gradients import collection_of
@@ -56,6 +57,7 @@ def forward_backward_pipelining_with_interleaving(
             "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
             "P2PCommunicator(pp_group, config)"
         )
+    require_communicator(p2p_communicator)
     if getattr(p2p_communicator, "graph", None) is not None:
         raise StepArgumentError(
             "p2p_communicator serves a graph of modules, and the interleaved schedule is one of a single module: run "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pipegrid.schedules.arguments import shown
 from pipegrid.schedules.errors import PlanError
 
 
@@ -17,7 +18,7 @@ def as_limit(memory_limit: float | None) -> float:
         return math.inf
     is_number = isinstance(memory_limit, int | float) and not isinstance(memory_limit, bool)
     if not is_number or not memory_limit >= 0:  # the comparison is False for nan, too
-        raise PlanError(f"memory_limit is {memory_limit!r}; give a number from 0, or None for no limit")
+        raise PlanError(f"memory_limit is {shown(memory_limit)}; give a number from 0, or None for no limit")
     try:
         return float(memory_limit)
     except OverflowError:  # an integer above all floats

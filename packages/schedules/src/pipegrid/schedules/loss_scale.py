@@ -8,13 +8,20 @@ divided by it after their reduction; where one overflows, anywhere in the job, n
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import evolve, field, frozen
 
+from pipegrid.schedules.arguments import as_number, require, require_integer
+
 
 class LossScaleError(ValueError):
     """A loss scale cannot be what was given."""
+
+
+def _as_scale(value: float) -> float:
+    return as_number("scale", value, "give a number", finite=False, error=LossScaleError)
 
 
 @frozen(kw_only=True)
@@ -36,7 +43,7 @@ class LossScale:
         LossScaleError: a factor on the wrong side of 1, a count below 1, or a scale outside its bounds.
     """
 
-    scale: float = field(default=2.0**16, converter=float)
+    scale: float = field(default=2.0**16, converter=_as_scale)
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
@@ -47,6 +54,11 @@ class LossScale:
     overflows: int = 0
 
     def __attrs_post_init__(self) -> None:
+        for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            # That it is finite, and where it lies, is said below.
+            require(name, getattr(self, name), (int, float), "give a number", error=LossScaleError)
+        for name, least in (("growth_interval", 1), ("hysteresis", 1), ("clean_steps", 0), ("overflows", 0)):
+            require_integer(name, getattr(self, name), "give a number of steps", least=least, error=LossScaleError)
         if not math.isfinite(self.scale) or not 0 < self.min_scale <= self.scale <= self.max_scale:
             raise LossScaleError(
                 f"scale={self.scale} with min_scale={self.min_scale} and max_scale={self.max_scale}: a scale is finite "
@@ -56,10 +68,6 @@ class LossScale:
             raise LossScaleError(
                 f"growth_factor={self.growth_factor} and backoff_factor={self.backoff_factor}: the first is at least "
                 "1, the second above 0 and at most 1"
-            )
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise LossScaleError(
-                f"growth_interval={self.growth_interval} and hysteresis={self.hysteresis}: both are at least 1 step"
             )
 
 
@@ -94,14 +102,16 @@ def from_state(settings: LossScale, saved: dict[str, Any]) -> LossScale:
     """A checkpoint's scale, moving from now on as ``settings`` say.
 
     Raises:
-        LossScaleError: ``saved`` lacks a value, or its scale is outside the bounds of ``settings``.
+        LossScaleError: ``saved`` lacks a value, or has one that cannot be, or its scale is outside the bounds of
+            ``settings``.
     """
+    require("saved", saved, Mapping, "give what state_dict() returned", error=LossScaleError)
     missing = {"scale", "clean_steps", "overflows"} - set(saved)
     if missing:
         raise LossScaleError(f"a saved loss scale has no {sorted(missing)}; it has {sorted(saved)}")
     return evolve(
         settings,
-        scale=float(saved["scale"]),
-        clean_steps=int(saved["clean_steps"]),
-        overflows=int(saved["overflows"]),
+        scale=saved["scale"],
+        clean_steps=saved["clean_steps"],
+        overflows=saved["overflows"],
     )

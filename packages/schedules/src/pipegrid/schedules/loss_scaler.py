@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.schedules.loss_scale import LossScale, from_state, to_state, updated
+from pipegrid.schedules.arguments import as_number, require, require_integer
+from pipegrid.schedules.loss_scale import LossScale, LossScaleError, from_state, to_state, updated
 from pipegrid.schedules.main_grad import Modules, accumulated, parameters_of
 from pipegrid.transport.opening import resolve_device
 
@@ -18,7 +19,12 @@ def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
 
     Compute the loss in float32 (``output.float()``): the first gradient, the scale itself, is in the loss's type,
     and float16 ends at 65504.
+
+    Raises:
+        LossScaleError: no state, or a loss that is no tensor.
     """
+    require("state", state, LossScale, "give a LossScale", error=LossScaleError)
+    require("loss", loss, torch.Tensor, "give the loss as a tensor", error=LossScaleError)
     wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
     return wide * state.scale
 
@@ -38,7 +44,13 @@ def unscale_gradients_(modules: Modules, scale: float, *, job_group: dist.Proces
 
     Returns:
         Whether a gradient anywhere in the job is infinite or NaN: the same on every rank.
+
+    Raises:
+        LossScaleError: a scale that is not positive and finite, or something else than a group.
+        StepArgumentError: ``modules`` holds what is no module.
     """
+    scale = as_number("scale", scale, "give what the losses were multiplied by", above=0.0, error=LossScaleError)
+    _require_group(job_group)
     gradients = [g for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]
     found = torch.zeros((), dtype=torch.float32, device=_device(modules, job_group))
     for gradient in gradients:
@@ -48,6 +60,11 @@ def unscale_gradients_(modules: Modules, scale: float, *, job_group: dist.Proces
     if dist.is_initialized():
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=job_group)
     return bool(found.item())
+
+
+def _require_group(group: Any) -> None:
+    remedy = "give a process group of all ranks of the job, or None for the default one"
+    require("job_group", group, (dist.ProcessGroup, type(None)), remedy, error=LossScaleError)
 
 
 def _device(modules: Modules, group: dist.ProcessGroup | None) -> torch.device:
@@ -72,11 +89,19 @@ class LossScaler:
         state: the scale, how it moves, and its history.
         job_group: all ranks of the job; default: the default process group.
         skipped: steps that an overflow made all ranks skip.
+
+    Raises:
+        LossScaleError: one of them is of another kind.
     """
 
     state: LossScale = field(factory=LossScale)
     job_group: dist.ProcessGroup | None = None
     skipped: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        require("state", self.state, LossScale, "give a LossScale", error=LossScaleError)
+        _require_group(self.job_group)
+        require_integer("skipped", self.skipped, "give the steps skipped so far", least=0, error=LossScaleError)
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         """The scaled loss: ``grad_scale_func``."""
@@ -98,6 +123,12 @@ class LossScaler:
         return {**to_state(self.state), "skipped": self.skipped}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint, with the settings that this scaler has."""
-        self.state = from_state(self.state, saved)
-        self.skipped = int(saved.get("skipped", 0))
+        """Go on from a checkpoint, with the settings that this scaler has.
+
+        Raises:
+            LossScaleError: it is no checkpoint of a scaler.
+        """
+        state = from_state(self.state, saved)
+        remedy = "give what state_dict() returned"
+        self.skipped = require_integer("skipped", saved.get("skipped", 0), remedy, least=0, error=LossScaleError)
+        self.state = state

@@ -12,9 +12,11 @@ from typing import Literal, TypeAlias
 from attrs import evolve, frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.arguments import as_number, require_choice, require_function
 from pipegrid.schedules.dependencies import Dates, F, Transfer, W, compute_dates, transfers, unit_duration
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Group, Plan, Step
+from pipegrid.schedules.grouping import reductions, tied_groups, with_collectives
+from pipegrid.schedules.plan import Plan, Step, require_plan
 from pipegrid.schedules.verification import verify
 from pipegrid.transport.edge import Direction, Edge
 
@@ -53,21 +55,34 @@ def lower(
         PlanError: the plan has communications already, its computes are wrong (every fault is listed, as by
             `verify`), or ``collectives`` or ``tied`` name what does not exist.
     """
-    if receives not in ("late", "early"):
-        raise PlanError(f"receives is {receives!r}; choose 'late' or 'early'")
+    require_plan(plan)
+    require_choice("receives", receives, ("late", "early"), error=PlanError)
+    require_function("duration", duration, "give a function from an Action to its duration", error=PlanError)
     if plan.has_communication:
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
-    groups = _with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
+    groups = with_collectives(plan, {} if collectives is None else collectives)
+    groups += tied_groups(plan, {} if tied is None else tied)
     untied = evolve(plan, groups=[evolve(group, tied=()) for group in groups], creation=None)
     with _collector_paused():
         verify(untied)  # each REDUCE is added below
         plan = evolve(plan, groups=groups, creation=None)
-        dates = compute_dates(plan, duration)
+        dates = compute_dates(plan, unit_duration if duration is unit_duration else _checked(duration))
         if dates is None:  # verify refuses such plans
             raise PlanError("the computes of the plan wait for each other")
         steps = _steps(plan, dates, receives)
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
         return evolve(plan, positions=positions, creation=None)
+
+
+def _checked(duration: Callable[[Action], float]) -> Callable[[Action], float]:
+    def checked(action: Action) -> float:
+        remedy = "a duration is a number from 0"
+        time = as_number(f"duration({action})", duration(action), remedy, error=PlanError)
+        if time < 0:
+            raise PlanError(f"duration({action}) is {time}; {remedy}")
+        return time
+
+    return checked
 
 
 @contextmanager
@@ -306,42 +321,3 @@ def _messages(transfer: Transfer, position: int) -> list[tuple[ActionKind, int, 
 
 def _collective(transfer: Transfer, microbatch: int, group: str) -> Action:
     return Action(ActionKind.COLLECTIVE, transfer.producer, microbatch, transfer.edge, group)
-
-
-def _with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group, ...]:
-    """The plan's groups, with those that carry ``collectives``: the positions of an edge's two stages."""
-    groups = {group.name: group for group in plan.groups}
-    for edge, name in collectives.items():
-        if edge not in plan.graph.stage_edges:
-            known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
-            raise PlanError(f"collectives names edge {edge}; the graph has {known}")
-        places = {*plan.placement[edge.source], *plan.placement[edge.destination]}
-        group = groups.setdefault(name, Group(name, places))
-        if set(group.positions) != places:
-            raise PlanError(
-                f"edge {edge} lies on positions {sorted(places)} and its group {name!r} has {list(group.positions)}; "
-                "give it a group of exactly its own positions"
-            )
-        groups[name] = evolve(group, edges={*group.edges, edge})
-    return tuple(groups.values())
-
-
-def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, ...]:
-    """One group for each shared parameter: the positions of its stages."""
-    for name, stages in tied.items():
-        for stage in stages:
-            if not 0 <= stage < plan.num_stages:
-                raise PlanError(f"tied {name!r} names stage {stage}; the plan has stages 0..{plan.num_stages - 1}")
-    return tuple(
-        Group(name, {place for stage in stages for place in plan.placement[stage]}, tied=stages)
-        for name, stages in tied.items()
-    )
-
-
-def reductions(position: int, plan: Plan, groups: Sequence[Group]) -> list[Step]:
-    """The ``REDUCE`` of each shared parameter that ``position`` holds, in one order for all positions."""
-    return [
-        Action(ActionKind.REDUCE, min(held), group=group.name)
-        for group in groups
-        if (held := [stage for stage in group.tied if position in plan.placement[stage]])
-    ]

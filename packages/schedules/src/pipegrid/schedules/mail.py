@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define, field
 
+from pipegrid.schedules.backward_steps import deallocate_output_tensor
 from pipegrid.schedules.collectives import exchange
-from pipegrid.schedules.steps import deallocate_output_tensor, map_tensors
+from pipegrid.schedules.payloads import map_tensors
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
 

@@ -13,6 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from pipegrid.schedules.arguments import require, require_items
+from pipegrid.schedules.errors import StepArgumentError
+
 Modules: TypeAlias = Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module
 """This rank's modules: by name, several chunks of one module, or one module."""
 
@@ -22,13 +25,20 @@ class MainGradError(ValueError):
 
 
 def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules with their names; an empty name where they have none."""
-    if isinstance(modules, Mapping):
-        yield from modules.items()
-    elif isinstance(modules, torch.nn.Module):
+    """The modules with their names; an empty name where they have none.
+
+    Raises:
+        StepArgumentError: something that is no module.
+    """
+    remedy = "give a module, a list of modules, or a dict of modules by name"
+    if isinstance(modules, torch.nn.Module):
         yield "", modules
+    elif isinstance(modules, Mapping):
+        for name, module in modules.items():
+            require(f"modules[{name!r}]", module, torch.nn.Module, remedy, error=StepArgumentError)
+            yield name, module
     else:
-        for module in modules:
+        for module in require_items("modules", modules, torch.nn.Module, remedy, error=StepArgumentError):
             yield "", module
 
 
@@ -58,6 +68,7 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
     Raises:
         MainGradError: ``dtype`` is narrower than a parameter's, or a parameter keeps a ``main_grad`` already.
     """
+    require("dtype", dtype, torch.dtype, "give the torch.dtype to sum in, such as torch.float32", error=MainGradError)
     parameters = [parameter for _, parameter in parameters_of(modules)]
     for parameter in parameters:
         if torch.promote_types(parameter.dtype, dtype) != dtype:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define
 
-from pipegrid.schedules.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
+from pipegrid.schedules.arguments import as_number, require, require_integer, require_items, shown
+from pipegrid.schedules.control import (
+    STORE_VERBS,
+    Control,
+    ControlStore,
+    DisagreementError,
+    Failure,
+    where_all_stand,
+)
 from pipegrid.schedules.device_marks import DeviceMarks
 
 if TYPE_CHECKING:
@@ -60,7 +68,8 @@ class Monitor:
         agree_seconds: how long to wait for all ranks before the first step of a plan.
 
     Raises:
-        MonitorError: a number of seconds that is not positive, or a rank that is not among ``ranks``.
+        MonitorError: a number of seconds that is not positive, a rank that is not among ``ranks``, or an argument of
+            another kind.
     """
 
     def __init__(
@@ -75,14 +84,21 @@ class Monitor:
         agree_seconds: float = _AGREE_SECONDS,
     ) -> None:
         for name, seconds in (("deadline", deadline), ("interval", interval), ("agree_seconds", agree_seconds)):
-            if seconds is not None and not seconds > 0:
-                raise MonitorError(f"{name}={seconds}: give a positive number of seconds")
+            if seconds is not None or name != "deadline":
+                as_number(name, seconds, "give a positive number of seconds", above=0.0, error=MonitorError)
+        for verb in STORE_VERBS:
+            if isinstance(store, type) or not callable(getattr(store, verb, None)):
+                raise MonitorError(f"store is {shown(store)}, without {verb}(); give control_store('monitor')")
+        kinds = (torch.device, type(None))
+        require("device", device, kinds, "give the torch.device that computes, or None", error=MonitorError)
+        require_integer("rank", rank, "give this rank", least=0, error=MonitorError)
+        ranks = require_items("ranks", ranks, int, "give the list of all ranks that run steps", error=MonitorError)
         if rank not in ranks:
             raise MonitorError(f"rank {rank} is not among the ranks {list(ranks)}: give all ranks that run steps")
         self.deadline = deadline
         self.interval = interval
         self.marks = DeviceMarks() if device is not None and device.type == "cuda" else None
-        self._control = Control(store, rank, tuple(ranks))
+        self._control = Control(store, rank, ranks)
         self._agree_seconds = agree_seconds
         self._watched: _Watched | None = None
         self._failure: Failure | None = None

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.schedules.arguments import require, shown
 from pipegrid.schedules.config import option
+from pipegrid.schedules.counts import size_of
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.main_grad import add_gradient
 
 
@@ -56,7 +59,9 @@ def output_linear(
 
     Raises:
         DeferralError: deferral is set and ``module`` lacks a buffer.
+        StepArgumentError: no tensors, or shapes that do not go together.
     """
+    _require_linear(x, weight, bias)
     deferred = bool(option(config, "defer_embedding_wgrad_compute"))
     if deferred:
         _require_buffers(module)
@@ -64,11 +69,24 @@ def output_linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    group = None if tp_group is None or tp_group.size() == 1 else tp_group
+    group = None if size_of("tp_group", tp_group) == 1 else tp_group
     shared = group is not None and bool(option(config, "sequence_parallel"))
     limit = int(option(config, "wgrad_deferral_limit")) if deferred else None
     output: torch.Tensor = _OutputLinear.apply(x, weight, bias, group, shared, module, limit)  # type: ignore[no-untyped-call]
     return output
+
+
+def _require_linear(x: Any, weight: Any, bias: Any) -> None:
+    named = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
+    for name, tensor in named.items():
+        require(name, tensor, torch.Tensor, "give a tensor", error=StepArgumentError)
+    fits = weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+        raise StepArgumentError(
+            f"shapes that do not go together: {shapes}; x is (..., hidden), weight (vocabulary / tp, hidden) and bias "
+            "(vocabulary / tp)"
+        )
 
 
 class _OutputLinear(torch.autograd.Function):
@@ -155,6 +173,8 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     """
     if not is_last_stage or not option(config, "defer_embedding_wgrad_compute"):
         return None
+    if isinstance(model, (list, tuple)) and not model:
+        raise DeferralError("model is an empty list; give this rank's chunks, of which the last has the output layer")
     chunk = model[-1] if isinstance(model, (list, tuple)) else model
     inner = chunk
     while inner is not None and not hasattr(inner, "embedding_activation_buffer"):
@@ -195,7 +215,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     if not inputs:
         return
     weight = _weight_of(embedding_module)
-    shared = tp_group is not None and tp_group.size() > 1 and bool(option(config, "sequence_parallel"))
+    shared = size_of("tp_group", tp_group) > 1 and bool(option(config, "sequence_parallel"))
     following = _start_gather(inputs[0], tp_group) if shared else None
     while inputs:
         x = inputs.pop(0)
@@ -225,8 +245,9 @@ def _nothing() -> None:
 def _require_buffers(module: Any) -> None:
     for name in ("embedding_activation_buffer", "grad_output_buffer"):
         if not isinstance(getattr(module, name, None), list):
+            what = type(module).__name__ if isinstance(module, torch.nn.Module) else shown(module)
             raise DeferralError(
-                f"defer_embedding_wgrad_compute is set, but {type(module).__name__} has no list `{name}`; give the "
+                f"defer_embedding_wgrad_compute is set, but {what} has no list `{name}`; give the "
                 "module with the output layer both buffers ([]), and let it call output_linear"
             )
 

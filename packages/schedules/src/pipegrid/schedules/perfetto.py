@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipegrid.schedules.timelines import Span, Timeline, as_panels
+from pipegrid.schedules.timelines import Span, Timeline, as_panels, as_path
 
 Event = dict[str, Any]
 
@@ -133,5 +133,9 @@ def perfetto(timeline: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 
 def write_perfetto(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev."""
-    Path(path).write_text(json.dumps(perfetto(timeline), separators=(",", ":")) + "\n", encoding="utf-8")
+    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev.
+
+    Raises:
+        TimelineError: nothing to draw, or no path.
+    """
+    as_path(path).write_text(json.dumps(perfetto(timeline), separators=(",", ":")) + "\n", encoding="utf-8")

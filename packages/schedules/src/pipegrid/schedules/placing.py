@@ -9,10 +9,14 @@ from typing import Any
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.arguments import require_items, shown
+from pipegrid.schedules.counts import require_communicator
+from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.schedules.generators.shapes import check_sizes
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan import Plan, require_graph
+from pipegrid.schedules.plan_parts import as_placement
 from pipegrid.schedules.verification import verify
 from pipegrid.transport.edge import Edge
 
@@ -64,8 +68,10 @@ def place_of(communicator: Any) -> Place:
     """What a communicator says of its job.
 
     Raises:
-        StepArgumentError: this rank holds several stages of one module, none, or one that the graph does not have.
+        StepArgumentError: it does not say; or this rank holds several stages of one module, none, or one that the graph
+            does not have.
     """
+    require_communicator(communicator)
     graph = getattr(communicator, "graph", None)
     if graph is None:
         return Place(ModuleGraph({"model": communicator.total_stages}), (communicator.current_stage,))
@@ -92,7 +98,6 @@ def place_of(communicator: Any) -> Place:
     return place
 
 
-@lru_cache(maxsize=64)
 def step_plan(
     graph: ModuleGraph,
     num_microbatches: int,
@@ -107,7 +112,41 @@ def step_plan(
     ``tied`` has the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
     ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`. Pure, so remembering it
     changes nothing but the time of the second step.
+
+    Raises:
+        PlanError: an argument of another kind, or as `multi_module_1f1b` and `lower`.
     """
+    require_graph(graph)
+    check_sizes(num_microbatches=num_microbatches)
+    return _step_plan(
+        graph,
+        num_microbatches,
+        _as_ties(tied),
+        None if placement is None else as_placement(placement),
+        require_items("collectives", collectives, Edge, "give a list of Edge(source, destination)", error=PlanError),
+        require_items("frozen", frozen, str, "give a list of the names of modules", error=PlanError),
+    )
+
+
+def _as_ties(tied: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    remedy = "give tied_stages(...), pairs of a name and its stages"
+    ties = []
+    for pair in require_items("tied", tied, tuple, remedy, error=PlanError):
+        if len(pair) != 2 or not isinstance(pair[0], str):
+            raise PlanError(f"tied holds {shown(pair)}; {remedy}")
+        ties.append((pair[0], require_items(f"tied[{pair[0]!r}]", pair[1], int, remedy, error=PlanError)))
+    return tuple(ties)
+
+
+@lru_cache(maxsize=64)
+def _step_plan(
+    graph: ModuleGraph,
+    num_microbatches: int,
+    tied: tuple[tuple[str, tuple[int, ...]], ...],
+    placement: tuple[tuple[int, ...], ...] | None,
+    collectives: tuple[Edge, ...],
+    frozen: tuple[str, ...],
+) -> Plan:
     plan = lower(
         multi_module_1f1b(graph, num_microbatches, placement=placement, forward_only=frozen),
         collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives},

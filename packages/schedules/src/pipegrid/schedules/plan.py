@@ -9,118 +9,56 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.actions import GROUP_NAME, Action
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
+from pipegrid.schedules.actions import Action
+from pipegrid.schedules.arguments import Refusal, is_integer, require, require_integer, require_items, shown
+from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.plan_checks import check_creation_lists, check_shape
+from pipegrid.schedules.plan_parts import (
+    Group,
+    Lane,
+    Step,
+    actions_of,
+    as_creation,
+    as_forward_only,
+    as_groups,
+    as_placement,
+    as_steps,
+    refusal_at,
+)
 from pipegrid.transport.edge import Direction, Edge
 
-Step: TypeAlias = Action | tuple[Action, ...]
-"""One action, or a batch of at least two communications that are issued together."""
-
-
-def _ascending(value: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(value))
-
-
-def _ascending_edges(value: Iterable[Edge]) -> tuple[Edge, ...]:
-    return tuple(sorted(value))
-
-
-@frozen(order=True)
-class Group:
-    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
-
-    ``edges``: the edges between stages along which data travels by a ``COLLECTIVE`` in this group, both ways, in
-    place of messages. ``tied``: stages that share a parameter, whose gradients this group reduces.
-    """
-
-    name: str
-    positions: tuple[int, ...] = field(converter=_ascending)
-    edges: tuple[Edge, ...] = field(converter=_ascending_edges, default=())
-    tied: tuple[int, ...] = field(converter=_ascending, default=())
-
-    def __attrs_post_init__(self) -> None:
-        if not GROUP_NAME.fullmatch(self.name):
-            raise PlanFieldError(
-                f"{self.name!r} is not a group name; use letters, digits and any of _ . : - (no spaces)",
-                path=("name",),
-                expected="a group name: letters, digits and any of _ . : -",
-            )
-        if not self.positions or len(set(self.positions)) != len(self.positions):
-            raise PlanFieldError(
-                f"group {self.name!r} has positions {list(self.positions)}; name each once",
-                path=("positions",),
-                expected="one or more positions, each once",
-            )
-
-
-def _direction_key(direction: Direction) -> str:
-    return direction.value
-
-
-@frozen(order=True, cache_hash=True)  # whoever proves or runs a plan looks things up by it
-class Lane:
-    """One direction of traffic from one position to another, first in, first out.
-
-    All edges that lead between the two positions in that direction share it.
-    """
-
-    source: int
-    destination: int
-    direction: Direction = field(order=_direction_key)
-
-    def __str__(self) -> str:
-        return f"{self.direction.value}{self.source}>{self.destination}"
+__all__ = [
+    "Group",
+    "Lane",
+    "Plan",
+    "Step",
+    "actions_of",
+    "chain",
+    "compute_plan",
+    "default_creation",
+    "message_routes",
+    "require_graph",
+    "require_plan",
+    "require_position",
+]
 
 
 def chain(num_stages: int) -> ModuleGraph:
-    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
-    return ModuleGraph({"model": num_stages})
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row.
+
+    Raises:
+        ModuleGraphError: no integer of at least 1.
+    """
+    return ModuleGraph({"model": require_integer("num_stages", num_stages, error=ModuleGraphError)})
 
 
-def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step: one, or those of the batch."""
-    return (step,) if isinstance(step, Action) else step
-
-
-def _as_steps(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
-    return tuple(tuple([step if type(step) is Action else _as_step(step) for step in steps]) for steps in value)
-
-
-def _as_step(step: Action | Iterable[Action]) -> Step:
-    if isinstance(step, Action):
-        return step
-    if isinstance(step, str) or not isinstance(step, Iterable):
-        raise PlanError(f"step {step!r} is not an Action or a batch of Actions")
-    batch = tuple(step)
-    if not batch:
-        raise PlanError("a batch is empty; leave it out")
-    for action in batch:
-        if not isinstance(action, Action):
-            raise PlanError(f"{action!r} in a batch is not an Action")
-    if len(batch) == 1:
-        return batch[0]
-    for action in batch:
-        if action.kind.is_compute:
-            raise PlanError(f"{action} is in a batch; only communications are batched, computes stand alone")
-    return batch
-
-
-def _as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple((positions,) if isinstance(positions, int) else tuple(sorted(positions)) for positions in value)
-
-
-def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(value)
-
-
-def _as_creation(value: Iterable[Iterable[Lane | str]] | None) -> tuple[tuple[Lane | str, ...], ...] | None:
-    return None if value is None else tuple(tuple(names) for names in value)
+def require_graph(graph: object, *, error: Refusal = PlanError) -> None:
+    """Refuse what is no graph of modules."""
+    require("graph", graph, ModuleGraph, "give a ModuleGraph, or chain(number of stages)", error=error)
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
@@ -145,15 +83,16 @@ class Plan:
         PlanFieldError: positions, placement, groups and creation do not fit each other; ``path`` says which.
     """
 
-    positions: tuple[tuple[Step, ...], ...] = field(converter=_as_steps, repr=_count_steps)
+    positions: tuple[tuple[Step, ...], ...] = field(converter=as_steps, repr=_count_steps)
     graph: ModuleGraph
-    placement: tuple[tuple[int, ...], ...] = field(converter=_as_placement)
+    placement: tuple[tuple[int, ...], ...] = field(converter=as_placement)
     num_microbatches: int
-    forward_only: tuple[int, ...] = field(converter=_ascending, default=())
-    groups: tuple[Group, ...] = field(converter=_as_groups, default=())
-    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=_as_creation, default=None, repr=False)
+    forward_only: tuple[int, ...] = field(converter=as_forward_only, default=())
+    groups: tuple[Group, ...] = field(converter=as_groups, default=())
+    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=as_creation, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        require_graph(self.graph, error=refusal_at("graph", "a ModuleGraph"))
         check_shape(self)
         if self.creation is None:
             object.__setattr__(self, "creation", default_creation(self))
@@ -199,7 +138,12 @@ class Plan:
         )
 
     def actions(self, position: int) -> Iterator[Action]:
-        """The actions of ``position`` in order, batches opened."""
+        """The actions of ``position`` in order, batches opened.
+
+        Raises:
+            PlanError: there is no such position.
+        """
+        require_position(position, self)
         for step in self.positions[position]:
             if isinstance(step, Action):
                 yield step
@@ -237,6 +181,13 @@ class Plan:
                     found.add(Lane(destination, source, Direction.BACKWARD))
         return tuple(sorted(found))
 
+    @cached_property
+    def own_faults(self) -> tuple[tuple[Fault, ...], ...]:
+        """Per position, what is wrong with its steps whatever those of the others are; `verify` finds more."""
+        from pipegrid.schedules.checking import own_faults
+
+        return own_faults(self)
+
     def __str__(self) -> str:
         from pipegrid.schedules.plan_text import to_text
 
@@ -246,6 +197,21 @@ class Plan:
     def digest(self) -> str:
         """Twelve hex digits that tell plans apart, the same in every process."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:12]
+
+
+def require_plan(plan: object, *, error: Refusal = PlanError) -> None:
+    """Refuse what is no plan: a generator that was not called, say."""
+    require("plan", plan, Plan, "give a Plan, such as gpipe(4, 8) or from_text(...)", error=error)
+
+
+def require_position(position: object, plan: Plan) -> None:
+    """Refuse a position that ``plan`` does not have.
+
+    Raises:
+        PlanError: names the position and the range.
+    """
+    if not is_integer(position) or position not in range(plan.num_positions):
+        raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{plan.num_positions - 1}")
 
 
 def message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
@@ -285,9 +251,14 @@ def compute_plan(
     num_microbatches: int,
     forward_only: Iterable[int] = (),
 ) -> Plan:
-    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain."""
+    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain.
+
+    Raises:
+        PlanFieldError, ModuleGraphError: as `Plan` and `chain`.
+    """
+    remedy = "give for each position the list of its actions"
     return Plan(
-        positions=tuple(tuple(order) for order in orders),
+        positions=require_items("orders", orders, Iterable, remedy, error=PlanError),
         graph=chain(graph) if isinstance(graph, int) else graph,
         placement=placement,
         num_microbatches=num_microbatches,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipegrid.schedules.arguments import is_integer, shown
 from pipegrid.schedules.errors import PlanFieldError
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ def check_shape(plan: Plan) -> None:
     if not plan.positions:
         raise PlanFieldError("the plan has no positions", path=("positions",), expected="at least one position")
     count = plan.num_microbatches
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_integer(count, least=1):
         raise PlanFieldError(
-            f"num_microbatches is {count!r}; a plan has at least 1 microbatch",
+            f"num_microbatches is {shown(count)}; a plan has at least 1 microbatch",
             path=("num_microbatches",),
             expected="at least 1 microbatch",
         )

@@ -11,17 +11,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pipegrid.schedules.arguments import require_integer
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.plan_reading import PlanReader
 from pipegrid.schedules.plan_text import header_lines, step_text
-from pipegrid.schedules.words import Word, words
+from pipegrid.schedules.words import Word, require_text, words
 
 _OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
 
 
 def to_csv(plan: Plan) -> str:
-    """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads a chain's computes."""
+    """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads a chain's computes.
+
+    Raises:
+        PlanError: it is no `Plan`.
+    """
+    require_plan(plan)
     rows = [",".join(step_text(step) for step in steps) for steps in plan.positions]
     body = "\n".join(rows) + "\n"
     try:
@@ -38,8 +44,12 @@ def from_csv(text: str, *, num_microbatches: int | None = None, num_stages: int 
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
-        PlanError: the parts do not fit each other.
+        PlanError: the parts do not fit each other, or it is no text.
     """
+    require_text(text)
+    for name, size in (("num_microbatches", num_microbatches), ("num_stages", num_stages)):
+        if size is not None:
+            require_integer(name, size, "or None, for the table to tell", error=PlanError)
     reader = PlanReader(num_stages=num_stages, num_microbatches=num_microbatches)
     lines = text.splitlines()
     while lines and not lines[-1].strip():

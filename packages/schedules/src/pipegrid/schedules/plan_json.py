@@ -16,14 +16,19 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import Action, parse_action
 from pipegrid.schedules.errors import FieldPath, PlanError, PlanFieldError, PlanSyntaxError
 from pipegrid.schedules.json_reading import Path, load_json, locate
-from pipegrid.schedules.plan import Group, Lane, Plan, Step, actions_of
+from pipegrid.schedules.plan import Group, Lane, Plan, Step, actions_of, require_plan
 from pipegrid.schedules.plan_header import located_graph
 from pipegrid.schedules.table_checks import Extent, check_action
-from pipegrid.schedules.words import parse_creation, parse_edge
+from pipegrid.schedules.words import parse_creation, parse_edge, require_text
 
 
 def to_json(plan: Plan) -> str:
-    """The plan as JSON, one line per position; `from_json` reads it back to an equal plan."""
+    """The plan as JSON, one line per position; `from_json` reads it back to an equal plan.
+
+    Raises:
+        PlanError: it is no `Plan`.
+    """
+    require_plan(plan)
     head: dict[str, Any] = {
         "microbatches": plan.num_microbatches,
         "modules": [list(module) for module in plan.graph.modules],
@@ -56,8 +61,9 @@ def from_json(text: str) -> Plan:
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
-        PlanError: the parts do not fit each other, say a placement that misses a stage.
+        PlanError: the parts do not fit each other, say a placement that misses a stage; or it is no text.
     """
+    require_text(text)
     document = load_json(text)
     reader = _Reader(text, document)
     for key in reader.mapping((), document):

@@ -21,16 +21,21 @@ import json
 import re
 
 from pipegrid.schedules.actions import Action
-from pipegrid.schedules.plan import Group, Plan, Step, default_creation
+from pipegrid.schedules.plan import Group, Plan, Step, default_creation, require_plan
 from pipegrid.schedules.plan_reading import PlanReader
-from pipegrid.schedules.words import Word, words
+from pipegrid.schedules.words import Word, require_text, words
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _POSITION = re.compile(r"\s*(\d+)\s*:", re.ASCII)
 
 
 def to_text(plan: Plan) -> str:
-    """The plan as text; `from_text` reads it back to an equal plan."""
+    """The plan as text; `from_text` reads it back to an equal plan.
+
+    Raises:
+        PlanError: it is no `Plan`.
+    """
+    require_plan(plan)
     lines = header_lines(plan)
     width = len(str(plan.num_positions - 1))
     lines += [
@@ -50,8 +55,9 @@ def from_text(text: str) -> Plan:
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
-        PlanError: the parts do not fit each other, say a placement that misses a stage.
+        PlanError: the parts do not fit each other, say a placement that misses a stage; or it is no text.
     """
+    require_text(text)
     reader = PlanReader()
     for number, line in enumerate(text.splitlines(), start=1):
         head = _POSITION.match(line)

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from pipegrid.schedules.actions import Action
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.arguments import as_number, require, require_function
+from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.recording import Aside, Recorded, Track
+from pipegrid.schedules.timelines import TimelineError
 
 
 class Recorder:
@@ -24,6 +26,7 @@ class Recorder:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        require_function("clock", clock, "give a function of no arguments that returns seconds", error=TimelineError)
         self._clock = clock
         self._zero = clock()
         self._since = 0.0
@@ -31,7 +34,13 @@ class Recorder:
         self._asides: list[Aside] = []
 
     def start(self, zero: float | None = None) -> None:
-        """Forget what was noted, and count seconds from now, or from ``zero`` on the recorder's clock."""
+        """Forget what was noted, and count seconds from now, or from ``zero`` on the recorder's clock.
+
+        Raises:
+            TimelineError: ``zero`` is no number.
+        """
+        if zero is not None:
+            zero = as_number("zero", zero, "give seconds on the recorder's clock, or None", error=TimelineError)
         self._spans = {}
         self._asides = []
         self._zero = self._clock() if zero is None else zero
@@ -56,7 +65,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Note something beside the plan: ``with recorder.aside("optimizer"): ...``."""
+        """Note something beside the plan: ``with recorder.aside("optimizer"): ...``.
+
+        Raises:
+            TimelineError: ``name`` is no text.
+        """
+        require("name", name, str, "say what is done", error=TimelineError)
         start = self.now
         try:
             yield
@@ -72,9 +86,18 @@ class Recorder:
         """What was noted since `start`, by each action's place in ``plan``.
 
         Raises:
-            KeyError: an action was noted that ``position`` of ``plan`` does not have: another plan ran.
+            TimelineError: an action was noted that ``position`` of ``plan`` does not have: another plan ran; or it is
+                no plan.
+            PlanError: there is no such position.
         """
+        require_plan(plan, error=TimelineError)
         place = {action: index for index, action in enumerate(plan.actions(position))}
+        for action in self._spans:
+            if action not in place:
+                raise TimelineError(
+                    f"{action} was recorded, and position {position} of the plan has no such action; give the plan "
+                    "that ran, and the position at which it ran here"
+                )
         return Track(
             rank,
             position,

@@ -6,8 +6,14 @@ from collections.abc import Iterable
 
 from attrs import field, frozen
 
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.arguments import as_number, require, require_integer, require_items
+from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.timelines import TimelineError
+
+
+def _require_times(start: float, end: float) -> None:
+    for name, time in (("start", start), ("end", end)):
+        as_number(name, time, "give seconds", error=TimelineError)
 
 
 @frozen
@@ -21,6 +27,10 @@ class Recorded:
     start: float
     end: float
 
+    def __attrs_post_init__(self) -> None:
+        require_integer("index", self.index, "an action's place in Plan.actions", least=0, error=TimelineError)
+        _require_times(self.start, self.end)
+
 
 @frozen
 class Aside:
@@ -30,13 +40,17 @@ class Aside:
     start: float
     end: float
 
+    def __attrs_post_init__(self) -> None:
+        require("name", self.name, str, "say what was done", error=TimelineError)
+        _require_times(self.start, self.end)
+
 
 def _recorded(value: Iterable[Recorded]) -> tuple[Recorded, ...]:
-    return tuple(value)
+    return require_items("actions", value, Recorded, "give a list of Recorded", error=TimelineError)
 
 
 def _asides(value: Iterable[Aside]) -> tuple[Aside, ...]:
-    return tuple(value)
+    return require_items("asides", value, Aside, "give a list of Asides", error=TimelineError)
 
 
 @frozen
@@ -48,9 +62,15 @@ class Track:
     actions: tuple[Recorded, ...] = field(converter=_recorded)
     asides: tuple[Aside, ...] = field(converter=_asides, default=())
 
+    def __attrs_post_init__(self) -> None:
+        for name, number in (("rank", self.rank), ("position", self.position)):
+            require_integer(name, number, least=0, error=TimelineError)
+
 
 def _tracks(value: Iterable[Track]) -> tuple[Track, ...]:
-    return tuple(sorted(value, key=lambda track: (track.position, track.rank)))
+    remedy = "give a list of what each rank's Recorder.track(...) returned"
+    tracks = require_items("tracks", value, Track, remedy, error=TimelineError)
+    return tuple(sorted(tracks, key=lambda track: (track.position, track.rank)))
 
 
 @frozen
@@ -65,6 +85,7 @@ class Recording:
     tracks: tuple[Track, ...] = field(converter=_tracks)
 
     def __attrs_post_init__(self) -> None:
+        require_plan(self.plan, error=TimelineError)
         count = [sum(1 for _ in self.plan.actions(p)) for p in range(self.plan.num_positions)]
         for track in self.tracks:
             if not 0 <= track.position < len(count):

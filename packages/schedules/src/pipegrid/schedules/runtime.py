@@ -16,12 +16,12 @@ from attrs import frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.agreement import StepAgreement
-from pipegrid.schedules.arguments import check_arguments
 from pipegrid.schedules.control import DisagreementError
-from pipegrid.schedules.fitting import position_of, reducer_name, require_runnable
+from pipegrid.schedules.fitting import position_of, reducer_name, require_messenger, require_runnable
 from pipegrid.schedules.hooks import Hook, MessageHook
 from pipegrid.schedules.mail import Inbox, Outbox, PostOffice
 from pipegrid.schedules.plan import actions_of
+from pipegrid.schedules.runtime_arguments import check_arguments
 from pipegrid.schedules.stage import Forwarded, Stage
 from pipegrid.schedules.stage_work import StageWork
 from pipegrid.schedules.wrapped_stages import require_right_wrappers
@@ -96,6 +96,7 @@ class PipelineRuntime:
         RuntimeArgumentError: something is not of the kind that is described above.
         PlanMismatchError: no position holds exactly these stages; the plan has not been lowered, has actions that
             cannot be run, or messages without a communicator; the reducers are not those that it asks for.
+        PlanError: the plan was not verified, and this position would not find what it needs; every fault is listed.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class PipelineRuntime:
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
     ) -> None:
-        check_arguments(plan, stages, hooks, reducers, loss_scale, deadline)
+        check_arguments(plan, stages, hooks, reducers, loss_scale, deadline, monitor)
         self.plan = plan
         self.position = position_of(plan, stages)
         self._communicator = communicator
@@ -120,6 +121,7 @@ class PipelineRuntime:
         self._hooks = (*hooks, *(() if monitor is None or monitor.marks is None else (monitor.marks,)))
         self._reducers = dict(reducers or {})
         require_runnable(plan, self.position, communicator, self._reducers)
+        require_messenger(plan, self.position, communicator)
         self._office = PostOffice(communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
         self._open_boxes(stages)
         self._works = {

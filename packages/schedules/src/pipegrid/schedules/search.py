@@ -11,7 +11,7 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import Action
 from pipegrid.schedules.catalogue import SCHEDULES
-from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.costs import Costs, require_costs
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.generators.shapes import check_sizes, looped_placement, v_placement
@@ -23,7 +23,8 @@ from pipegrid.schedules.list_scheduling import (
     policies,
     with_whole_backwards,
 )
-from pipegrid.schedules.plan import Plan, chain, compute_plan
+from pipegrid.schedules.plan import Plan, chain, compute_plan, require_graph
+from pipegrid.schedules.plan_parts import as_placement
 from pipegrid.schedules.simulation import activation_sizes, simulate
 
 
@@ -98,8 +99,12 @@ def candidates(
     Arguments and errors are those of `greedy`. ``origin`` is a schedule's name, or ``"list"``.
     """
     check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
+    require_costs(costs)
+    if graph is not None:
+        require_graph(graph)
     if num_stages is None:
         num_stages = graph.num_stages if graph is not None else (costs.stages or num_positions)
+    check_sizes(num_stages=num_stages)
     if graph is None:
         graph = chain(num_stages)
     if graph.num_stages != num_stages:
@@ -110,7 +115,7 @@ def candidates(
             "model into more stages"
         )
     limit = as_limit(memory_limit)
-    placements = _placements(num_positions, num_stages) if placement is None else [_as_places(placement)]
+    placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
     tried, least = 0, math.inf
     for places in placements:
         shape = _problem(graph, places, num_microbatches, costs, limit)
@@ -133,11 +138,7 @@ def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ..
     found = [looped_placement(num_positions, num_stages)]
     if num_stages == 2 * num_positions and num_positions > 1:
         found.append(v_placement(num_positions))
-    return [_as_places(places) for places in found]
-
-
-def _as_places(placement: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple((place,) if isinstance(place, int) else tuple(sorted(place)) for place in placement)
+    return [as_placement(places) for places in found]
 
 
 def _problem(
@@ -147,7 +148,7 @@ def _problem(
     costs: Costs,
     limit: float,
 ) -> Problem:
-    num_positions = 1 + max(position for places in placement for position in places)
+    num_positions = 1 + max((position for places in placement for position in places), default=0)
     empty = compute_plan([()] * num_positions, graph=graph, placement=placement, num_microbatches=num_microbatches)
     return Problem(graph, placement, num_microbatches, costs, activation_sizes(empty, costs), limit)
 

@@ -13,9 +13,9 @@ from typing import Any
 from attrs import frozen
 
 from pipegrid.schedules.config import option
-from pipegrid.schedules.counts import get_tensor_shapes, require_integer
+from pipegrid.schedules.counts import get_tensor_shapes, require_size
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.steps import flatten
+from pipegrid.schedules.payloads import flatten
 
 
 class AnnouncedShapesError(ValueError):
@@ -159,13 +159,13 @@ def expected_shape(
     ranks = math.prod(group.size() for group in shared if group is not None)
     lengths = [seq_length] if decoder_seq_length is None else [seq_length, decoder_seq_length]
     for length in lengths:
-        require_integer("seq_length", length, "give the tokens of a sample, or set config.variable_seq_lengths")
+        require_size("seq_length", length, "give the tokens of a sample, or set config.variable_seq_lengths")
     if any(length % ranks for length in lengths):
         return None  # uneven shares are the model's business
     return ExpectedShape(
         tuple(dict.fromkeys(length // ranks for length in lengths)),
-        require_integer("micro_batch_size", micro_batch_size, "give the samples of a microbatch"),
-        require_integer("config.hidden_size", hidden_size, "set it to the last axis of activations, or leave it None"),
+        require_size("micro_batch_size", micro_batch_size, "give the samples of a microbatch"),
+        require_size("config.hidden_size", hidden_size, "set it to the last axis of activations, or leave it None"),
         exact,
     )
 

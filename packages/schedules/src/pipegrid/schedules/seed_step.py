@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pipegrid.schedules.actions import Action, ActionKind
+from pipegrid.schedules.arguments import is_integer
 from pipegrid.schedules.autocasting import require_autocast
 from pipegrid.schedules.config import checked_option, config_of, option
 from pipegrid.schedules.errors import StepArgumentError
@@ -149,7 +150,7 @@ def require_microbatches(num_microbatches: Any) -> None:
     Raises:
         StepArgumentError: no integer of at least 1.
     """
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if not is_integer(num_microbatches, least=1):
         raise StepArgumentError(
             f"num_microbatches={num_microbatches!r}: a step needs at least 1; give an integer, the same on every rank"
         )

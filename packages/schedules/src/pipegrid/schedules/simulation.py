@@ -15,9 +15,11 @@ from typing import Literal
 from attrs import field, frozen
 
 from pipegrid.schedules.actions import Action, ActionKind
-from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.arguments import require_choice, require_items
+from pipegrid.schedules.costs import Costs, require_costs
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.machine import Times, play
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan import Plan, require_plan, require_position
 
 _F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 
@@ -34,6 +36,13 @@ class Simulation:
     costs: Costs
     start: Times = field(repr=False)
     end: Times = field(repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        require_plan(self.plan)
+        require_costs(self.costs)
+        for name, times in (("start", self.start), ("end", self.end)):
+            remedy = "make a simulation with simulate(plan, costs)"
+            require_items(name, times, (tuple, list), remedy, error=PlanError)
 
     @cached_property
     def makespan(self) -> float:
@@ -78,11 +87,10 @@ class Simulation:
         return 1.0 - math.fsum(self.busy) / whole if whole > 0 else 0.0
 
     def _lengths(self, of: str) -> list[float]:
+        require_choice("of", of, ("makespan", "span"), error=PlanError)
         if of == "makespan":
             return [self.makespan] * self.plan.num_positions
-        if of == "span":
-            return [last - first for first, last in self.spans]
-        raise ValueError(f"a bubble is a share of the 'makespan' or of each position's 'span', not of {of!r}")
+        return [last - first for first, last in self.spans]
 
     @cached_property
     def activation(self) -> tuple[float, ...]:
@@ -96,6 +104,7 @@ class Simulation:
         ``until="I"``, until the end of its ``I`` (or ``B``). A forward-only stage holds it during ``F``.
         """
         ends = _release_kinds(until)
+        require_position(position, self.plan)
         points: list[tuple[float, float]] = []
         held = 0.0
         for start, end, action in self._computes[position]:
@@ -124,8 +133,7 @@ class Simulation:
 
 
 def _release_kinds(until: str) -> tuple[ActionKind, ActionKind]:
-    if until not in ("W", "I"):
-        raise ValueError(f"activations are counted until the end of 'W' or of 'I', not of {until!r}")
+    require_choice("until", until, ("W", "I"), error=PlanError)
     return (_W if until == "W" else _I, _B)
 
 
@@ -141,7 +149,11 @@ def unit_costs(plan: Plan) -> Costs:
 
     So every position has the same work, also where some hold fewer stages: in a U, the head and the tail are
     half a stage each.
+
+    Raises:
+        PlanError: it is no `Plan`.
     """
+    require_plan(plan)
     shares = tuple(1.0 / beside for beside in plan.stages_beside)
     chunk = shares[0] if len(set(shares)) == 1 else shares
     return Costs(F=chunk, I=chunk, W=chunk)
@@ -156,6 +168,8 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
         PlanError: the plan gets stuck (`verify` says why), or an action is outside of it.
         CostsError: the costs are for another number of stages, or lack an edge of the plan.
     """
+    require_plan(plan)
     costs = unit_costs(plan) if costs is None else costs
+    require_costs(costs)
     start, end = play(plan, costs)
     return Simulation(plan, costs, start, end)

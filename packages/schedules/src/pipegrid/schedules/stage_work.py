@@ -9,16 +9,17 @@ import torch
 from attrs import define, field
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipegrid.schedules.backward_steps import gradient_of, require_deallocatable
 from pipegrid.schedules.cutting import trunk_of
 from pipegrid.schedules.engine import run_backward
 from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.freeing import freeable
 from pipegrid.schedules.mail import Inbox, Outbox, Parcel
+from pipegrid.schedules.payloads import flatten, map_tensors
 from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.schedules.splitting_refused import require_splittable
 from pipegrid.schedules.stage import Forwarded, Stage
 from pipegrid.schedules.stage_checks import changed_in_place, check_loss, check_outputs, ended
-from pipegrid.schedules.steps import flatten, gradient_of, map_tensors, require_deallocatable
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
+from pipegrid.schedules.arguments import as_number
 from pipegrid.schedules.colours import COLOURS, OTHER, ink_on, tint
 from pipegrid.schedules.timelines import (
     Counter,
     Span,
     Timeline,
+    TimelineError,
     amount,
     as_panels,
+    as_path,
     summary,
     time_text,
 )
@@ -275,6 +278,8 @@ def svg(timeline: Timeline | Sequence[Timeline], *, width: float | None = None, 
     default wide enough to read the microbatches, within reason. ``arrows`` draws every flow.
     """
     timelines = as_panels(timeline)
+    if width is not None:
+        width = as_number("width", width, "give pixels, a number above 0", above=0.0, error=TimelineError)
     left = PAD + 8 + LETTER * max((len(name) for panel in timelines for name in panel.rows), default=0)
     right = PAD + 8 + LETTER * max((len(note) for panel in timelines for note in panel.notes), default=0)
     panels: list[_Panel] = []
@@ -309,5 +314,9 @@ def write_svg(
     width: float | None = None,
     arrows: bool = False,
 ) -> None:
-    """Write `svg` of ``timeline`` to ``path``."""
-    Path(path).write_text(svg(timeline, width=width, arrows=arrows), encoding="utf-8")
+    """Write `svg` of ``timeline`` to ``path``.
+
+    Raises:
+        TimelineError: nothing to draw, no path, or a width that is not positive.
+    """
+    as_path(path).write_text(svg(timeline, width=width, arrows=arrows), encoding="utf-8")

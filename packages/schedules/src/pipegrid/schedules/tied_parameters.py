@@ -11,8 +11,9 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.main_grad import accumulated, accumulation_dtype, set_accumulated
-from pipegrid.schedules.plan import chain
+from pipegrid.schedules.plan import chain, require_graph
 from pipegrid.schedules.tying import TyingError, shards_alike, stages_here, tie_groups
 from pipegrid.topology import HyperCommGrid, create_groups
 
@@ -36,8 +37,18 @@ class TieMark:
     summed: bool = False
 
 
-def _as_tuple(value: Iterable[int]) -> tuple[int, ...]:
-    return tuple(value)
+def _as_stages(value: Iterable[int]) -> tuple[int, ...]:
+    return require_items("stages", value, int, "give the numbers of the stages that hold a copy", error=TyingError)
+
+
+def _as_copies(value: Iterable[torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:
+    return require_items("copies", value, torch.nn.Parameter, "give this rank's parameters", error=TyingError)
+
+
+def _require_own_kinds(name: Any, group: Any) -> None:
+    require("name", name, str, "give a name for the parameter", error=TyingError)
+    kinds = (dist.ProcessGroup, type(None))
+    require("group", group, kinds, "give the process group that holds a copy, or None", error=TyingError)
 
 
 @frozen(eq=False)
@@ -53,10 +64,13 @@ class TiedParameters:
     """
 
     name: str
-    stages: tuple[int, ...] = field(converter=_as_tuple)
-    copies: tuple[torch.nn.Parameter, ...] = ()
+    stages: tuple[int, ...] = field(converter=_as_stages)
+    copies: tuple[torch.nn.Parameter, ...] = field(converter=_as_copies, default=())
     group: dist.ProcessGroup | None = None
     contributes: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        _require_own_kinds(self.name, self.group)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -117,8 +131,20 @@ def tie_parameters(
 
     Raises:
         TyingError: stages, grids and copies do not fit each other; copies differ in shape, dtype or value (on every
-            rank that holds one; the message names the ranks and the difference); a parameter that is tied already.
+            rank that holds one; the message names the ranks and the difference); a parameter that is tied already; an
+            argument of another kind.
     """
+    _require_own_kinds(name, group)
+    stages = _as_stages(stages)
+    require("copies", copies, Mapping, "give a dict of this rank's parameters by stage", error=TyingError)
+    _as_copies(copies.values())
+    if grids is not None:
+        remedy = "give a dict of the modules' grids, or the one grid"
+        require("grids", grids, (HyperCommGrid, Mapping), remedy, error=TyingError)
+    if graph is not None and not isinstance(graph, int):
+        require_graph(graph, error=TyingError)
+    if timeout is not None:
+        require("timeout", timeout, timedelta, "give a datetime.timedelta, or None", error=TyingError)
     rank = dist.get_rank()
     if len(set(stages)) != len(stages) or len(stages) < 2:
         raise TyingError(
@@ -274,8 +300,9 @@ def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, .
     """By name the stages of each, hashable: what `lower` and `with_reduce` take, as pairs.
 
     Raises:
-        TyingError: a name twice.
+        TyingError: a name twice, or something that `tie_parameters` has not made.
     """
+    tied = require_items("tied", tied, TiedParameters, "give what tie_parameters(...) returned", error=TyingError)
     pairs = tuple((each.name, each.stages) for each in tied)
     if len(dict(pairs)) != len(pairs):
         raise TyingError(f"tied parameters have the names {[name for name, _ in pairs]}; each name once")

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 
 from attrs import evolve, field, frozen
+
+from pipegrid.schedules.arguments import as_number, is_integer, require, require_integer, require_items, shown
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Kinds that count as work; everything else on a row counts as bubble."""
@@ -41,8 +45,14 @@ class Span:
     label: str = ""
 
     def __attrs_post_init__(self) -> None:
+        if not is_integer(self.row):
+            raise TimelineError(f"row is {shown(self.row)}; rows are numbered from 0")
+        require("kind", self.kind, str, "name what was done, for example 'F'", error=TimelineError)
         if not self.kind:
             raise TimelineError(f"a span on row {self.row} has no kind; name what was done, for example 'F'")
+        for name, time in (("start", self.start), ("end", self.end)):
+            if type(time) is not float and type(time) is not int:  # that it is finite is said below, with both
+                as_number(name, time, f"give a time in the timeline's unit for {self.name}", error=TimelineError)
         if not (math.isfinite(self.start) and math.isfinite(self.end) and self.start <= self.end):
             raise TimelineError(
                 f"{self.name} on row {self.row} goes from {self.start} to {self.end}; both must be "
@@ -80,9 +90,18 @@ class Flow:
     source: int
     destination: int
 
+    def __attrs_post_init__(self) -> None:
+        for name, span in (("source", self.source), ("destination", self.destination)):
+            require_integer(name, span, "give a span's place among the spans", least=0, error=TimelineError)
+
 
 def _points(value: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    return tuple(value)
+    remedy = "give a list of (time, value)"
+    points = require_items("points", value, tuple, remedy, error=TimelineError)
+    for index, point in enumerate(points):
+        if len(point) != 2 or not all(isinstance(number, (int, float)) for number in point):
+            raise TimelineError(f"item {index} of points is {shown(point)}; {remedy}")
+    return points
 
 
 @frozen
@@ -94,6 +113,8 @@ class Counter:
     points: tuple[tuple[float, float], ...] = field(converter=_points)
 
     def __attrs_post_init__(self) -> None:
+        require_integer("row", self.row, "rows are numbered from 0", least=0, error=TimelineError)
+        require("name", self.name, str, "name what is counted", error=TimelineError)
         times = [time for time, _ in self.points]
         if any(later < earlier for earlier, later in itertools.pairwise(times)):
             raise TimelineError(f"the points of counter {self.name!r} on row {self.row} go back in time")
@@ -104,21 +125,25 @@ class Counter:
         return max((value for _, value in self.points), default=0.0)
 
 
-# Converters with their types spelled out: mypy does not infer them for `converter=tuple`.
+# attrs wants a named function as a converter, so each field has its own.
+def _rows(value: Iterable[str]) -> tuple[str, ...]:
+    return require_items("rows", value, str, "give a list of the rows' names", error=TimelineError)
+
+
 def _spans(value: Iterable[Span]) -> tuple[Span, ...]:
-    return tuple(value)
+    return require_items("spans", value, Span, "give a list of Spans", error=TimelineError)
 
 
 def _flows(value: Iterable[Flow]) -> tuple[Flow, ...]:
-    return tuple(value)
+    return require_items("flows", value, Flow, "give a list of Flows", error=TimelineError)
 
 
 def _counters(value: Iterable[Counter]) -> tuple[Counter, ...]:
-    return tuple(value)
+    return require_items("counters", value, Counter, "give a list of Counters", error=TimelineError)
 
 
-def _texts(value: Iterable[str]) -> tuple[str, ...]:
-    return tuple(value)
+def _notes(value: Iterable[str]) -> tuple[str, ...]:
+    return require_items("notes", value, str, "give a list of short texts, one for each row", error=TimelineError)
 
 
 @frozen(slots=False)
@@ -132,11 +157,11 @@ class Timeline:
         TimelineError: a span, flow, counter or note for which there is no row or span.
     """
 
-    rows: tuple[str, ...] = field(converter=_texts)
+    rows: tuple[str, ...] = field(converter=_rows)
     spans: tuple[Span, ...] = field(converter=_spans)
     flows: tuple[Flow, ...] = field(converter=_flows, default=())
     counters: tuple[Counter, ...] = field(converter=_counters, default=())
-    notes: tuple[str, ...] = field(converter=_texts, default=())
+    notes: tuple[str, ...] = field(converter=_notes, default=())
     title: str = ""
     unit: str = ""
 
@@ -194,12 +219,25 @@ class Timeline:
         return tuple(tuple(sorted(stages)) for stages in found)
 
     def on_row(self, row: int) -> tuple[Span, ...]:
-        """The spans of ``row``, by start."""
+        """The spans of ``row``, by start.
+
+        Raises:
+            TimelineError: there is no such row.
+        """
+        if not is_integer(row) or row >= len(self.rows):
+            raise TimelineError(f"there is no row {shown(row)}; the timeline has {len(self.rows)} rows, from 0")
         return tuple(sorted((span for span in self.spans if span.row == row), key=lambda span: span.start))
 
 
 def scaled(timeline: Timeline, factor: float, *, unit: str) -> Timeline:
-    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds."""
+    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds.
+
+    Raises:
+        TimelineError: no timeline, or a factor that is negative or no number.
+    """
+    require("timeline", timeline, Timeline, "give timeline(...) of what is to be drawn", error=TimelineError)
+    remedy = "give the measured seconds per unit of the plan's costs, a number above 0"
+    factor = as_number("factor", factor, remedy, above=0.0, error=TimelineError)
     zero = timeline.start
 
     def at(time: float) -> float:
@@ -217,11 +255,30 @@ def scaled(timeline: Timeline, factor: float, *, unit: str) -> Timeline:
 
 
 def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
-    """One timeline, or several to be drawn together, as a tuple."""
-    panels = (timeline,) if isinstance(timeline, Timeline) else tuple(timeline)
+    """One timeline, or several to be drawn together, as a tuple.
+
+    Raises:
+        TimelineError: none, or something else.
+    """
+    remedy = "give timeline(...) of a plan, a simulation or a recording, or a list of them"
+    panels = (
+        (timeline,)
+        if isinstance(timeline, Timeline)
+        else require_items("timeline", timeline, Timeline, remedy, error=TimelineError)
+    )
     if not panels:
         raise TimelineError("there is no timeline to draw; give at least one")
     return panels
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Where to write a picture.
+
+    Raises:
+        TimelineError: no path.
+    """
+    require("path", path, (str, os.PathLike), "give the path of the file to write", error=TimelineError)
+    return Path(path)
 
 
 def amount(value: float) -> str:

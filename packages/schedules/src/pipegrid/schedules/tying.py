@@ -15,8 +15,8 @@ from attrs import evolve, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.lowering import reductions, tied_groups
-from pipegrid.schedules.plan import Plan, default_creation
+from pipegrid.schedules.grouping import reductions, tied_groups
+from pipegrid.schedules.plan import Plan, default_creation, require_plan
 from pipegrid.topology import GroupSpec
 
 _LANE_DIMS = ("dp", "cp")
@@ -55,6 +55,7 @@ def with_reduce(plan: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
     Raises:
         PlanError: a plan of computes alone, a name that is taken, or a stage that does not exist or has no backward.
     """
+    require_plan(plan)
     if plan.num_positions > 1 and not plan.has_communication:
         raise PlanError("the plan has no communication yet; give tied=... to lower, which adds both")
     added = tied_groups(plan, tied)

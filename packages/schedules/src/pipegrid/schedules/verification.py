@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.schedules.arguments import require_choice
 from pipegrid.schedules.checking import PositionCheck
 from pipegrid.schedules.creation import check_creation
 from pipegrid.schedules.errors import Fault, PlanError
@@ -14,7 +15,7 @@ from pipegrid.schedules.explaining import who_sets
 from pipegrid.schedules.limits import as_limit
 from pipegrid.schedules.marks import Marks
 from pipegrid.schedules.matching import Exchanges, check_groups, check_lanes, share_lanes
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.plan_text import step_text
 from pipegrid.schedules.rules import Rules
 from pipegrid.schedules.waiting import Program, circles, play
@@ -87,8 +88,8 @@ def verify(
         PlanError: ``faults`` has every fault, with position and step; a circle is printed action by action. It is
             looked for only where nothing else is wrong, since otherwise no one can say who waits for whom.
     """
-    if lanes not in ("separate", "shared"):
-        raise PlanError(f"lanes is {lanes!r}; choose 'separate' or 'shared'")
+    require_plan(plan)
+    require_choice("lanes", lanes, ("separate", "shared"), error=PlanError)
     limits = _limits(memory_limit, plan)
     num_steps = sum(map(len, plan.positions))
     if plan.num_microbatches > num_steps:  # a compute is a step; refused before memory for each microbatch is taken

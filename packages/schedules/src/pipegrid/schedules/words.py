@@ -10,6 +10,7 @@ from typing import Any
 from attrs import frozen
 
 from pipegrid.schedules.actions import Action, parse_action
+from pipegrid.schedules.arguments import require
 from pipegrid.schedules.errors import PlanError, PlanSyntaxError
 from pipegrid.schedules.plan import Lane
 from pipegrid.transport.edge import Direction, Edge
@@ -18,6 +19,15 @@ _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s#"])+|#.*')
 _LANE = re.compile(r"([FB])(\d{1,9})>(\d{1,9})", re.ASCII)
 _EDGE = re.compile(r"(\d{1,9})>(\d{1,9})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+
+
+def require_text(text: object) -> None:
+    """Refuse what is no text: a path, say, or bytes.
+
+    Raises:
+        PlanError: what to give.
+    """
+    require("text", text, str, "give the plan's text itself, such as Path(...).read_text()", error=PlanError)
 
 
 @frozen

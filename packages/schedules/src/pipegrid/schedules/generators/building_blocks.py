@@ -39,7 +39,7 @@ def v_half(num_positions: int, num_microbatches: int) -> Plan:
 
 def v_half_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `v_half` does. Where it waits for others is where it puts a ``W``, so all are followed."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     return _half_orders(num_positions, num_microbatches)[position]
 
 
@@ -68,7 +68,7 @@ def v_min(num_positions: int, num_microbatches: int) -> Plan:
 
 def v_min_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `v_min` does. Where it waits for others is where it puts a ``W``, so all are followed."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     return _min_orders(num_positions, num_microbatches)[position]
 
 

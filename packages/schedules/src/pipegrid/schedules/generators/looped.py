@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipegrid.schedules.actions import backward, forward
+from pipegrid.schedules.arguments import require_integer
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import (
     Order,
@@ -46,9 +47,6 @@ def interleaved_1f1b(
             ``num_chunks`` rounds.
     """
     stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
-    check_sizes(group_size=num_positions if group_size is None else group_size)
-    if isinstance(extra_warmup, bool) or not isinstance(extra_warmup, int) or extra_warmup < 0:
-        raise PlanError(f"extra_warmup is {extra_warmup!r}; it must be an integer of at least 0, 0 for the usual order")
     return chain_plan(
         lambda position: interleaved_1f1b_order(
             position,
@@ -76,9 +74,11 @@ def interleaved_1f1b_order(
     extra_warmup: int = 0,
 ) -> Order:
     """What ``position`` of `interleaved_1f1b` does: warmup, steady, cooldown over a table of chunks."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
     size = num_positions if group_size is None else group_size
+    check_sizes(group_size=size)
+    require_integer("extra_warmup", extra_warmup, "give 0 for the usual order", least=0, error=PlanError)
     slots = max(size, num_positions)
     forwards: list[tuple[int, int]] = []  # (chunk, microbatch); a microbatch that does not exist is a gap
     backwards: list[tuple[int, int]] = []
@@ -139,7 +139,7 @@ def looped_bfs_order(
     num_stages: int | None = None,
 ) -> Order:
     """What ``position`` of `looped_bfs` does."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     stages = range(position, _num_stages(num_positions, num_microbatches, num_chunks, num_stages), num_positions)
     microbatches = range(num_microbatches)
     return [forward(stage, m) for stage in stages for m in microbatches] + [
@@ -179,7 +179,7 @@ def forward_only_order(
     num_stages: int | None = None,
 ) -> Order:
     """What ``position`` of `forward_only` does."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     stages = range(position, _num_stages(num_positions, num_microbatches, num_chunks, num_stages), num_positions)
     return [
         forward(stage, m)

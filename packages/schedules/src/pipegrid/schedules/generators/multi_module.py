@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.actions import Action, backward, forward
+from pipegrid.schedules.arguments import require_items
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, check_sizes
-from pipegrid.schedules.plan import Plan, compute_plan
+from pipegrid.schedules.plan import Plan, compute_plan, require_graph
+from pipegrid.schedules.plan_parts import as_placement
 
 
 def multi_module_1f1b(
@@ -37,16 +39,14 @@ def multi_module_1f1b(
         exist.
     """
     check_sizes(num_microbatches=num_microbatches)
-    frozen = tuple(forward_only)
+    require_graph(graph)
+    remedy = "give a list of the names of modules"
+    frozen = require_items("forward_only", forward_only, str, remedy, error=PlanError)
     for name in frozen:
         if name not in graph.order:
             raise PlanError(f"forward_only names module {name!r}; the graph has {', '.join(graph.order)}")
     without = {stage for name in frozen for stage in module_stages(graph, name)}
-    places = (
-        [(stage,) for stage in range(graph.num_stages)]
-        if placement is None
-        else [(place,) if isinstance(place, int) else tuple(place) for place in placement]
-    )
+    places = as_placement(range(graph.num_stages) if placement is None else placement)
     if len(places) != graph.num_stages:
         raise PlanError(
             f"the placement covers {len(places)} stages and the graph has {graph.num_stages}; give the "
@@ -76,19 +76,28 @@ def module_stages(graph: ModuleGraph, name: str) -> range:
 
 
 def multi_module_1f1b_order(
-    stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Container[int] = ()
+    stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Iterable[int] = ()
 ) -> Order:
     """What a position that holds ``stages`` does in `multi_module_1f1b`.
 
     ``forward_only``: the stages that run no backward.
+
+    Raises:
+        PlanError: a size below 1, or arguments of another kind.
+        ModuleGraphError: a stage that the graph does not have.
     """
+    check_sizes(num_microbatches=num_microbatches)
+    require_graph(graph)
+    remedy = "give a list of the numbers of stages"
+    without = frozenset(require_items("forward_only", forward_only, int, remedy, error=PlanError))
     dated: list[tuple[int, int, Action]] = []
-    for stage in stages:
+    for stage in require_items("stages", stages, int, remedy, error=PlanError):
+        graph.module_of(stage)  # refuses a stage that the graph does not have
         distance = graph.distance_to_sink[stage]
         for m in range(num_microbatches):
             # At one date, backwards first: they free memory. Neither waits for the other.
             dated.append((2 * m - distance, 1, forward(stage, m)))
-            if stage not in forward_only:
+            if stage not in without:
                 dated.append((2 * m + distance + 1, 0, backward(stage, m)))
     dated.sort(key=lambda entry: (entry[0], entry[1], entry[2].stage))
     # Sorted by date, a stage does min(M, distance) forwards, then one and one, then the last backwards.

@@ -39,7 +39,7 @@ def gpipe(num_positions: int, num_microbatches: int) -> Plan:
 
 def gpipe_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `gpipe` does."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     microbatches = range(num_microbatches)
     return [forward(position, m) for m in microbatches] + [backward(position, m) for m in microbatches]
 
@@ -71,7 +71,7 @@ def one_f_one_b(num_positions: int, num_microbatches: int) -> Plan:
 
 def one_f_one_b_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `one_f_one_b` does: warmup, steady, cooldown."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     warmup = min(num_positions - position - 1, num_microbatches)
     order = [forward(position, m) for m in range(warmup)]
     for m in range(num_microbatches - warmup):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pipegrid.schedules.actions import Action, backward, forward, input_backward, weight_backward
+from pipegrid.schedules.arguments import is_integer, require_integer, shown
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Plan, compute_plan
 
@@ -19,18 +20,18 @@ def check_sizes(**sizes: int) -> None:
         PlanError: names the size.
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise PlanError(f"{name} is {size!r}; it must be an integer of at least 1")
+        require_integer(name, size, error=PlanError)
 
 
-def check_position(position: int, num_positions: int) -> None:
-    """Refuse a position that does not exist.
+def check_position(position: int, num_positions: int, num_microbatches: int) -> None:
+    """Refuse sizes as `check_sizes`, and a position that does not exist.
 
     Raises:
-        PlanError: names the position and the range.
+        PlanError: names the size, or the position and the range.
     """
-    if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < num_positions:
-        raise PlanError(f"there is no position {position!r}; the plan has positions 0..{num_positions - 1}")
+    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
+    if not is_integer(position) or position >= num_positions:
+        raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{num_positions - 1}")
 
 
 def looped_placement(num_positions: int, num_stages: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import math
 
 from attrs import frozen
 
-from pipegrid.schedules.costs import Costs, CostsError
+from pipegrid.schedules.costs import Costs, CostsError, require_costs
 from pipegrid.schedules.generators.shapes import (
     Counter,
     Order,
@@ -82,7 +82,7 @@ def u_shape_order(
     forward_only: bool = False,
 ) -> Order:
     """What ``position`` of `u_shape` does."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
     return _order(position, num_microbatches, counts, forward_only=forward_only)
 
@@ -121,7 +121,9 @@ def u_shape_counts(
         CostsError: costs for another number of stages, or none for any compute.
     """
     check_sizes(num_positions=num_positions, in_flight=1 if in_flight is None else in_flight)
-    way = _way(num_positions, _even(num_positions) if costs is None else costs, forward_only=forward_only)
+    costs = _even(num_positions) if costs is None else costs
+    require_costs(costs)
+    way = _way(num_positions, costs, forward_only=forward_only)
     held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]
     held[0] += num_positions > 1
     if in_flight is not None:

@@ -51,7 +51,7 @@ def zero_bubble_v_order(position: int, num_positions: int, num_microbatches: int
     In slots of one chunk's pass, with p the position: microbatch 0 comes down at p and back up at 2P-1-p, its
     gradient down at 2P+p and back up at 4P-1-p. Each phase fills the slots until the next of these.
     """
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     down, up = position, 2 * num_positions - 1 - position
     above, below = position, num_positions - position  # positions before this one; this one and those after
     counter = Counter(num_microbatches)
@@ -110,7 +110,7 @@ def dualpipe_v(num_positions: int, num_microbatches: int) -> Plan:
 
 def dualpipe_v_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `dualpipe_v` does, in the eight phases of the paper's figure."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     down, up = position, 2 * num_positions - 1 - position
     above, below = position + 1, num_positions - position - 1  # this position and those before; those after
     counter = Counter(num_microbatches)

@@ -41,7 +41,7 @@ def zero_bubble_h1(num_positions: int, num_microbatches: int) -> Plan:
 
 def zero_bubble_h1_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `zero_bubble_h1` does."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     return _split_order(position, num_microbatches, warmup=num_positions - 1 - position, delay=position)
 
 
@@ -66,7 +66,7 @@ def zero_bubble_h2(num_positions: int, num_microbatches: int) -> Plan:
 
 def zero_bubble_h2_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `zero_bubble_h2` does: warms up until the first gradient comes."""
-    check_position(position, num_positions)
+    check_position(position, num_positions, num_microbatches)
     return _split_order(position, num_microbatches, warmup=2 * (num_positions - 1 - position), delay=2 * position)
 
 

@@ -1,0 +1,59 @@
+"""What travels between stages: tensors, None, and lists, tuples and dicts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipegrid.schedules.arguments import require
+from pipegrid.schedules.errors import StepArgumentError
+
+
+def flatten(payload: Any) -> list[torch.Tensor | None]:
+    """The tensors (and None) of a payload, in order."""
+    if isinstance(payload, torch.Tensor):
+        return [payload]
+    if isinstance(payload, dict):
+        return [leaf for item in payload.values() for leaf in flatten(item)]
+    if isinstance(payload, (list, tuple)):
+        return [leaf for item in payload for leaf in flatten(item)]
+    return [payload]
+
+
+def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The payload with ``function`` applied to each tensor; None stays None."""
+    if isinstance(payload, torch.Tensor):
+        return function(payload)
+    if isinstance(payload, dict):
+        return {key: map_tensors(item, function) for key, item in payload.items()}
+    if isinstance(payload, (list, tuple)):
+        items = [map_tensors(item, function) for item in payload]
+        # A named tuple takes its fields one by one.
+        return type(payload)(*items) if hasattr(payload, "_fields") else type(payload)(items)
+    return None if payload is None else function(payload)
+
+
+def tensors_of(name: str, payload: Any) -> list[torch.Tensor | None]:
+    """`flatten`, of an argument.
+
+    Raises:
+        StepArgumentError: a part of it cannot travel.
+    """
+    tensors = flatten(payload)
+    for tensor in tensors:
+        remedy = "a payload is made of tensors, None, and lists, tuples and dicts of them"
+        require(f"a part of {name}", tensor, (torch.Tensor, type(None)), remedy, error=StepArgumentError)
+    return tensors
+
+
+def describe(value: Any) -> str:
+    """What was found in place of a payload or a loss, in a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    if callable(value) or (isinstance(value, (list, dict)) and value):
+        return f"a {type(value).__name__}"
+    return f"{type(value).__name__} {value!r}"

@@ -1,0 +1,745 @@
+"""Every public name, given what it does not take: a typed error names the argument or the value, and what to give.
+
+`CALLS` lists the public functions and classes with a call that is right and, per argument, the kind of value that it
+takes; `WRONG` lists for each kind values that are none. A name that is missing here fails `test_every_name_is_listed`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pipegrid.schedules
+from pipegrid.bridges.graph import ModuleGraphError
+from pipegrid.schedules import (
+    Action,
+    ActionKind,
+    Aside,
+    Costs,
+    CostsError,
+    Counter,
+    DeferralError,
+    Flow,
+    Forwarded,
+    GradientError,
+    LossScale,
+    LossScaleError,
+    LossScaler,
+    MainGradError,
+    Monitor,
+    MonitorError,
+    PipelineConfig,
+    PipelineRuntime,
+    Plan,
+    PlanError,
+    PlanMismatchError,
+    Recorded,
+    Recorder,
+    RuntimeArgumentError,
+    Simulation,
+    Span,
+    StepArgumentError,
+    TiedParameters,
+    Timeline,
+    TimelineError,
+    Track,
+    TyingError,
+)
+from pipegrid.transport import Direction, Edge
+from pipegrid.transport.errors import P2PConfigError
+
+public = pipegrid.schedules
+PLAN = public.one_f_one_b(2, 3)
+LOWERED = public.lower(PLAN)
+SIMULATION = public.simulate(PLAN)
+TIMELINE = public.timeline(PLAN)
+EDGE = Edge(0, 1)
+
+
+class Scalar:
+    """An integer of another library."""
+
+    def __index__(self):
+        return 2
+
+    __int__ = __float__ = __index__
+
+    def __repr__(self):
+        return "other.int64(2)"
+
+
+# Values that are wrong for each kind of argument. What begins with "maybe" may be None.
+
+NUMBERLESS = [None, "4", b"4", [], {}, [4], object(), torch.ones(2), Plan, print]
+NO_COUNT = [*NUMBERLESS, 2.0, float("nan"), True, -1, torch.tensor(2), Scalar()]
+NO_NUMBER = [*NUMBERLESS, float("nan"), True]
+NO_LIST = [None, 3, 2.5, True, "x", b"x", object(), torch.tensor(3), Plan, print]
+
+WRONG = {
+    "count": [*NO_COUNT, 0],
+    "index": NO_COUNT,
+    "number": NO_NUMBER,
+    "positive": [*NO_NUMBER, 0, -1.0],
+    "cost": ["4", b"4", [], {}, ["4"], object(), True, float("nan"), -1.0, float("inf"), torch.tensor(2.0), Scalar()],
+    "limit": [*NO_NUMBER[1:2], -1.0, float("nan"), True, torch.tensor(2.0), {}, object()],
+    "plan": [None, 3, True, "x", [], {}, [PLAN], object(), torch.ones(2), Plan, public.gpipe, TIMELINE],
+    "graph": [None, 2.5, "x", [], {}, {"a": 1}, object(), torch.ones(2), PLAN],
+    "costs": [3, 2.5, True, "x", [], {}, [1.0], object(), torch.ones(2), Costs],
+    "timeline": [None, 3, 2.5, True, "x", b"x", [], {}, [3], [None], object(), torch.ones(2), Timeline, PLAN],
+    "source": [None, 3, "x", [], [PLAN], {}, object(), Plan, public.gpipe, torch.ones(2)],
+    "text": [None, 3, 2.5, True, b"x", [], {}, object(), torch.ones(2), PLAN],
+    "word": [None, 3, True, b"x", [], {}, "neither", object(), torch.ones(2)],
+    "path": [None, 3, True, b"x", [], {}, object(), torch.ones(2)],
+    "integers": [*NO_LIST, [None], ["x"], [2.5], [True], {"a": 3}, torch.ones(2)],
+    "names": [*NO_LIST, [None], [3], [True], {3: "a"}, torch.ones(2)],
+    "edges": [*NO_LIST, [None], [3], ["0>1"], [(0, 1)], {"a": 3}],
+    "parts": [*NO_LIST, [None], [3], ["x"], {"a": 3}, torch.ones(2)],
+    "rows": [*NO_LIST, [None], [3], torch.ones(2)],
+    "placement": [*NO_LIST, [None], ["x"], [[None]], [[0.5]], [2.5], torch.ones(2)],
+    "mapping": [3, 2.5, True, "x", b"x", [], [3], object(), torch.ones(2), print],
+    "function": [3, 2.5, True, "x", b"x", [], {}, torch.ones(2), object()],
+    "flag": [None, 3, 0, "x", [], object(), torch.ones(2)],
+    "tensor": [3, 2.5, True, "x", [], {}, object(), Plan, print],
+    "module": [None, 3, True, "x", [], {}, object(), torch.ones(2), nn.Linear],
+    "modules": [None, 3, True, "x", b"x", [3], [None], {"a": 3}, object(), torch.ones(2), nn.Linear, print],
+    "groups": [None, 3, True, "x", [], object(), torch.ones(2), print],
+    "group": [3, True, "x", [], {}, object(), torch.ones(2), dist.ProcessGroup, print],
+    "communicator": [3, True, "x", [], {}, object(), torch.ones(2), PLAN, SimpleNamespace(total_stages=None)],
+    "monitor": [3, True, "x", [], {}, object(), torch.ones(2), Monitor, print],
+    "dtype": [None, 3, "float32", torch.ones(2), object()],
+    "list": NO_LIST,
+    "payload": [3, 2.5, True, "x", [3], {"a": 3}, object(), Plan, print],
+    "store": [None, 3, True, "x", (), {}, object(), torch.ones(2)],
+    "functions": [3, 2.5, True, "x", b"x", [3], {}, object(), torch.ones(2)],
+    "name": [None, 3, True, b"x", "two words", "", [], {}, object(), torch.ones(2)],
+    "other": [None, 3, True, "x", [], object(), torch.ones(2)],
+}
+MAYBE = {f"maybe {kind}": [value for value in values if value is not None] for kind, values in WRONG.items()}
+
+
+class Call:
+    """A right call of ``function`` with ``arguments``, pairs of a kind and a value; wrong ones raise ``errors``."""
+
+    def __init__(self, function, errors, **arguments):
+        self.function, self.errors = function, errors
+        self.kinds = {name: kind for name, (kind, _) in arguments.items()}
+        self.right = {name: value for name, (_, value) in arguments.items()}
+
+
+def linear(*_, **__):
+    return nn.Linear(2, 2)
+
+
+class Model(nn.Linear):
+    config = PipelineConfig(pipeline_dtype=torch.float32)
+
+
+class Output(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.output_layer = nn.Linear(2, 2)
+        self.embedding_activation_buffer, self.grad_output_buffer = [], []
+
+
+class Stage:
+    def forward(self, microbatch, inputs):
+        return Forwarded({}, torch.ones((), requires_grad=True) * 2)
+
+
+def forward_step_func(data_iterator, model):
+    return model(torch.ones(1, 2)), lambda output: (output.sum(), {})
+
+
+def groups():
+    return SimpleNamespace(dp=None, dp_cp=None, tp=None, cp=None, pp=None)
+
+
+def watch(**arguments):
+    Monitor(**arguments).close()
+
+
+def accumulate(modules, dtype):
+    for handle in public.accumulate_in_main_grad(modules, dtype=dtype):
+        handle.remove()
+
+
+def freed_backward(output, grad_output):
+    if output == "freed":
+        output = torch.ones(2, requires_grad=True) * 2
+        public.deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
+    public.custom_backward(output, grad_output)
+
+
+def backward(output_tensor, **arguments):
+    if output_tensor == "an output":
+        output_tensor = torch.ones(2, requires_grad=True) * 2
+    public.backward_step(output_tensor=output_tensor, model_type=None, config=PipelineConfig(), **arguments)
+
+
+def actions(position):
+    return list(PLAN.actions(position))
+
+
+def aside(name):
+    with Recorder().aside(name):
+        pass
+
+
+CHAINS = ["gpipe", "one_f_one_b", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"]
+LOOPS = ["interleaved_1f1b", "looped_bfs", "forward_only"]
+SIZES = {"num_positions": ("count", 2), "num_microbatches": ("count", 4)}
+CHUNKS = {**SIZES, "num_chunks": ("count", 2), "num_stages": ("maybe count", 4)}
+GROUPED = {"group_size": ("maybe count", 2), "extra_warmup": ("index", 0)}
+AT = {"position": ("index", 0)}
+BENT = {"num_positions": ("count", 3), "costs": ("maybe costs", None), "in_flight": ("maybe count", 2)}
+PLAN_ERRORS = (PlanError, CostsError, ModuleGraphError)
+STEP = {
+    "model": ("module", Model(2, 2)),
+    "forward_step_func": ("function", forward_step_func),
+    "num_microbatches": ("count", 2),
+    "pg_collection": ("maybe groups", None),
+}
+UNUSED = {"data_iterator": None, "seq_length": 1, "micro_batch_size": 1}
+ONE_STAGE = SimpleNamespace(total_stages=1, current_stage=0)
+PER_MICROBATCH = {
+    "num_microbatches": ("count", 2),
+    "forward_data_store": ("store", []),
+    "cp_group_size": ("maybe count", 1),
+}
+
+CALLS = {
+    **{name: Call(getattr(public, name), PlanError, **SIZES) for name in CHAINS},
+    **{f"{name}_order": Call(getattr(public, f"{name}_order"), PlanError, **AT, **SIZES) for name in CHAINS},
+    **{
+        f"{name}{order}": Call(
+            getattr(public, f"{name}{order}"),
+            PlanError,
+            **(AT if order else {}),
+            **CHUNKS,
+            **(GROUPED if name == "interleaved_1f1b" else {}),
+        )
+        for name in LOOPS
+        for order in ("", "_order")
+    },
+    "u_shape": Call(public.u_shape, PLAN_ERRORS, num_microbatches=("count", 4), **BENT),
+    "u_shape_order": Call(public.u_shape_order, PLAN_ERRORS, num_microbatches=("count", 4), **AT, **BENT),
+    "u_shape_counts": Call(public.u_shape_counts, PLAN_ERRORS, **BENT),
+    "multi_module_1f1b": Call(
+        public.multi_module_1f1b,
+        PlanError,
+        graph=("graph", public.chain(2)),
+        num_microbatches=("count", 2),
+        placement=("maybe placement", None),
+        forward_only=("names", ()),
+    ),
+    "multi_module_1f1b_order": Call(
+        public.multi_module_1f1b_order,
+        PlanError,
+        stages=("integers", [0]),
+        graph=("graph", public.chain(2)),
+        num_microbatches=("count", 2),
+        forward_only=("integers", ()),
+    ),
+    "Action": Call(
+        Action,
+        PlanError,
+        kind=("word", ActionKind.F),
+        stage=("index", 0),
+        microbatch=("index", 0),
+        edge=("maybe other", None),
+        group=("maybe name", None),
+    ),
+    "ActionKind": Call(lambda kind: ActionKind(kind), PlanError, kind=("word", "F")),
+    "ascii_timeline": Call(public.ascii_timeline, TimelineError, timeline=("timeline", TIMELINE), width=("count", 100)),
+    "find_schedule": Call(public.find_schedule, PlanError, name=("word", "gpipe"), num_chunks=("maybe count", None)),
+    "SCHEDULES": Call(
+        public.SCHEDULES["looped_bfs"].plan,
+        PlanError,
+        **SIZES,
+        num_chunks=("maybe count", 2),
+        num_stages=("maybe count", 4),
+    ),
+    "compare": Call(
+        public.compare,
+        PLAN_ERRORS,
+        **SIZES,
+        costs=("maybe costs", None),
+        memory_limit=("maybe limit", None),
+        num_chunks=("count", 2),
+        names=("maybe names", ["gpipe"]),
+    ),
+    "comparison_table": Call(public.comparison_table, PlanError, rows=("parts", public.compare(2, 2, names=["gpipe"]))),
+    "Costs": Call(
+        Costs, CostsError, F=("cost", 1.0), B=("maybe cost", None), latency=("cost", 0.0), overhead=("cost", 0.0)
+    ),
+    "Costs.per_stage": Call(Costs().per_stage, CostsError, name=("word", "F"), num_stages=("count", 2)),
+    "Costs.per_edge": Call(Costs().per_edge, CostsError, name=("word", "latency"), edges=("edges", [EDGE])),
+    "Costs.cut_into": Call(
+        Costs().cut_into,
+        CostsError,
+        num_stages=("count", 2),
+        slices=("count", 2),
+        beside=("maybe integers", None),
+        edges=("maybe edges", None),
+    ),
+    "costs_from_json": Call(public.costs_from_json, CostsError, text=("text", "{}")),
+    "costs_to_json": Call(public.costs_to_json, CostsError, costs=("costs", Costs())),
+    "convert_schedule_table_to_order": Call(
+        public.convert_schedule_table_to_order,
+        StepArgumentError,
+        num_warmup_microbatches=("index", 1),
+        num_model_chunks=("count", 1),
+        schedule_table=("parts", [(0, 0)]),
+    ),
+    "get_pp_rank_microbatches": Call(
+        public.get_pp_rank_microbatches,
+        StepArgumentError,
+        num_microbatches=("count", 2),
+        num_model_chunks=("count", 2),
+        microbatch_group_size_per_vp_stage=("maybe count", 2),
+        p2p_communicator=("maybe communicator", SimpleNamespace(total_stages=2, current_stage=0)),
+    ),
+    "get_schedule_table": Call(
+        public.get_schedule_table,
+        StepArgumentError,
+        num_microbatches=("count", 2),
+        num_model_chunks=("count", 2),
+        microbatch_group_size_per_vp_stage=("count", 2),
+    ),
+    "get_tensor_shapes": Call(
+        public.get_tensor_shapes,
+        StepArgumentError,
+        seq_length=("count", 4),
+        micro_batch_size=("count", 1),
+        decoder_seq_length=("maybe count", None),
+        config=("other", SimpleNamespace(hidden_size=4, sequence_parallel=True)),
+        tp_group=("maybe group", None),
+        cp_group=("maybe group", None),
+    ),
+    "timeline": Call(public.timeline, TimelineError, source=("source", PLAN), rows=("maybe names", None)),
+    "LossScale": Call(
+        LossScale,
+        LossScaleError,
+        **{name: ("positive", value) for name, value in {"scale": 4.0, "min_scale": 1.0, "max_scale": 8.0}.items()},
+        growth_factor=("positive", 2.0),
+        backoff_factor=("positive", 0.5),
+        growth_interval=("count", 10),
+        hysteresis=("count", 1),
+        clean_steps=("index", 0),
+        overflows=("index", 0),
+    ),
+    "lower": Call(
+        public.lower,
+        PlanError,
+        plan=("plan", PLAN),
+        receives=("word", "late"),
+        collectives=("maybe mapping", None),
+        tied=("maybe mapping", None),
+        duration=("function", lambda action: 1.0),
+    ),
+    "write_perfetto": Call(
+        public.write_perfetto, TimelineError, timeline=("timeline", TIMELINE), path=("path", "perfetto.json")
+    ),
+    "write_svg": Call(
+        public.write_svg,
+        TimelineError,
+        timeline=("timeline", TIMELINE),
+        path=("path", "plan.svg"),
+        width=("maybe positive", None),
+    ),
+    "step_plan": Call(
+        public.step_plan,
+        PlanError,
+        graph=("graph", public.chain(2)),
+        num_microbatches=("count", 2),
+        tied=("parts", ()),
+        placement=("maybe placement", None),
+        collectives=("edges", ()),
+        frozen=("names", ()),
+    ),
+    "Group": Call(
+        public.Group,
+        PlanError,
+        name=("name", "g"),
+        positions=("integers", (0,)),
+        edges=("edges", ()),
+        tied=("integers", ()),
+    ),
+    "Lane": Call(
+        public.Lane,
+        PlanError,
+        source=("index", 0),
+        destination=("index", 1),
+        direction=("word", Direction.FORWARD),
+    ),
+    "Plan": Call(
+        Plan,
+        PlanError,
+        positions=("rows", [[Action(ActionKind.F, 0, 0)]]),
+        graph=("graph", public.chain(1)),
+        placement=("placement", [0]),
+        num_microbatches=("count", 1),
+        forward_only=("integers", [0]),
+        groups=("parts", ()),
+        creation=("maybe rows", None),
+    ),
+    "Plan.actions": Call(actions, PlanError, position=("index", 0)),
+    "actions_of": Call(public.actions_of, PlanError, step=("other", Action(ActionKind.F, 0, 0))),
+    "chain": Call(public.chain, ModuleGraphError, num_stages=("count", 2)),
+    "compute_plan": Call(
+        public.compute_plan,
+        PLAN_ERRORS,
+        orders=("list", [[Action(ActionKind.F, 0, 0)]]),
+        graph=("graph", 1),
+        placement=("placement", [0]),
+        num_microbatches=("count", 1),
+        forward_only=("integers", [0]),
+    ),
+    "from_csv": Call(
+        public.from_csv,
+        PlanError,
+        text=("text", public.to_csv(PLAN)),
+        num_microbatches=("maybe count", None),
+        num_stages=("maybe count", None),
+    ),
+    "from_json": Call(public.from_json, PlanError, text=("text", public.to_json(PLAN))),
+    "from_text": Call(public.from_text, PlanError, text=("text", public.to_text(PLAN))),
+    **{name: Call(getattr(public, name), PlanError, plan=("plan", PLAN)) for name in ("to_csv", "to_json", "to_text")},
+    "Aside": Call(Aside, TimelineError, name=("text", "data"), start=("number", 0.0), end=("number", 1.0)),
+    "Recorded": Call(Recorded, TimelineError, index=("index", 0), start=("number", 0.0), end=("number", 1.0)),
+    "Track": Call(
+        Track,
+        TimelineError,
+        rank=("index", 0),
+        position=("index", 0),
+        actions=("parts", [Recorded(0, 0.0, 1.0)]),
+        asides=("parts", []),
+    ),
+    "Recording": Call(public.Recording, TimelineError, plan=("plan", PLAN), tracks=("parts", [])),
+    "greedy": Call(
+        public.greedy,
+        PLAN_ERRORS,
+        costs=("costs", Costs()),
+        memory_limit=("maybe limit", None),
+        num_positions=("count", 1),
+        num_microbatches=("count", 1),
+        num_stages=("maybe count", None),
+        placement=("maybe placement", None),
+        graph=("maybe graph", None),
+    ),
+    "Simulation": Call(
+        Simulation,
+        PLAN_ERRORS,
+        plan=("plan", PLAN),
+        costs=("costs", Costs()),
+        start=("parts", SIMULATION.start),
+        end=("parts", SIMULATION.end),
+    ),
+    "Simulation.bubbles": Call(SIMULATION.bubbles, PlanError, of=("word", "span")),
+    "Simulation.bubble": Call(SIMULATION.bubble, PlanError, of=("word", "span")),
+    "Simulation.live": Call(SIMULATION.live, PlanError, position=("index", 0), until=("word", "W")),
+    "Simulation.peaks": Call(SIMULATION.peaks, PlanError, until=("word", "W")),
+    "Simulation.peak": Call(SIMULATION.peak, PlanError, until=("word", "W")),
+    "simulate": Call(public.simulate, PLAN_ERRORS, plan=("plan", PLAN), costs=("maybe costs", None)),
+    "unit_costs": Call(public.unit_costs, PlanError, plan=("plan", PLAN)),
+    "Counter": Call(Counter, TimelineError, row=("index", 0), name=("text", "live"), points=("parts", [(0.0, 1.0)])),
+    "Flow": Call(Flow, TimelineError, source=("index", 0), destination=("index", 1)),
+    "Span": Call(Span, TimelineError, row=("index", 0), start=("number", 0.0), end=("number", 1.0), kind=("text", "F")),
+    "Timeline": Call(
+        Timeline,
+        TimelineError,
+        rows=("names", ["a"]),
+        spans=("parts", []),
+        flows=("parts", []),
+        counters=("parts", []),
+        notes=("names", []),
+    ),
+    "Timeline.on_row": Call(TIMELINE.on_row, TimelineError, row=("index", 0)),
+    "scaled": Call(
+        lambda timeline, factor: public.scaled(timeline, factor, unit="s"),
+        TimelineError,
+        timeline=("source", TIMELINE),
+        factor=("positive", 2.0),
+    ),
+    "with_reduce": Call(public.with_reduce, PlanError, plan=("plan", LOWERED), tied=("mapping", {"t": [0, 1]})),
+    "verify": Call(
+        public.verify, PlanError, plan=("plan", PLAN), lanes=("word", "shared"), memory_limit=("maybe limit", None)
+    ),
+    "PipelineConfig": Call(
+        PipelineConfig,
+        P2PConfigError,
+        **dict.fromkeys(["hidden_size", "microbatch_group_size_per_vp_stage"], ("maybe count", None)),
+        num_microbatches_with_partial_activation_checkpoints=("maybe index", None),
+        wgrad_deferral_limit=("index", 0),
+        **dict.fromkeys(
+            [
+                "sequence_parallel",
+                "calculate_per_token_loss",
+                "deallocate_pipeline_outputs",
+                "enable_autocast",
+                "defer_embedding_wgrad_compute",
+                "overlap_moe_expert_parallel_comm",
+            ],
+            ("flag", True),
+        ),
+        **dict.fromkeys(["grad_scale_func", "finalize_model_grads_func"], ("function", print)),
+        **dict.fromkeys(["no_sync_func", "grad_sync_func", "param_sync_func"], ("functions", None)),
+        tied_parameters=("list", ()),
+        hooks=("list", ()),
+    ),
+    "forward_backward_no_pipelining": Call(
+        lambda **arguments: public.forward_backward_no_pipelining(**UNUSED, **arguments),
+        (StepArgumentError, GradientError),
+        **STEP,
+    ),
+    "forward_backward_pipelining_without_interleaving": Call(
+        lambda **arguments: public.forward_backward_pipelining_without_interleaving(**UNUSED, **arguments),
+        (StepArgumentError, GradientError),
+        **STEP,
+        p2p_communicator=("communicator", ONE_STAGE),
+    ),
+    "forward_backward_pipelining_with_interleaving": Call(
+        lambda **arguments: public.forward_backward_pipelining_with_interleaving(**UNUSED, **arguments),
+        (StepArgumentError, GradientError),
+        **STEP | {"model": ("module", [Model(2, 2), Model(2, 2)])},
+        p2p_communicator=("communicator", SimpleNamespace(total_stages=2, current_stage=0)),
+    ),
+    "get_forward_backward_func": Call(
+        public.get_forward_backward_func, StepArgumentError, pp_size=("count", 2), vp_size=("maybe count", None)
+    ),
+    "reduce_gradients": Call(
+        public.reduce_gradients,
+        (GradientError, StepArgumentError),
+        modules=("modules", linear()),
+        collections=("groups", groups()),
+        num_tokens=("maybe number", None),
+        loss_lanes=("maybe count", None),
+        job_group=("maybe group", None),
+        bucket_bytes=("count", 100),
+    ),
+    "clip_grad_norm_": Call(
+        public.clip_grad_norm_,
+        (GradientError, StepArgumentError),
+        modules=("modules", linear()),
+        collections=("groups", groups()),
+        max_norm=("positive", 1.0),
+        norm_type=("positive", 2.0),
+        job_group=("maybe group", None),
+    ),
+    "LossScaler": Call(
+        LossScaler,
+        LossScaleError,
+        state=("other", LossScale()),
+        job_group=("maybe group", None),
+        skipped=("index", 0),
+    ),
+    "LossScaler.__call__": Call(LossScaler().__call__, LossScaleError, loss=("tensor", torch.ones(()))),
+    "LossScaler.unscale": Call(LossScaler().unscale, StepArgumentError, modules=("modules", linear())),
+    "LossScaler.load_state_dict": Call(
+        LossScaler().load_state_dict, LossScaleError, saved=("mapping", LossScaler().state_dict())
+    ),
+    "scale_loss": Call(
+        public.scale_loss, LossScaleError, state=("other", LossScale()), loss=("tensor", torch.ones(()))
+    ),
+    "unscale_gradients_": Call(
+        public.unscale_gradients_,
+        (LossScaleError, StepArgumentError),
+        modules=("modules", linear()),
+        scale=("positive", 2.0),
+        job_group=("maybe group", None),
+    ),
+    "accumulate_in_main_grad": Call(
+        accumulate, (MainGradError, StepArgumentError), modules=("modules", []), dtype=("dtype", torch.float32)
+    ),
+    "zero_main_grads": Call(public.zero_main_grads, StepArgumentError, modules=("modules", linear())),
+    "Monitor": Call(
+        watch,
+        MonitorError,
+        store=("other", dist.HashStore()),
+        rank=("index", 0),
+        ranks=("integers", [0]),
+        deadline=("maybe positive", None),
+        interval=("positive", 0.5),
+        device=("maybe other", None),
+        agree_seconds=("positive", 1.0),
+    ),
+    "clear_embedding_activation_buffer": Call(
+        lambda model: public.clear_embedding_activation_buffer(
+            PipelineConfig(defer_embedding_wgrad_compute=True), model, is_last_stage=True
+        ),
+        DeferralError,
+        model=("module", Output()),
+    ),
+    "finish_embedding_wgrad_compute": Call(
+        lambda module: public.finish_embedding_wgrad_compute(
+            PipelineConfig(defer_embedding_wgrad_compute=True), module, is_last_stage=True, tp_group=None
+        ),
+        DeferralError,
+        module=("module", Output()),
+    ),
+    "output_linear": Call(
+        lambda **arguments: public.output_linear(module=None, config=None, **arguments),
+        StepArgumentError,
+        x=("tensor", torch.ones(1, 2)),
+        weight=("tensor", torch.ones(2, 2)),
+        bias=("maybe tensor", None),
+        tp_group=("maybe group", None),
+    ),
+    "Recorder": Call(Recorder, TimelineError, clock=("function", lambda: 0.0)),
+    "Recorder.start": Call(Recorder().start, TimelineError, zero=("maybe number", None)),
+    "Recorder.aside": Call(aside, TimelineError, name=("text", "data")),
+    "Recorder.track": Call(
+        Recorder().track, (TimelineError, PlanError), plan=("plan", PLAN), rank=("index", 0), position=("index", 0)
+    ),
+    "PipelineRuntime": Call(
+        PipelineRuntime,
+        RuntimeArgumentError,
+        plan=("plan", LOWERED),
+        stages=("mapping", {0: Stage()}),
+        communicator=("maybe other", SimpleNamespace(isend=print, irecv=print, batch=print)),
+        hooks=("list", ()),
+        reducers=("maybe mapping", None),
+        deadline=("maybe positive", None),
+        loss_scale=("function", lambda loss: loss),
+        monitor=("maybe monitor", None),
+    ),
+    "position_of": Call(public.position_of, PlanMismatchError, plan=("plan", PLAN), stages=("integers", [0])),
+    "backward_step": Call(
+        backward,
+        StepArgumentError,
+        input_tensor=("payload", None),
+        output_tensor=("payload", "an output"),
+        output_tensor_grad=("payload", torch.ones(2)),
+    ),
+    "custom_backward": Call(
+        freed_backward, StepArgumentError, output=("tensor", "freed"), grad_output=("tensor", torch.ones(2))
+    ),
+    "deallocate_output_tensor": Call(
+        lambda out: public.deallocate_output_tensor(out, deallocate_pipeline_outputs=True),
+        StepArgumentError,
+        out=("maybe tensor", torch.ones(2)),
+    ),
+    "forward_step": Call(
+        lambda **arguments: public.forward_step(
+            data_iterator=None, input_tensor=None, config=PipelineConfig(), **arguments
+        ),
+        StepArgumentError,
+        forward_step_func=("function", forward_step_func),
+        model=("module", linear()),
+        current_microbatch=("maybe index", 0),
+        **PER_MICROBATCH,
+    ),
+    "forward_step_calc_loss": Call(
+        lambda **arguments: public.forward_step_calc_loss(
+            model=None,
+            output_tensor=torch.ones(1),
+            config=PipelineConfig(),
+            vp_stage=None,
+            collect_non_loss_data=False,
+            is_last_stage=True,
+            **arguments,
+        ),
+        StepArgumentError,
+        loss_func=("function", lambda output: (output.sum(), {})),
+        **PER_MICROBATCH,
+    ),
+    "set_current_microbatch": Call(
+        public.set_current_microbatch, StepArgumentError, model=("module", linear()), microbatch_id=("index", 0)
+    ),
+    "TiedParameters": Call(
+        TiedParameters,
+        TyingError,
+        name=("text", "t"),
+        stages=("integers", (0, 1)),
+        copies=("parts", ()),
+        group=("maybe group", None),
+    ),
+    "tie_parameters": Call(
+        public.tie_parameters,
+        TyingError,
+        name=("text", "t"),
+        copies=("mapping", {}),
+        stages=("integers", [0, 1]),
+        grids=("maybe other", None),
+        graph=("maybe graph", None),
+        group=("maybe group", None),
+        timeout=("maybe other", None),
+    ),
+    "tied_stages": Call(public.tied_stages, TyingError, tied=("parts", [])),
+}
+
+TAKEN_AS_THEY_ARE = {
+    # What functions return, or are given by pipegrid itself; a runtime looks at `Forwarded` when it comes.
+    *("Fault", "Forwarded", "Proof", "UShapeCounts"),
+    # Without arguments, or a form that user code has; `PipelineRuntime` looks at its hooks and stages.
+    *("Hook", "MessageHook", "ProfilerRanges", "Stage", "Step"),
+    # Flags alone: anything that is true or false.
+    "check_first_val_step",
+}
+ARGUMENTS = [(name, argument) for name, call in CALLS.items() for argument in call.kinds]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def is_error(name):
+    found = getattr(public, name)
+    return isinstance(found, type) and issubclass(found, Exception)
+
+
+def test_every_name_is_listed():
+    names = {name for name in public.__all__ if not is_error(name)}
+    assert names == {name for name in CALLS if "." not in name} | TAKEN_AS_THEY_ARE
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("_with_interleaving")])
+def test_the_right_call_is_right(name):
+    CALLS[name].function(**CALLS[name].right)
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_what_is_not_taken_is_refused_by_name(name, argument):
+    call = CALLS[name]
+    for value in (WRONG | MAYBE)[call.kinds[argument]]:
+        with pytest.raises(call.errors) as refused:
+            call.function(**{**call.right, argument: value})
+            pytest.fail(f"{name}({argument}={value!r}) was taken")
+        text = str(refused.value)
+        assert argument in text or repr(value) in text, f"{name}({argument}={value!r}): {text}"
+        assert "; " in text or ": " in text, f"{name}({argument}={value!r}) has no remedy: {text}"
+
+
+# What becomes of a plan that nobody has verified
+
+
+UNVERIFIED = {
+    "a missing receive": ("1RECV_F0<0", "1F0", 1),
+    "a missing receive of a gradient": ("0RECV_B1<1", "0B1", 0),
+    "a missing forward": ("0F2", "0SEND_F2>1", 0),
+}
+
+
+@pytest.mark.parametrize("what", UNVERIFIED)
+def test_a_plan_that_lacks_something_is_refused_before_anything_is_sent(what, network, memory_communicator):
+    lacks, wants, position = UNVERIFIED[what]
+    text = public.to_text(public.lower(public.gpipe(2, 3)))
+    assert lacks in text
+    plan = public.from_text(text.replace(f"[{lacks}]", "").replace(f"{lacks} ", "").replace(f" {lacks}", "", 1))
+    stages = {position: SimpleNamespace(forward=print)}
+    with pytest.raises(PlanError, match=rf"position {position}.*verify\(plan\)") as refused:
+        PipelineRuntime(plan, stages, memory_communicator(network, 2, position))
+    assert wants in str(refused.value)
+    assert network.messages == 0

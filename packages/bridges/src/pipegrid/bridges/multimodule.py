@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator, lane_config
+from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.dict_exchange import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.module_part import ModuleChain, RankModuleInfo
@@ -24,6 +24,7 @@ from pipegrid.bridges.modules import (
 )
 from pipegrid.bridges.positions import Positions, collective_edges, edge_between, positions_of
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
+from pipegrid.bridges.transfers import lane_config
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.lane_spec import LaneSpec

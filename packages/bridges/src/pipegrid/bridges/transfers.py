@@ -1,0 +1,458 @@
+"""One rank's transfers across a bridge: its lanes and groups, and what it starts to send and to receive."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+
+from pipegrid.bridges.agreed import Announcement
+from pipegrid.bridges.agreement import Agreement
+from pipegrid.bridges.errors import (
+    BridgeError,
+    DestroyedError,
+    LaneTotalsError,
+    NoBackwardError,
+    PendingGradientError,
+    ShapeError,
+    WrongSideError,
+)
+from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
+from pipegrid.bridges.links import Links
+from pipegrid.bridges.modules import is_in
+from pipegrid.bridges.reshard import ReshardPlan, routes
+from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
+from pipegrid.bridges.sizes import axis_names
+from pipegrid.bridges.steps import Completing, broadcast_text, group_spec, pack, reduce_partial, start_completions
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Strategy
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.lane import Lane
+from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
+from pipegrid.transport.protocol import ReceiveHandle
+
+Shapes = Literal["fixed", "variable"]
+_FORWARD, _BACKWARD = "F", "B"
+
+
+class BridgeTransfers:
+    """An edge between modules on one rank: lanes and groups, made at construction; the asynchronous verbs.
+
+    `BridgeCommunicator` is this with the blocking verbs; arguments as there.
+    """
+
+    def __init__(
+        self,
+        src_grid: GridLike,
+        dest_grid: GridLike,
+        dim_mapping: Mapping[str, int] | None = None,
+        comm_dtype: torch.dtype | None = None,
+        src_module_name: str | None = None,
+        dest_module_name: str | None = None,
+        tensor_ndim: int = 3,
+        *,
+        src_placements: Mapping[str, Placement] | None = None,
+        dest_placements: Mapping[str, Placement] | None = None,
+        src_lanes: Sequence[int] | None = None,
+        dest_lanes: Sequence[int] | None = None,
+        strategy: Strategy = "direct",
+        leader_below: int = AUTO_LEADER_BYTES,
+        links: Links | None = None,
+        backward: bool = True,
+        shapes: Shapes | None = None,
+        config: Any = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        label: str | None = None,
+        stage_dim: str = "pp",
+        src_stage: int | None = None,
+        dest_stage: int | None = None,
+        open: bool = True,  # noqa: A002 -- reads as what it does
+    ) -> None:
+        choice = Choice(strategy, leader_below, links)
+        if shapes not in {None, "fixed", "variable"}:
+            raise BridgeError(f"shapes is {shapes!r}; use 'fixed' or 'variable'")
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
+            raise BridgeError(
+                f"comm_dtype is {comm_dtype!r}; what travels is rounded to it, so give a floating-point torch.dtype "
+                "such as torch.bfloat16, or None for the tensor's own"
+            )
+        self.src_grid, self.dest_grid = src_grid, dest_grid
+        self.src_module_name = src_module_name or "src"
+        self.dest_module_name = dest_module_name or "dest"
+        self.tensor_ndim, self.comm_dtype = tensor_ndim, comm_dtype
+        self.axes = axis_names(tensor_ndim, dim_mapping)
+        self.strategy: Strategy = strategy
+        self.backward = backward
+        self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
+        self.src: Side = boundary_side(
+            src_grid,
+            "source",
+            placements=src_placements,
+            name=self.src_module_name,
+            stage_dim=stage_dim,
+            stage=src_stage,
+            lane_weights=src_lanes,
+        )
+        self.dst: Side = boundary_side(
+            dest_grid,
+            "destination",
+            placements=dest_placements,
+            name=self.dest_module_name,
+            stage_dim=stage_dim,
+            stage=dest_stage,
+            lane_weights=dest_lanes,
+        )
+        if src_lanes is not None and dest_lanes is not None and sum(src_lanes) != sum(dest_lanes):
+            raise LaneTotalsError(
+                f"{self}: source lanes {tuple(src_lanes)} hold {sum(src_lanes)} samples per microbatch, destination "
+                f"lanes {tuple(dest_lanes)} {sum(dest_lanes)}; both sides see the same batch"
+            )
+        if dest_lanes is not None and not all(dest_lanes):
+            raise LaneTotalsError(
+                f"{self}: dest_lanes {tuple(dest_lanes)} has a lane without samples; every lane gets some"
+            )
+        self.rank = dist.get_rank()
+        settings = as_config(config)
+        self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
+        backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
+        backend, self.device = resolve_device(backend, device)
+        self._prepare(settings, backend)
+        self._lanes: Lanes | None = None
+        self._owns_lanes = open
+        if open:
+            self.attach(open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device))
+        self._agreement = Agreement(str(self), self.src, self.dst, self.axes, choice, self.rank, comm_dtype)
+        # Fixed shapes: what was agreed. Variable ones: activations whose gradient is still to come.
+        self._agreed_src: Passage | None = None
+        self._announced: Announcement | None = None
+        self._in_flight_src: deque[Passage] = deque()
+        self._in_flight_dst: deque[BridgeReceive] = deque()
+        self._first_receive: BridgeReceive | None = None
+        self._agreed_dst: Passage | None = None
+        self._landing: dict[str, deque[BridgeReceive]] = {_FORWARD: deque(), _BACKWARD: deque()}
+        self._destroyed = False
+
+    def __str__(self) -> str:
+        return f"bridge {self.label}"
+
+    # -- construction -----------------------------------------------------------------------------------
+
+    def _prepare(self, settings: P2PConfig, backend: str) -> None:
+        directions = [False, True] if self.backward else [False]
+        self._routes: dict[str, tuple[tuple[int, int], ...]] = {}
+        specs: list[LaneSpec] = []
+        groups: list[GroupSpec] = []
+        for backward in directions:
+            key = _BACKWARD if backward else _FORWARD
+            self._routes[key] = routes(
+                self.src, self.dst, self.axes, backward=backward, strategy=self.strategy, rank=self.rank
+            )
+            specs += [LaneSpec(a, b, f"{self.label}/{key}") for a, b in self._routes[key]]
+            sender, receiver = (self.dst, self.src) if backward else (self.src, self.dst)
+            groups += [
+                group_spec(ranks, self.label, f"complete/{key}")
+                for ranks in receiver.classes.values()
+                if len(ranks) > 1
+            ]
+            groups += [group_spec(ranks, self.label, f"reduce/{key}") for ranks in sender.partial_groups]
+        self.lane_specs = tuple(specs)
+        self.lane_config = lane_config(settings, variable=self.variable)
+        mine = [spec for spec in groups if self.rank in spec.ranks]
+        self._groups = create_groups(mine, backend=backend, timeout=timedelta(seconds=settings.deadline))
+        self._leader = self._leader_of_my_copies()
+
+    def attach(self, lanes: Lanes) -> None:
+        """Use these lanes, which hold this rank's of ``lane_specs``."""
+        self._lanes = lanes
+
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes."""
+        if self._lanes is None:
+            raise BridgeError(f"{self} was made with open=False and has no lanes yet; call attach()")
+        return self._lanes
+
+    def _leader_of_my_copies(self) -> int | None:
+        """With strategy "leader", the copy that hears the source and tells this rank; None where each hears."""
+        if self.strategy != "leader" or not self.is_destination:
+            return None
+        copies = self.dst.classes[self.dst.class_of(self.rank)]
+        heard = routes(self.src, self.dst, self.axes, strategy="leader", rank=copies[0])
+        told = len(copies) > 1 and any(b == copies[0] != a for a, b in heard)
+        return copies[0] if told else None
+
+    def lane(self, source: int, destination: int, direction: str) -> Lane:
+        """The lane of one pair of ranks; ``direction`` is ``"F"`` or ``"B"``."""
+        return self.lanes[LaneSpec(source, destination, f"{self.label}/{direction}")]
+
+    def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of the bridge's own for ``what`` among ``ranks``."""
+        return self._groups[group_spec(tuple(ranks), self.label, what)]
+
+    # -- who am I ---------------------------------------------------------------------------------------
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank gives activations."""
+        return self.rank in self.src.coords_of
+
+    @property
+    def is_destination(self) -> bool:
+        """Whether this rank gets activations."""
+        return self.rank in self.dst.coords_of
+
+    def _takes_part(self, side: Literal["source", "destination"], verb: str) -> bool:
+        """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
+        if self._destroyed:
+            raise DestroyedError(f"{self} was destroyed; make a new one")
+        here, grid, name = (
+            (self.is_source, self.src_grid, self.src_module_name)
+            if side == "source"
+            else (self.is_destination, self.dest_grid, self.dest_module_name)
+        )
+        if here:
+            return True
+        if is_in(grid, self.rank):
+            return False
+        other = self.dest_module_name if side == "source" else self.src_module_name
+        where = (
+            f"the side of {other!r}"
+            if is_in(self.src_grid, self.rank) or is_in(self.dest_grid, self.rank)
+            else "neither"
+        )
+        raise WrongSideError(
+            f"{self}: {verb} is for the {side} side ({name!r}, boundary ranks {_some(self._side(side).ranks)}), but "
+            f"rank {self.rank} is on {where}"
+        )
+
+    def _side(self, side: str) -> Side:
+        return self.src if side == "source" else self.dst
+
+    # -- the asynchronous verbs -------------------------------------------------------------------------
+
+    def isend_forward(self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None) -> BridgeSend | None:
+        """Start sending this rank's part of an activation.
+
+        Args:
+            tensor: of ``tensor_ndim`` axes; no rows are legal.
+            samples: for packed ``[tokens, h]``: rows of each sample of this lane (whole samples, where cp cuts
+                each of them).
+
+        Raises:
+            WrongSideError: this rank is not in the source grid.
+            NoBackwardError: the tensor requires grad and the edge has no backward.
+            ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
+                fixed shapes, not the shape and dtype that were agreed.
+        """
+        if not self._takes_part("source", "send_forward"):
+            return None
+        if not isinstance(tensor, torch.Tensor):
+            raise ShapeError(
+                f"{self} carries one tensor, got {type(tensor).__name__}; concatenate several along their last axis, "
+                "and where a microbatch has nothing to send, send a tensor without rows"
+            )
+        if self.comm_dtype is not None and not tensor.is_floating_point():
+            raise ShapeError(
+                f"{self} travels as {self.comm_dtype}, which would round the {_name(tensor.dtype)} values of this "
+                "tensor; send a floating-point tensor, or declare the edge with comm_dtype=None"
+            )
+        if tensor.requires_grad and not self.backward:
+            raise NoBackwardError(
+                f"{self} was declared without backward, but the tensor requires grad; detach it (the source is "
+                f"frozen) or declare the edge with backward=True"
+            )
+        announced = Announcement(tensor.shape, _name(tensor.dtype), samples)
+        if self._announced is not None and not self.variable and announced != self._announced:
+            raise ShapeError(
+                f"{self}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first message; "
+                f"sizes that change need shapes='variable'"
+            )
+        known = self._agreement.passage({self.rank: announced})
+        if known.forward.source_shape(self.rank) != announced.shape:
+            raise ShapeError(
+                f"{self}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} its "
+                f"part is {known.forward.source_shape(self.rank)}"
+            )
+        is_first, self._announced = self._announced is None, announced
+        if not self.variable:
+            self._agreed_src = known
+        elif self.backward and torch.is_grad_enabled():
+            self._in_flight_src.append(known)
+        # Everyone who may get something must hear of the sizes; gradients need no such message.
+        peers = [b for a, b in self._routes[_FORWARD] if a == self.rank]
+        if self.skips_empty and not is_first:
+            peers = list(known.forward.sends(self.rank))
+        return self._send(known, tensor.detach(), _FORWARD, peers, header=announced.encode())
+
+    def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
+        """Start receiving the next activation; ``result()`` of what is returned is the tensor.
+
+        With ``shape``, anything else that arrives is a ShapeError.
+        """
+        if not self._takes_part("destination", "recv_forward"):
+            return None
+        sources = [a for a, b in self._routes[_FORWARD] if b == self.rank]
+        is_first = self._first_receive is None
+
+        def post() -> dict[int, ReceiveHandle] | None:
+            peers = sources
+            if self.skips_empty and not is_first:
+                if self._agreed_dst is None:
+                    return None
+                peers = list(self._agreed_dst.forward.receives(self.rank))
+            with self.batch():
+                return {peer: self.lane(peer, self.rank, _FORWARD).irecv() for peer in peers}
+
+        receive = BridgeReceive(
+            self, self._landing[_FORWARD], post, backward=False, requires_grad=self.backward, expected=shape
+        )
+        if not self.variable:
+            self._first_receive = self._first_receive or receive
+        elif self.backward and torch.is_grad_enabled():
+            self._in_flight_dst.append(receive)
+        return receive
+
+    def isend_backward(self, grad: torch.Tensor | None) -> BridgeSend | None:
+        """Start sending the gradient of the oldest activation that has none yet; None stands for zeros.
+
+        Raises:
+            WrongSideError: this rank is not in the destination grid.
+            NoBackwardError: the edge has no backward.
+            PendingGradientError: no activation is waiting for a gradient.
+            ShapeError: not the shape of that activation.
+        """
+        if not self._takes_part("destination", "send_backward"):
+            return None
+        self._require_backward("send_backward")
+        if self.variable:
+            receive = self._in_flight_dst.popleft() if self._in_flight_dst else None
+        else:
+            receive = self._first_receive
+        if receive is None:
+            raise PendingGradientError(
+                f"{self}: send_backward on rank {self.rank}, but no activation that was received waits for a gradient"
+            )
+        known = receive.known()
+        plan = known.backward
+        if grad is None:
+            grad = torch.zeros(plan.source_shape(self.rank), dtype=known.dtype, device=self.device)
+        if tuple(grad.shape) != plan.source_shape(self.rank):
+            raise ShapeError(
+                f"{self}: the gradient has shape {tuple(grad.shape)}, its activation had "
+                f"{plan.source_shape(self.rank)}; send the gradient of what was received, in the same order"
+            )
+        if grad.dtype is not known.dtype:
+            raise ShapeError(f"{self}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
+        return self._send(known, grad.detach(), _BACKWARD, list(plan.sends(self.rank)), header=None)
+
+    def irecv_backward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
+        """Start receiving the gradient of the oldest activation that has none yet.
+
+        Raises:
+            WrongSideError, NoBackwardError: as `isend_backward`.
+            PendingGradientError: no activation was sent.
+        """
+        if not self._takes_part("source", "recv_backward"):
+            return None
+        self._require_backward("recv_backward")
+        known = self._agreed_src
+        if self.variable and self._in_flight_src:
+            known = self._in_flight_src.popleft()
+        if known is None:
+            raise PendingGradientError(
+                f"{self}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
+            )
+        peers = known.backward.receives(self.rank)
+
+        def post() -> dict[int, ReceiveHandle]:
+            with self.batch():
+                return {peer: self.lane(peer, self.rank, _BACKWARD).irecv() for peer in peers}
+
+        return BridgeReceive(self, self._landing[_BACKWARD], post, backward=True, passage=known, expected=shape)
+
+    def destroy(self) -> None:
+        """Close the lanes and destroy the groups of this bridge. Idempotent."""
+        if not self._destroyed:
+            self._destroyed = True
+            if self._owns_lanes and self._lanes is not None:
+                self._lanes.close()
+            destroy_groups(self._groups)
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Issue the sends and receives that are started inside together, at the end."""
+        return self.lanes.batch()
+
+    # -- underneath -------------------------------------------------------------------------------------
+
+    def _require_backward(self, verb: str) -> None:
+        if not self.backward:
+            raise NoBackwardError(f"{self} was declared without backward; there is no {verb} on it")
+
+    @property
+    def skips_empty(self) -> bool:
+        """Whether lanes that carry nothing are left out from the second activation on: sizes are fixed by then.
+
+        Only where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer
+        elements than ranks, costs less than waiting for the first one before a second receive is posted.
+        """
+        return self.strategy == "auto" and not self.variable
+
+    def _send(
+        self, known: Passage, tensor: torch.Tensor, direction: str, peers: Sequence[int], *, header: str | None
+    ) -> BridgeSend:
+        plan = known.forward if direction == _FORWARD else known.backward
+        for ranks in plan.reductions:
+            if self.rank in ranks:
+                tensor = reduce_partial(tensor, self.group(f"reduce/{direction}", ranks))
+        sends = plan.sends(self.rank)
+        handles = []
+        with self.batch():
+            for peer in peers:
+                flat = pack(tensor, [m.source_box for m in sends.get(peer, ())], known.wire_dtype)
+                payload = flat if header is None else {header: flat}
+                handles.append(self.lane(self.rank, peer, direction).isend(payload))
+        return BridgeSend(handles)
+
+    def announced(self, texts: Mapping[int, str]) -> Passage:
+        """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
+        if self._agreed_dst is not None:
+            return self._agreed_dst
+        leader = self._leader
+        if leader is not None:
+            copies = self.dst.classes[self.dst.class_of(self.rank)]
+            group = self.group("complete/F", copies)
+            text = broadcast_text(json.dumps(sorted(texts.items())), leader, group, self.device)
+            texts = dict(json.loads(text))
+        known = self._agreement.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
+        if not self.variable:
+            self._agreed_dst = known
+        return known
+
+    def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
+        """Start this rank's completions of a plan."""
+        what = f"complete/{_BACKWARD if plan.backward else _FORWARD}"
+        return start_completions(plan, out, lambda ranks: self.group(what, ranks), rank=self.rank, dtype=dtype)
+
+
+def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
+    """The settings of lanes that carry bridges: any dtype, and shapes that vary or are agreed with a header."""
+    return evolve(
+        settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes="header" if variable else "agreed"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return str(list(ranks)) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)})"

@@ -17,7 +17,8 @@ from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import ReshardPlan, plan_reshard
 from pipegrid.bridges.side import BATCH, GridLike, boundary_side
 from pipegrid.bridges.sizes import Sizes, axis_names
-from pipegrid.bridges.steps import copy_locally, gather_flat, group_spec, pack, start_completions, unpack
+from pipegrid.bridges.steps import copy_locally, gather_flat, pack, start_completions, unpack
+from pipegrid.bridges.wiring import group_spec
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")

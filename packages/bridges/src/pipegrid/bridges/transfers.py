@@ -27,20 +27,21 @@ from pipegrid.bridges.errors import (
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
 from pipegrid.bridges.links import Links
 from pipegrid.bridges.modules import is_in
-from pipegrid.bridges.reshard import ReshardPlan, routes
+from pipegrid.bridges.reshard import ReshardPlan
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
-from pipegrid.bridges.steps import Completing, broadcast_text, group_spec, pack, reduce_partial, start_completions
+from pipegrid.bridges.steps import Completing, broadcast_text, pack, reduce_partial, start_completions
 from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Strategy
-from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.bridges.wiring import BridgeWiring, group_spec
+from pipegrid.topology import create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.edge import Direction
 from pipegrid.transport.lane import Lane
-from pipegrid.transport.lane_spec import LaneSpec
 from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
 from pipegrid.transport.protocol import ReceiveHandle
 
 Shapes = Literal["fixed", "variable"]
-_FORWARD, _BACKWARD = "F", "B"
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 class BridgeTransfers:
@@ -125,7 +126,12 @@ class BridgeTransfers:
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
         backend, self.device = resolve_device(backend, device)
-        self._prepare(settings, backend)
+        self._wiring = BridgeWiring(self.label, self.src, self.dst, self.axes, strategy, backward, self.rank)
+        self.lane_specs = self._wiring.lane_specs
+        self.lane_config = lane_config(settings, variable=self.variable)
+        self._groups = create_groups(
+            self._wiring.group_specs, backend=backend, timeout=timedelta(seconds=settings.deadline)
+        )
         self._lanes: Lanes | None = None
         self._owns_lanes = open
         if open:
@@ -138,37 +144,11 @@ class BridgeTransfers:
         self._in_flight_dst: deque[BridgeReceive] = deque()
         self._first_receive: BridgeReceive | None = None
         self._agreed_dst: Passage | None = None
-        self._landing: dict[str, deque[BridgeReceive]] = {_FORWARD: deque(), _BACKWARD: deque()}
+        self._landing: dict[Direction, deque[BridgeReceive]] = {_FORWARD: deque(), _BACKWARD: deque()}
         self._destroyed = False
 
     def __str__(self) -> str:
         return f"bridge {self.label}"
-
-    # -- construction -----------------------------------------------------------------------------------
-
-    def _prepare(self, settings: P2PConfig, backend: str) -> None:
-        directions = [False, True] if self.backward else [False]
-        self._routes: dict[str, tuple[tuple[int, int], ...]] = {}
-        specs: list[LaneSpec] = []
-        groups: list[GroupSpec] = []
-        for backward in directions:
-            key = _BACKWARD if backward else _FORWARD
-            self._routes[key] = routes(
-                self.src, self.dst, self.axes, backward=backward, strategy=self.strategy, rank=self.rank
-            )
-            specs += [LaneSpec(a, b, f"{self.label}/{key}") for a, b in self._routes[key]]
-            sender, receiver = (self.dst, self.src) if backward else (self.src, self.dst)
-            groups += [
-                group_spec(ranks, self.label, f"complete/{key}")
-                for ranks in receiver.classes.values()
-                if len(ranks) > 1
-            ]
-            groups += [group_spec(ranks, self.label, f"reduce/{key}") for ranks in sender.partial_groups]
-        self.lane_specs = tuple(specs)
-        self.lane_config = lane_config(settings, variable=self.variable)
-        mine = [spec for spec in groups if self.rank in spec.ranks]
-        self._groups = create_groups(mine, backend=backend, timeout=timedelta(seconds=settings.deadline))
-        self._leader = self._leader_of_my_copies()
 
     def attach(self, lanes: Lanes) -> None:
         """Use these lanes, which hold this rank's of ``lane_specs``."""
@@ -181,22 +161,13 @@ class BridgeTransfers:
             raise BridgeError(f"{self} was made with open=False and has no lanes yet; call attach()")
         return self._lanes
 
-    def _leader_of_my_copies(self) -> int | None:
-        """With strategy "leader", the copy that hears the source and tells this rank; None where each hears."""
-        if self.strategy != "leader" or not self.is_destination:
-            return None
-        copies = self.dst.classes[self.dst.class_of(self.rank)]
-        heard = routes(self.src, self.dst, self.axes, strategy="leader", rank=copies[0])
-        told = len(copies) > 1 and any(b == copies[0] != a for a, b in heard)
-        return copies[0] if told else None
-
-    def lane(self, source: int, destination: int, direction: str) -> Lane:
-        """The lane of one pair of ranks; ``direction`` is ``"F"`` or ``"B"``."""
-        return self.lanes[LaneSpec(source, destination, f"{self.label}/{direction}")]
+    def lane(self, source: int, destination: int, direction: Direction | str) -> Lane:
+        """The lane of one pair of ranks; ``direction`` is a `Direction`, or its value ``"F"`` or ``"B"``."""
+        return self.lanes[self._wiring.lane_spec(source, destination, Direction(direction))]
 
     def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The group of the bridge's own for ``what`` among ``ranks``."""
-        return self._groups[group_spec(tuple(ranks), self.label, what)]
+        """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
+        return self._groups[group_spec(ranks, self.label, what)]
 
     # -- who am I ---------------------------------------------------------------------------------------
 
@@ -288,9 +259,9 @@ class BridgeTransfers:
         elif self.backward and torch.is_grad_enabled():
             self._in_flight_src.append(known)
         # Everyone who may get something must hear of the sizes; gradients need no such message.
-        peers = [b for a, b in self._routes[_FORWARD] if a == self.rank]
+        peers = self._wiring.receivers
         if self.skips_empty and not is_first:
-            peers = list(known.forward.sends(self.rank))
+            peers = tuple(known.forward.sends(self.rank))
         return self._send(known, tensor.detach(), _FORWARD, peers, header=announced.encode())
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
@@ -300,15 +271,14 @@ class BridgeTransfers:
         """
         if not self._takes_part("destination", "recv_forward"):
             return None
-        sources = [a for a, b in self._routes[_FORWARD] if b == self.rank]
         is_first = self._first_receive is None
 
         def post() -> dict[int, ReceiveHandle] | None:
-            peers = sources
+            peers = self._wiring.senders
             if self.skips_empty and not is_first:
                 if self._agreed_dst is None:
                     return None
-                peers = list(self._agreed_dst.forward.receives(self.rank))
+                peers = tuple(self._agreed_dst.forward.receives(self.rank))
             with self.batch():
                 return {peer: self.lane(peer, self.rank, _FORWARD).irecv() for peer in peers}
 
@@ -407,12 +377,12 @@ class BridgeTransfers:
         return self.strategy == "auto" and not self.variable
 
     def _send(
-        self, known: Passage, tensor: torch.Tensor, direction: str, peers: Sequence[int], *, header: str | None
+        self, known: Passage, tensor: torch.Tensor, direction: Direction, peers: Sequence[int], *, header: str | None
     ) -> BridgeSend:
-        plan = known.forward if direction == _FORWARD else known.backward
+        plan = known.forward if direction is _FORWARD else known.backward
         for ranks in plan.reductions:
             if self.rank in ranks:
-                tensor = reduce_partial(tensor, self.group(f"reduce/{direction}", ranks))
+                tensor = reduce_partial(tensor, self._groups[self._wiring.reduction_group(ranks, direction)])
         sends = plan.sends(self.rank)
         handles = []
         with self.batch():
@@ -426,11 +396,10 @@ class BridgeTransfers:
         """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
         if self._agreed_dst is not None:
             return self._agreed_dst
-        leader = self._leader
-        if leader is not None:
-            copies = self.dst.classes[self.dst.class_of(self.rank)]
-            group = self.group("complete/F", copies)
-            text = broadcast_text(json.dumps(sorted(texts.items())), leader, group, self.device)
+        teller = self._wiring.teller
+        if teller is not None:
+            group = self._groups[self._wiring.completion_group(self._wiring.copies, _FORWARD)]
+            text = broadcast_text(json.dumps(sorted(texts.items())), teller, group, self.device)
             texts = dict(json.loads(text))
         known = self._agreement.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
         if not self.variable:
@@ -439,8 +408,14 @@ class BridgeTransfers:
 
     def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
         """Start this rank's completions of a plan."""
-        what = f"complete/{_BACKWARD if plan.backward else _FORWARD}"
-        return start_completions(plan, out, lambda ranks: self.group(what, ranks), rank=self.rank, dtype=dtype)
+        direction = _BACKWARD if plan.backward else _FORWARD
+        return start_completions(
+            plan,
+            out,
+            lambda ranks: self._groups[self._wiring.completion_group(ranks, direction)],
+            rank=self.rank,
+            dtype=dtype,
+        )
 
 
 def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.agreed import Announcement
 from pipegrid.bridges.agreement import Agreement
+from pipegrid.bridges.announcement import Announcement
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
@@ -22,14 +22,14 @@ from pipegrid.bridges.errors import (
     NoBackwardError,
     PendingGradientError,
     ShapeError,
-    WrongSideError,
 )
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
+from pipegrid.bridges.gradients_due import GradientsDue
 from pipegrid.bridges.links import Links
-from pipegrid.bridges.modules import is_in
 from pipegrid.bridges.reshard import ReshardPlan
 from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
 from pipegrid.bridges.sizes import axis_names
+from pipegrid.bridges.standing import Standing
 from pipegrid.bridges.steps import Completing, broadcast_text, pack, reduce_partial, start_completions
 from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Strategy
 from pipegrid.bridges.wiring import BridgeWiring, group_spec
@@ -122,6 +122,7 @@ class BridgeTransfers:
                 f"{self}: dest_lanes {tuple(dest_lanes)} has a lane without samples; every lane gets some"
             )
         self.rank = dist.get_rank()
+        self._standing = Standing(str(self), self.src, self.dst, src_grid, dest_grid, self.rank)
         settings = as_config(config)
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
@@ -137,13 +138,10 @@ class BridgeTransfers:
         if open:
             self.attach(open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device))
         self._agreement = Agreement(str(self), self.src, self.dst, self.axes, choice, self.rank, comm_dtype)
-        # Fixed shapes: what was agreed. Variable ones: activations whose gradient is still to come.
-        self._agreed_src: Passage | None = None
         self._announced: Announcement | None = None
-        self._in_flight_src: deque[Passage] = deque()
-        self._in_flight_dst: deque[BridgeReceive] = deque()
-        self._first_receive: BridgeReceive | None = None
-        self._agreed_dst: Passage | None = None
+        self._agreed: Passage | None = None
+        self._sent: GradientsDue[Passage] = GradientsDue(self.variable)
+        self._received: GradientsDue[BridgeReceive] = GradientsDue(self.variable)
         self._landing: dict[Direction, deque[BridgeReceive]] = {_FORWARD: deque(), _BACKWARD: deque()}
         self._destroyed = False
 
@@ -174,39 +172,18 @@ class BridgeTransfers:
     @property
     def is_source(self) -> bool:
         """Whether this rank gives activations."""
-        return self.rank in self.src.coords_of
+        return self._standing.is_source
 
     @property
     def is_destination(self) -> bool:
         """Whether this rank gets activations."""
-        return self.rank in self.dst.coords_of
+        return self._standing.is_destination
 
     def _takes_part(self, side: Literal["source", "destination"], verb: str) -> bool:
         """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
         if self._destroyed:
             raise DestroyedError(f"{self} was destroyed; make a new one")
-        here, grid, name = (
-            (self.is_source, self.src_grid, self.src_module_name)
-            if side == "source"
-            else (self.is_destination, self.dest_grid, self.dest_module_name)
-        )
-        if here:
-            return True
-        if is_in(grid, self.rank):
-            return False
-        other = self.dest_module_name if side == "source" else self.src_module_name
-        where = (
-            f"the side of {other!r}"
-            if is_in(self.src_grid, self.rank) or is_in(self.dest_grid, self.rank)
-            else "neither"
-        )
-        raise WrongSideError(
-            f"{self}: {verb} is for the {side} side ({name!r}, boundary ranks {_some(self._side(side).ranks)}), but "
-            f"rank {self.rank} is on {where}"
-        )
-
-    def _side(self, side: str) -> Side:
-        return self.src if side == "source" else self.dst
+        return self._standing.takes_part(side, verb)
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
@@ -254,10 +231,7 @@ class BridgeTransfers:
                 f"part is {known.forward.source_shape(self.rank)}"
             )
         is_first, self._announced = self._announced is None, announced
-        if not self.variable:
-            self._agreed_src = known
-        elif self.backward and torch.is_grad_enabled():
-            self._in_flight_src.append(known)
+        self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
         # Everyone who may get something must hear of the sizes; gradients need no such message.
         peers = self._wiring.receivers
         if self.skips_empty and not is_first:
@@ -271,24 +245,21 @@ class BridgeTransfers:
         """
         if not self._takes_part("destination", "recv_forward"):
             return None
-        is_first = self._first_receive is None
+        is_first = self._received.first is None
 
         def post() -> dict[int, ReceiveHandle] | None:
             peers = self._wiring.senders
             if self.skips_empty and not is_first:
-                if self._agreed_dst is None:
+                if self._agreed is None:
                     return None
-                peers = tuple(self._agreed_dst.forward.receives(self.rank))
+                peers = tuple(self._agreed.forward.receives(self.rank))
             with self.batch():
                 return {peer: self.lane(peer, self.rank, _FORWARD).irecv() for peer in peers}
 
         receive = BridgeReceive(
             self, self._landing[_FORWARD], post, backward=False, requires_grad=self.backward, expected=shape
         )
-        if not self.variable:
-            self._first_receive = self._first_receive or receive
-        elif self.backward and torch.is_grad_enabled():
-            self._in_flight_dst.append(receive)
+        self._received.add(receive, has_gradient=self.backward and torch.is_grad_enabled())
         return receive
 
     def isend_backward(self, grad: torch.Tensor | None) -> BridgeSend | None:
@@ -303,14 +274,12 @@ class BridgeTransfers:
         if not self._takes_part("destination", "send_backward"):
             return None
         self._require_backward("send_backward")
-        if self.variable:
-            receive = self._in_flight_dst.popleft() if self._in_flight_dst else None
-        else:
-            receive = self._first_receive
+        receive = self._received.oldest
         if receive is None:
             raise PendingGradientError(
                 f"{self}: send_backward on rank {self.rank}, but no activation that was received waits for a gradient"
             )
+        self._received.answer()
         known = receive.known()
         plan = known.backward
         if grad is None:
@@ -334,13 +303,12 @@ class BridgeTransfers:
         if not self._takes_part("source", "recv_backward"):
             return None
         self._require_backward("recv_backward")
-        known = self._agreed_src
-        if self.variable and self._in_flight_src:
-            known = self._in_flight_src.popleft()
+        known = self._sent.oldest
         if known is None:
             raise PendingGradientError(
                 f"{self}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
             )
+        self._sent.answer()
         peers = known.backward.receives(self.rank)
 
         def post() -> dict[int, ReceiveHandle]:
@@ -394,8 +362,8 @@ class BridgeTransfers:
 
     def announced(self, texts: Mapping[int, str]) -> Passage:
         """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
-        if self._agreed_dst is not None:
-            return self._agreed_dst
+        if self._agreed is not None:
+            return self._agreed
         teller = self._wiring.teller
         if teller is not None:
             group = self._groups[self._wiring.completion_group(self._wiring.copies, _FORWARD)]
@@ -403,7 +371,7 @@ class BridgeTransfers:
             texts = dict(json.loads(text))
         known = self._agreement.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
         if not self.variable:
-            self._agreed_dst = known
+            self._agreed = known
         return known
 
     def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
@@ -427,7 +395,3 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return str(list(ranks)) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)})"

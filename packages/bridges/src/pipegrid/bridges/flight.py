@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from attrs import frozen
 
+from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import ReshardPlan
 from pipegrid.bridges.steps import Completing, unpack
@@ -93,7 +94,7 @@ class BridgeReceive:
     ) -> None:
         self._bridge, self._queue, self._post = bridge, queue, post
         self._backward, self._passage, self._requires_grad = backward, passage, requires_grad
-        self._expected = None if expected is None else tuple(expected)
+        self._expected = None if expected is None else as_integers(expected, "the expected shape", error=ShapeError)
         self._handles: Mapping[int, ReceiveHandle] | None = None
         self._out: torch.Tensor | None = None
         self._completing: list[Completing] | None = None

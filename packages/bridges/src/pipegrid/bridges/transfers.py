@@ -15,6 +15,7 @@ from attrs import evolve
 
 from pipegrid.bridges.agreement import Agreement
 from pipegrid.bridges.announcement import Announcement
+from pipegrid.bridges.checks import as_flag, as_integers, as_kind, as_text, check_grid, shown
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
@@ -22,6 +23,7 @@ from pipegrid.bridges.errors import (
     NoBackwardError,
     PendingGradientError,
     ShapeError,
+    StageError,
 )
 from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
 from pipegrid.bridges.gradients_due import GradientsDue
@@ -42,6 +44,7 @@ from pipegrid.transport.protocol import ReceiveHandle
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+_DIRECTIONS = (*Direction, *(direction.value for direction in Direction))
 
 
 class BridgeTransfers:
@@ -79,12 +82,25 @@ class BridgeTransfers:
         open: bool = True,  # noqa: A002 -- reads as what it does
     ) -> None:
         choice = Choice(strategy, leader_below, links)
-        if shapes not in {None, "fixed", "variable"}:
-            raise BridgeError(f"shapes is {shapes!r}; use 'fixed' or 'variable'")
+        check_grid(src_grid, "src_grid")
+        check_grid(dest_grid, "dest_grid")
+        for what, name in (
+            ("src_module_name", src_module_name),
+            ("dest_module_name", dest_module_name),
+            ("label", label),
+        ):
+            if name is not None:
+                as_text(name, what)
+        as_flag(backward, "backward")
+        as_flag(open, "open")
+        if backend is not None:
+            as_text(backend, "backend")
+        if shapes is not None and (not isinstance(shapes, str) or shapes not in {"fixed", "variable"}):
+            raise BridgeError(f"shapes is {shown(shapes)}; use 'fixed' or 'variable'")
         if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
             raise BridgeError(
-                f"comm_dtype is {comm_dtype!r}; what travels is rounded to it, so give a floating-point torch.dtype "
-                "such as torch.bfloat16, or None for the tensor's own"
+                f"comm_dtype is {shown(comm_dtype)}; what travels is rounded to it, so give a floating-point "
+                "torch.dtype such as torch.bfloat16, or None for the tensor's own"
             )
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name = src_module_name or "src"
@@ -150,6 +166,7 @@ class BridgeTransfers:
 
     def attach(self, lanes: Lanes) -> None:
         """Use these lanes, which hold this rank's of ``lane_specs``."""
+        as_kind(lanes, "lanes", Lanes, "open_lanes(lane_specs, config=lane_config) returns them")
         self._lanes = lanes
 
     @property
@@ -161,11 +178,23 @@ class BridgeTransfers:
 
     def lane(self, source: int, destination: int, direction: Direction | str) -> Lane:
         """The lane of one pair of ranks; ``direction`` is a `Direction`, or its value ``"F"`` or ``"B"``."""
-        return self.lanes[self._wiring.lane_spec(source, destination, Direction(direction))]
+        if direction not in _DIRECTIONS:
+            raise StageError(f"direction is {shown(direction)}; give a Direction, or 'F' or 'B'")
+        spec = self._wiring.lane_spec(source, destination, Direction(direction))
+        if spec not in self.lanes:
+            raise StageError(
+                f"{self} has no lane {spec} on rank {self.rank}; it has {', '.join(map(str, self.lane_specs))}"
+            )
+        return self.lanes[spec]
 
     def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
-        return self._groups[group_spec(ranks, self.label, what)]
+        spec = group_spec(
+            as_integers(ranks, "ranks", error=StageError), self.label, as_text(what, "what", error=StageError)
+        )
+        if spec not in self._groups:
+            raise StageError(f"{self} has no group {spec} on rank {self.rank}; it has {list(map(str, self._groups))}")
+        return self._groups[spec]
 
     # -- who am I ---------------------------------------------------------------------------------------
 
@@ -284,6 +313,8 @@ class BridgeTransfers:
         plan = known.backward
         if grad is None:
             grad = torch.zeros(plan.source_shape(self.rank), dtype=known.dtype, device=self.device)
+        if not isinstance(grad, torch.Tensor):
+            raise ShapeError(f"{self}: a gradient is one tensor, or None for zeros; got {shown(grad)}")
         if tuple(grad.shape) != plan.source_shape(self.rank):
             raise ShapeError(
                 f"{self}: the gradient has shape {tuple(grad.shape)}, its activation had "

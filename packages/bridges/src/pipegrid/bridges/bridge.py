@@ -84,7 +84,13 @@ class BridgeCommunicator(BridgeTransfers):
     def send_forward_recv_backward(
         self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """Both, posted before either is waited for. The gradient may be that of an earlier activation."""
+        """Both, posted before either is waited for. The gradient may be that of an earlier activation.
+
+        Raises:
+            NoBackwardError: the edge has no backward; nothing is sent then.
+        """
+        if self.is_source:
+            self._require_backward("send_forward_recv_backward")
         with self.batch():
             sending = self.isend_forward(tensor, samples=samples)
             receiving = self.irecv_backward()

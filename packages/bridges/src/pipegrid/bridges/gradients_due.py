@@ -17,7 +17,7 @@ class GradientsDue(Generic[Activation]):
     Attributes:
         variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
             nothing to count.
-        first: the first activation; None before it.
+        first: where they do not, the one that stands for all; None before the first.
     """
 
     variable: bool
@@ -25,8 +25,9 @@ class GradientsDue(Generic[Activation]):
     _waiting: deque[Activation] = field(factory=deque, init=False)
 
     def add(self, activation: Activation, *, has_gradient: bool) -> None:
-        """There is one more activation; ``has_gradient`` says whether one will come."""
-        self.first = self.first or activation
+        """There is one more activation; ``has_gradient`` says whether a gradient of it will come."""
+        if self.first is None and not self.variable:
+            self.first = activation
         if self.variable and has_gradient:
             self._waiting.append(activation)
 

@@ -152,12 +152,17 @@ class BridgeTransfers:
         self._lanes: Lanes | None = None
         self._owns_lanes = open
         if open:
-            self.attach(open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device))
+            try:
+                lanes = open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device)
+            except BaseException:
+                destroy_groups(self._groups)
+                raise
+            self.attach(lanes)
         self._agreement = Agreement(str(self), self.src, self.dst, self.axes, choice, self.rank, comm_dtype)
         self._announced: Announcement | None = None
         self._agreed: Passage | None = None
         self._sent: GradientsDue[Passage] = GradientsDue(self.variable)
-        self._received: GradientsDue[BridgeReceive] = GradientsDue(self.variable)
+        self._received: GradientsDue[BridgeReceive | Passage] = GradientsDue(self.variable)
         self._landing: dict[Direction, deque[BridgeReceive]] = {_FORWARD: deque(), _BACKWARD: deque()}
         self._destroyed = False
 
@@ -220,7 +225,8 @@ class BridgeTransfers:
         """Start sending this rank's part of an activation.
 
         Args:
-            tensor: of ``tensor_ndim`` axes; no rows are legal.
+            tensor: of ``tensor_ndim`` axes; no rows are legal. Its memory may be what travels, so do not change it
+                before the handle's ``wait()`` has returned.
             samples: for packed ``[tokens, h]``: rows of each sample of this lane (whole samples, where cp cuts
                 each of them).
 
@@ -259,13 +265,15 @@ class BridgeTransfers:
                 f"{self}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} its "
                 f"part is {known.forward.source_shape(self.rank)}"
             )
-        is_first, self._announced = self._announced is None, announced
-        self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
         # Everyone who may get something must hear of the sizes; gradients need no such message.
         peers = self._wiring.receivers
-        if self.skips_empty and not is_first:
+        if self.skips_empty and self._announced is not None:
             peers = tuple(known.forward.sends(self.rank))
-        return self._send(known, tensor.detach(), _FORWARD, peers, header=announced.encode())
+        sending = self._send(known, tensor.detach(), _FORWARD, peers, header=announced.encode())
+        # Only now: what a lane refuses was not sent, and no gradient of it will come.
+        self._announced = announced
+        self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
+        return sending
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
         """Start receiving the next activation; ``result()`` of what is returned is the tensor.
@@ -308,8 +316,7 @@ class BridgeTransfers:
             raise PendingGradientError(
                 f"{self}: send_backward on rank {self.rank}, but no activation that was received waits for a gradient"
             )
-        self._received.answer()
-        known = receive.known()
+        known = receive if isinstance(receive, Passage) else receive.known()
         plan = known.backward
         if grad is None:
             grad = torch.zeros(plan.source_shape(self.rank), dtype=known.dtype, device=self.device)
@@ -322,7 +329,9 @@ class BridgeTransfers:
             )
         if grad.dtype is not known.dtype:
             raise ShapeError(f"{self}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
-        return self._send(known, grad.detach(), _BACKWARD, list(plan.sends(self.rank)), header=None)
+        sending = self._send(known, grad.detach(), _BACKWARD, list(plan.sends(self.rank)), header=None)
+        self._received.answer()  # only now: after a refusal the same activation still waits
+        return sending
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
         """Start receiving the gradient of the oldest activation that has none yet.
@@ -339,14 +348,15 @@ class BridgeTransfers:
             raise PendingGradientError(
                 f"{self}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
             )
-        self._sent.answer()
         peers = known.backward.receives(self.rank)
 
         def post() -> dict[int, ReceiveHandle]:
             with self.batch():
                 return {peer: self.lane(peer, self.rank, _BACKWARD).irecv() for peer in peers}
 
-        return BridgeReceive(self, self._landing[_BACKWARD], post, backward=True, passage=known, expected=shape)
+        receive = BridgeReceive(self, self._landing[_BACKWARD], post, backward=True, passage=known, expected=shape)
+        self._sent.answer()
+        return receive
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
@@ -363,6 +373,11 @@ class BridgeTransfers:
     # -- underneath -------------------------------------------------------------------------------------
 
     def _require_backward(self, verb: str) -> None:
+        """Refuse what has to do with gradients on an edge without them.
+
+        Raises:
+            NoBackwardError: there are none.
+        """
         if not self.backward:
             raise NoBackwardError(f"{self} was declared without backward; there is no {verb} on it")
 
@@ -402,8 +417,14 @@ class BridgeTransfers:
             texts = dict(json.loads(text))
         known = self._agreement.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
         if not self.variable:
-            self._agreed = known
+            # In place of the first receive, which would keep its tensor for as long as the bridge lives.
+            self._agreed = self._received.first = known
         return known
+
+    @property
+    def asks_its_leader(self) -> bool:
+        """Whether `announced` still has to talk to the copies of this rank, and so may block."""
+        return self._agreed is None and self._wiring.teller is not None
 
     def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
         """Start this rank's completions of a plan."""

@@ -27,6 +27,7 @@ from pipegrid.bridges.side import Partial, Replicated, Sharded
 from pipegrid.bridges.sizes import Sizes
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PPayloadError, P2PTimeoutError
+from pipegrid.transport.opening import open_lanes
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 
@@ -363,6 +364,16 @@ def test_a_copy_that_has_yet_to_be_told_of_the_sizes_can_be_asked_without_waitin
     if receive is not None:
         assert receive.result().tolist() == [[[3.0]], [[3.0]]]
         assert receive.is_completed()
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_lanes_that_are_missing_are_refused_when_they_are_attached():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), open=False)
+    there = open_lanes(bridge.lane_specs[:1], config=bridge.lane_config)
+    with pytest.raises(BridgeError, match=r"lanes \['1>0\[src>dest/B\]'\] of rank [01] are not among those given"):
+        bridge.attach(there)
+    there.close()
     bridge.destroy()
 
 

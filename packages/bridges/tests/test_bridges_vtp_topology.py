@@ -94,8 +94,8 @@ def test_who_hears_and_tells_activations(ring, stage, is_end_stage, hears, tells
     ("arguments", "text"),
     [
         ({"tp_sizes": []}, r"tp_sizes is empty; give the tensor-parallel size of each stage, like \[2, 4, 4\]"),
-        ({"tp_sizes": 4}, "tp_sizes is 4; give the tensor-parallel size of each stage"),
-        ({"tp_sizes": "24"}, "tp_sizes is '24'; give"),
+        ({"tp_sizes": 4}, "tp_sizes is 4; it must be a list of the tensor-parallel size of each stage"),
+        ({"tp_sizes": "24"}, "tp_sizes is '24'; it must be a list"),
         ({"tp_sizes": [2, 0]}, r"tp_sizes\[1\] is 0; give an integer of at least 1"),
         ({"tp_sizes": [2, 1.5]}, r"tp_sizes\[1\] is 1.5; give an integer"),
         ({"tp_sizes": [True]}, r"tp_sizes\[0\] is True; give an integer"),

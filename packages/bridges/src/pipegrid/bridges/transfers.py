@@ -15,11 +15,11 @@ from attrs import evolve
 
 from pipegrid.bridges.agreement import Agreement
 from pipegrid.bridges.announcement import Announcement
-from pipegrid.bridges.checks import as_flag, as_integers, as_kind, as_text, check_grid, shown
+from pipegrid.bridges.checks import as_flag, as_integers, as_text, shown
+from pipegrid.bridges.edge_sides import Ends, edge_sides
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
-    LaneTotalsError,
     NoBackwardError,
     PendingGradientError,
     ShapeError,
@@ -29,7 +29,7 @@ from pipegrid.bridges.flight import BridgeReceive, BridgeSend, Passage
 from pipegrid.bridges.gradients_due import GradientsDue
 from pipegrid.bridges.links import Links
 from pipegrid.bridges.reshard import ReshardPlan
-from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
+from pipegrid.bridges.side import GridLike, Placement
 from pipegrid.bridges.sizes import axis_names
 from pipegrid.bridges.standing import Standing
 from pipegrid.bridges.steps import Completing, broadcast_text, pack, reduce_partial, start_completions
@@ -82,8 +82,6 @@ class BridgeTransfers:
         open: bool = True,  # noqa: A002 -- reads as what it does
     ) -> None:
         choice = Choice(strategy, leader_below, links)
-        check_grid(src_grid, "src_grid")
-        check_grid(dest_grid, "dest_grid")
         for what, name in (
             ("src_module_name", src_module_name),
             ("dest_module_name", dest_module_name),
@@ -110,33 +108,16 @@ class BridgeTransfers:
         self.strategy: Strategy = strategy
         self.backward = backward
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
-        self.src: Side = boundary_side(
-            src_grid,
-            "source",
-            placements=src_placements,
-            name=self.src_module_name,
+        sides = edge_sides(
+            str(self),
+            grids=Ends(src_grid, dest_grid),
+            names=Ends(self.src_module_name, self.dest_module_name),
+            placements=Ends(src_placements, dest_placements),
             stage_dim=stage_dim,
-            stage=src_stage,
-            lane_weights=src_lanes,
+            stages=Ends(src_stage, dest_stage),
+            lanes=Ends(src_lanes, dest_lanes),
         )
-        self.dst: Side = boundary_side(
-            dest_grid,
-            "destination",
-            placements=dest_placements,
-            name=self.dest_module_name,
-            stage_dim=stage_dim,
-            stage=dest_stage,
-            lane_weights=dest_lanes,
-        )
-        if src_lanes is not None and dest_lanes is not None and sum(src_lanes) != sum(dest_lanes):
-            raise LaneTotalsError(
-                f"{self}: source lanes {tuple(src_lanes)} hold {sum(src_lanes)} samples per microbatch, destination "
-                f"lanes {tuple(dest_lanes)} {sum(dest_lanes)}; both sides see the same batch"
-            )
-        if dest_lanes is not None and not all(dest_lanes):
-            raise LaneTotalsError(
-                f"{self}: dest_lanes {tuple(dest_lanes)} has a lane without samples; every lane gets some"
-            )
+        self.src, self.dst = sides.source, sides.destination
         self.rank = dist.get_rank()
         self._standing = Standing(str(self), self.src, self.dst, src_grid, dest_grid, self.rank)
         settings = as_config(config)
@@ -170,8 +151,16 @@ class BridgeTransfers:
         return f"bridge {self.label}"
 
     def attach(self, lanes: Lanes) -> None:
-        """Use these lanes, which hold this rank's of ``lane_specs``."""
-        as_kind(lanes, "lanes", Lanes, "open_lanes(lane_specs, config=lane_config) returns them")
+        """Use these lanes, which hold this rank's of ``lane_specs``: what `open_lanes` returns, or what acts like it.
+
+        Raises:
+            BridgeError: no lanes, or one of this rank's is not among them.
+        """
+        if not isinstance(lanes, Mapping) or not callable(getattr(lanes, "batch", None)):
+            raise BridgeError(f"{self}: lanes are {shown(lanes)}; give what open_lanes() returns for lane_specs")
+        missing = [str(spec) for spec in self.lane_specs if spec not in lanes]
+        if missing:
+            raise BridgeError(f"{self}: lanes {missing} of rank {self.rank} are not among those given; open them, too")
         self._lanes = lanes
 
     @property

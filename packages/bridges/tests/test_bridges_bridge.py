@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import (
@@ -23,7 +26,8 @@ from pipegrid.bridges.reshard import plan_reshard
 from pipegrid.bridges.side import Partial, Replicated, Sharded
 from pipegrid.bridges.sizes import Sizes
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import P2PTimeoutError
+from pipegrid.transport.errors import P2PPayloadError, P2PTimeoutError
+from pipegrid.transport.opening import open_lanes
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 
@@ -289,6 +293,87 @@ def test_forward_only_steps_leave_no_gradient_to_wait_for():
                 got = bridge.recv_forward()
                 if train:
                     bridge.send_backward(got.detach())
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_refused_leaves_its_activation_waiting():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), shapes="variable")
+    if bridge.is_source:
+        for rows in (2, 3):
+            bridge.send_forward(torch.ones(rows, 1, 1))
+        assert [bridge.recv_backward().shape[0] for _ in range(2)] == [2, 3]
+    else:
+        first, second = bridge.recv_forward(), bridge.recv_forward()
+        with pytest.raises(ShapeError, match="in the same order"):
+            bridge.send_backward(second.detach())
+        for got in (first, second):
+            bridge.send_backward(got.detach())
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_an_activation_that_a_lane_refuses_waits_for_no_gradient():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), shapes="variable")
+    if bridge.is_source:
+        with pytest.raises(P2PPayloadError):
+            bridge.send_forward(torch.ones(5, 1, 1, device="meta"))
+        bridge.send_forward(torch.ones(2, 1, 1))
+        assert bridge.recv_backward().shape == (2, 1, 1)
+    else:
+        bridge.send_backward(bridge.recv_forward().detach())
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_what_an_edge_without_backward_refuses_to_exchange_is_not_taken_for_sent():
+    # "auto" leaves lanes out from the second message on: a first one that was never sent must not count.
+    bridge = whole_world(grid(dp=1), grid(1, tp=2), backward=False, strategy="auto")
+    if bridge.is_source:
+        with pytest.raises(NoBackwardError, match="no send_forward_recv_backward"):
+            bridge.send_forward_recv_backward(torch.ones(1, 1, 1))
+        bridge.send_forward(torch.full((1, 1, 1), 7.0))
+    else:
+        assert bridge.recv_forward().item() == 7.0
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_bridge_keeps_no_activation_that_nobody_else_keeps():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1))
+    if bridge.is_source:
+        for _ in range(2):
+            bridge.send_forward(torch.ones(4, 4, 4))
+    else:
+        for _ in range(2):  # the first one as well, whose shape was agreed
+            received = weakref.ref(bridge.recv_forward())
+            gc.collect()
+            assert received() is None
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_a_copy_that_has_yet_to_be_told_of_the_sizes_can_be_asked_without_waiting():
+    bridge = whole_world(grid(dp=1), grid(1, tp=2), strategy="leader")
+    if bridge.is_source:
+        bridge.send_forward(torch.full((2, 1, 1), 3.0))
+    receive = bridge.irecv_forward() if bridge.is_destination else None
+    if receive is not None:
+        assert not receive.is_completed()  # neither copy may start to tell, or to listen, in a question
+    dist.barrier()
+    if receive is not None:
+        assert receive.result().tolist() == [[[3.0]], [[3.0]]]
+        assert receive.is_completed()
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_lanes_that_are_missing_are_refused_when_they_are_attached():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), open=False)
+    there = open_lanes(bridge.lane_specs[:1], config=bridge.lane_config)
+    with pytest.raises(BridgeError, match=r"lanes \['1>0\[src>dest/B\]'\] of rank [01] are not among those given"):
+        bridge.attach(there)
+    there.close()
     bridge.destroy()
 
 

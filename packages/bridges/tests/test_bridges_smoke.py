@@ -77,16 +77,19 @@ def test_planning_works_where_torch_is_absent():
         sys.modules["torch"] = None
         from types import SimpleNamespace as Grid
         from pipegrid.bridges import Sizes, axis_names, boundary_side, check_plan, plan_reshard
+        from pipegrid.bridges.wiring import BridgeWiring
         source = boundary_side(Grid(shape=(2,), dim_names=("dp",), rank_offset=0), "source")
         destination = boundary_side(Grid(shape=(2,), dim_names=("tp",), rank_offset=2), "destination")
         plan = plan_reshard(source, destination, Sizes((4, 2, 2), axes=axis_names(3)))
         check_plan(plan)
         print(len(plan.messages), len(plan.adjoint().messages))
+        wiring = BridgeWiring("a>b", source, destination, axis_names(3), "direct", backward=False, rank=0)
+        print(*wiring.lane_specs)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(plan)], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.split() == ["4", "4"]
+    assert done.stdout.split() == ["4", "4", "0>2[a>b/F]", "0>3[a>b/F]"]
     failed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=60
     )

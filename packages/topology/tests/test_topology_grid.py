@@ -120,8 +120,8 @@ def test_an_unknown_view_names_the_registered_ones():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("expert", [1], ["ep"]), r"the view name 'expert' .* not taken; registered views: \['expert'\]"),
-        (("", [16], ["ep"]), "the view name '' must be a non-empty text"),
+        (("expert", [1], ["ep"]), r"the view name 'expert' is taken; choose one that is not: \['expert'\] are"),
+        (("", [16], ["ep"]), "the name of a view is ''; it must be a text that is not empty"),
         (("v", [4, 2], ["ep", "pp"]), r"has 8 ranks, but the grid \(tp=2 cp=2 dp=2 pp=2 .*\) has 16"),
         (("v", [4, 4], ["ep"]), r"view 'v' of .* is not well formed: shape \[4, 4\] has 2 sizes"),
         (("v", [8, 2], ["ep", "pp"], ["pp", "pp"]), r"shared_dims \['pp', 'pp'\] of view 'v' names a dimension twice"),

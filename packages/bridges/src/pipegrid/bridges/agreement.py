@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from attrs import define, field
 
-from pipegrid.bridges.agreed import Announcement, LaneSize, lane_size, sizes_of
+from pipegrid.bridges.announcement import Announcement, LaneSize, lane_size, sizes_of
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.flight import Passage
 from pipegrid.bridges.reshard import plan_reshard

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from attrs import field, frozen
 
+from pipegrid.bridges.checks import as_integer, as_integers, as_tuple
 from pipegrid.bridges.errors import TilingError
 
 Span = tuple[int, int]
@@ -20,7 +21,7 @@ Number = TypeVar("Number", int, Fraction)
 
 
 def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+    return as_integers(values, "the starts or the extents of a box", error=TilingError)
 
 
 @frozen(order=True)
@@ -45,7 +46,14 @@ class Box:
     @classmethod
     def from_spans(cls, spans: Sequence[Span]) -> Box:
         """The box with the range ``(start, stop)`` in each axis."""
-        return cls(start=tuple(a for a, _ in spans), shape=tuple(b - a for a, b in spans))
+        pairs = [
+            as_integers(span, "a range of a box", error=TilingError)
+            for span in as_tuple(spans, "the ranges of a box", "pairs (start, stop)", error=TilingError)
+        ]
+        for pair in pairs:
+            if len(pair) != 2:
+                raise TilingError(f"a range of a box is {pair}; give (start, stop) for each axis")
+        return cls(start=tuple(a for a, _ in pairs), shape=tuple(b - a for a, b in pairs))
 
     @property
     def numel(self) -> int:
@@ -58,7 +66,14 @@ class Box:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
     def narrow(self, axis: int, start: int, stop: int) -> Box:
-        """The part with indices ``[start, stop)`` of ``axis``, counted from the start of this box."""
+        """The part with indices ``[start, stop)`` of ``axis``, counted from the start of this box.
+
+        Raises:
+            TilingError: there is no such axis, or the part is not inside of the box.
+        """
+        axis = as_integer(axis, "the axis of a box", least=0, most=len(self.shape) - 1, error=TilingError)
+        stop = as_integer(stop, "where a part of a box stops", least=0, most=self.shape[axis], error=TilingError)
+        start = as_integer(start, "where a part of a box starts", least=0, most=stop, error=TilingError)
         return Box(
             start=(*self.start[:axis], self.start[axis] + start, *self.start[axis + 1 :]),
             shape=(*self.shape[:axis], stop - start, *self.shape[axis + 1 :]),

@@ -9,26 +9,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import field, frozen
 
+from pipegrid.bridges.checks import as_flag, as_integer, as_text, check_grid, shown
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
 from pipegrid.bridges.modules import ranks_of
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import ReshardPlan, plan_reshard
 from pipegrid.bridges.side import BATCH, GridLike, boundary_side
-from pipegrid.bridges.sizes import Sizes, axis_names
-from pipegrid.bridges.steps import copy_locally, gather_flat, group_spec, pack, start_completions, unpack
+from pipegrid.bridges.sizes import Sizes, as_axis_of, axis_names
+from pipegrid.bridges.steps import copy_locally, gather_flat, pack, start_completions, unpack
+from pipegrid.bridges.wiring import group_spec
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
+
+
+def _as_count(value: int) -> int:
+    return as_integer(value, "a start or a size of a slice (samples)", least=0)
 
 
 @frozen
 class SliceInfo:
     """The samples ``[start, start + size)`` of a batch that a rank works on."""
 
-    start: int
-    size: int
+    start: int = field(converter=_as_count)
+    size: int = field(converter=_as_count)
 
 
 class BridgeDirection(str, enum.Enum):  # noqa: UP042 -- the seed's bases: a member formats as the enum it is
@@ -87,9 +93,14 @@ class ColocatedBridgeCommunicator:
         backend: str | None = None,
         timeout: Any = None,
     ) -> None:
+        check_grid(src_grid, "src_grid")
+        check_grid(dest_grid, "dest_grid")
+        as_flag(check_replicated, "check_replicated")
+        as_integer(check_every, "check_every", least=0)
         self.src_grid, self.dest_grid = src_grid, dest_grid
-        self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
-        self.dim_mapping = dict(dim_mapping) if dim_mapping is not None else {"b": 0, "s": 1, "h": 2}
+        self.src_module_name = as_text(src_module_name, "src_module_name")
+        self.dest_module_name = as_text(dest_module_name, "dest_module_name")
+        self.dim_mapping = {"b": 0, "s": 1, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
         self._validate_grids()
         self._rank = dist.get_rank()
         self._label = f"colocated/{src_module_name}>{dest_module_name}"
@@ -228,6 +239,7 @@ class ColocatedBridgeCommunicator:
                 f"{self.dest_dp_size}) have no slices: one dp must divide the other, and both layouts place a "
                 f"rank in the same block of the batch; communicate() works all the same"
             )
+        batch_size = as_integer(batch_size, "batch_size", least=0, error=LaneTotalsError)
         self._check_divisible(batch_size)
         size = batch_size // self.scale
         position = self.rank_to_dest_pos if self.is_fan_out() else self.rank_to_src_pos
@@ -252,6 +264,10 @@ class ColocatedBridgeCommunicator:
         """
         if self._destroyed:
             raise DestroyedError(f"{self._label} was destroyed; make a new communicator")
+        if not isinstance(tensor, torch.Tensor):
+            raise ShapeError(
+                f"{self._label} carries one tensor, got {shown(tensor)}; give the tensor of this rank's lane"
+            )
         axis = self.dim_mapping[BATCH]
         if tensor.ndim <= axis:
             raise ShapeError(f"a tensor of shape {tuple(tensor.shape)} has no batch axis {axis}; fix dim_mapping")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
 
+from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import ReshardPlan
 from pipegrid.bridges.steps import Completing, unpack
 from pipegrid.transport.protocol import Handle, ReceiveHandle
+from pipegrid.transport.streams import current_stream, follow, mark, used_here
 
 
 @frozen(slots=False)
@@ -68,6 +70,11 @@ class Receiver(Protocol):
         """What these announcements, by source rank, mean; a copy without a lane is told by its leader."""
         ...
 
+    @property
+    def asks_its_leader(self) -> bool:
+        """Whether `announced` still has to talk to other ranks, and so may block."""
+        ...
+
     def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
         """Start the completions of this rank."""
         ...
@@ -78,6 +85,8 @@ class BridgeReceive:
 
     It lands when every lane has delivered; then its completion among copies starts, which is a collective. So
     that all copies start theirs in one order, landing happens in the order of posting, whoever is asked first.
+    One thread makes the receives of a bridge, waits for them and asks after them; on CUDA it may do so on one
+    stream and use the tensor on another.
     """
 
     def __init__(
@@ -93,11 +102,14 @@ class BridgeReceive:
     ) -> None:
         self._bridge, self._queue, self._post = bridge, queue, post
         self._backward, self._passage, self._requires_grad = backward, passage, requires_grad
-        self._expected = None if expected is None else tuple(expected)
+        self._expected = None if expected is None else as_integers(expected, "the expected shape", error=ShapeError)
         self._handles: Mapping[int, ReceiveHandle] | None = None
         self._out: torch.Tensor | None = None
         self._completing: list[Completing] | None = None
         self._done = False
+        # Where the landing's copies stand on their stream, for a caller who waits on another one.
+        self._landed: Sequence[Any] = ()
+        self._landed_on: torch.cuda.Stream | None = None
         queue.append(self)
         self.try_post()
 
@@ -121,10 +133,13 @@ class BridgeReceive:
         if self._done:
             return
         self._land_in_turn(remaining(timeout))
+        follow(self._landed, self._bridge.device)
         for step in self._completing or ():
             step.finish()
+            used_here([step.buffer], self._landed_on)
         self._completing = []
         assert self._out is not None
+        used_here([self._out], self._landed_on)
         if self._requires_grad and (self._out.dtype.is_floating_point or self._out.dtype.is_complex):
             self._out.requires_grad_()
         self._done = True
@@ -136,7 +151,11 @@ class BridgeReceive:
         return self._out
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Lets what has landed start its completion."""
+        """Whether `wait` would return at once. Lets what has landed start its completion.
+
+        With strategy "leader", False on the copies of a set until somebody waits there, as long as they still have
+        to tell each other of the sizes, since that blocks.
+        """
         if self._done:
             return True
         while self._completing is None and self._queue[0]._has_arrived():  # noqa: SLF001 -- same class
@@ -147,6 +166,8 @@ class BridgeReceive:
         return True
 
     def _has_arrived(self) -> bool:
+        if not self._backward and self._bridge.asks_its_leader:
+            return False
         return self.try_post() and all(handle.is_completed() for handle in (self._handles or {}).values())
 
     def _land_in_turn(self, left: Callable[[], float | None]) -> None:
@@ -178,6 +199,7 @@ class BridgeReceive:
             unpack(payloads[peer].detach(), [m.destination_box for m in messages], out)
         self._out = out
         self._completing = self._bridge.complete(plan, out, self._passage.wire_dtype)
+        self._landed, self._landed_on = mark(self._bridge.device), current_stream(self._bridge.device)
         self._handles = {}
         self._queue.popleft()
         for waiting in self._queue:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from attrs import field, frozen
 
+from pipegrid.bridges.checks import as_text, as_tuple, index_of, shown
 from pipegrid.transport.edge import Edge
 
 
@@ -21,15 +23,42 @@ class ModuleGraphError(ValueError):
 
 
 def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    return tuple(value.items()) if isinstance(value, Mapping) else tuple((name, depth) for name, depth in value)
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else _pairs(value, "modules", "(name, depth)")
+    for name, _ in pairs:
+        as_text(name, "the name of a module", error=ModuleGraphError)
+    return tuple((name, _as_depth(name, depth)) for name, depth in pairs)
+
+
+def _as_depth(name: str, depth: object) -> int:
+    number = index_of(depth)
+    if number is None or number < 1:
+        raise ModuleGraphError(f"module {name!r} has depth {shown(depth)}; a depth is an integer of at least 1")
+    return number
+
+
+def _pairs(value: object, what: str, of: str) -> tuple[tuple[Any, Any], ...]:
+    pairs = as_tuple(value, what, f"pairs {of}, or a dict", error=ModuleGraphError)
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ModuleGraphError(f"{what} has {shown(pair)} in it; give a dict, or pairs {of}")
+    return tuple((first, second) for first, second in pairs)
 
 
 def _as_edges(
     value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]],
 ) -> tuple[tuple[str, str], ...]:
     if isinstance(value, Mapping):
-        return tuple((src, dst) for src, dsts in value.items() for dst in dsts)
-    return tuple((src, dst) for src, dst in value)
+        pairs: tuple[tuple[Any, Any], ...] = tuple(
+            (src, dst)
+            for src, dsts in value.items()
+            for dst in as_tuple(dsts, f"what {shown(src)} feeds", "modules", error=ModuleGraphError)
+        )
+    else:
+        pairs = _pairs(value, "edges", "(source, destination)")
+    for pair in pairs:
+        for name in pair:
+            as_text(name, "a module at an end of an edge", error=ModuleGraphError)
+    return pairs
 
 
 @frozen(slots=False)
@@ -54,9 +83,6 @@ class ModuleGraph:
             raise ModuleGraphError("the graph has no modules; declare at least one")
         if len(set(names)) != len(names):
             raise ModuleGraphError(f"modules are declared twice in {names}; every name must be unique")
-        for name, depth in self.modules:
-            if not isinstance(depth, int) or depth < 1:
-                raise ModuleGraphError(f"module {name!r} has depth {depth!r}; a depth is an integer of at least 1")
         for src, dst in self.edges:
             for name in (src, dst):
                 if name not in names:
@@ -92,7 +118,13 @@ class ModuleGraph:
         return tuple(order)
 
     def depth(self, module: str) -> int:
-        """Stages of ``module``."""
+        """Stages of ``module``.
+
+        Raises:
+            ModuleGraphError: there is no such module.
+        """
+        if not isinstance(module, str) or module not in self._depths:
+            raise ModuleGraphError(f"there is no module {shown(module)}; the graph has {list(self._depths)}")
         return self._depths[module]
 
     @cached_property
@@ -115,17 +147,18 @@ class ModuleGraph:
 
     def stage(self, module: str, index: int) -> int:
         """The global number of stage ``index`` of ``module``; negative indices count from its end."""
-        depth = self._depths[module]
-        if not -depth <= index < depth:
-            raise ModuleGraphError(f"module {module!r} has {depth} stages; there is no stage {index}")
+        depth = self.depth(module)
+        if index_of(index) is None or not -depth <= index < depth:
+            raise ModuleGraphError(f"module {module!r} has {depth} stages; there is no stage {shown(index)}")
         return self._offsets[module] + index % depth
 
     def module_of(self, stage: int) -> tuple[str, int]:
         """``(module, index in the module)`` of a global stage number."""
+        number = index_of(stage)
         for name in self.order:
-            if self._offsets[name] <= stage < self._offsets[name] + self._depths[name]:
-                return name, stage - self._offsets[name]
-        raise ModuleGraphError(f"there is no stage {stage}; the graph has stages 0..{self.num_stages - 1}")
+            if number is not None and self._offsets[name] <= number < self._offsets[name] + self._depths[name]:
+                return name, number - self._offsets[name]
+        raise ModuleGraphError(f"there is no stage {shown(stage)}; the graph has stages 0..{self.num_stages - 1}")
 
     @cached_property
     def stage_edges(self) -> tuple[Edge, ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
+from numbers import Real
 
 from attrs import field, frozen
 
+from pipegrid.bridges.checks import as_integer, as_tuple, shown
 from pipegrid.bridges.errors import BridgeError
 
 Transfer = tuple[int, int, float]
@@ -15,7 +18,20 @@ Transfer = tuple[int, int, float]
 
 
 def _as_groups(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(sorted(ranks)) for ranks in value)
+    sets = value if isinstance(value, AbstractSet) else as_tuple(value, "shared", "sets of ranks")
+    return tuple(
+        tuple(
+            sorted(
+                as_integer(rank, "a rank of a shared link", least=0)
+                for rank in (ranks if isinstance(ranks, AbstractSet) else as_tuple(ranks, "a set of shared", "ranks"))
+            )
+        )
+        for ranks in sets
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @frozen(slots=False)
@@ -40,10 +56,10 @@ class Links:
     shared: tuple[tuple[int, ...], ...] = field(default=(), converter=_as_groups, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if not self.bandwidth > 0 or not math.isfinite(self.bandwidth):
-            raise BridgeError(f"bandwidth={self.bandwidth} of a link: give bytes per second, more than 0")
-        if not self.latency >= 0 or not math.isfinite(self.latency):
-            raise BridgeError(f"latency={self.latency} of a link: give seconds per message, at least 0")
+        if not _is_number(self.bandwidth) or not self.bandwidth > 0:
+            raise BridgeError(f"bandwidth={shown(self.bandwidth)} of a link: give bytes per second, more than 0")
+        if not _is_number(self.latency) or not self.latency >= 0:
+            raise BridgeError(f"latency={shown(self.latency)} of a link: give seconds per message, at least 0")
         seen: set[int] = set()
         for ranks in self.shared:
             for rank in ranks:
@@ -57,12 +73,16 @@ class Links:
 
     def link_of(self, rank: int) -> int:
         """The link of a rank, named after the first rank on it."""
+        rank = as_integer(rank, "rank", least=0)
         return self._first_of.get(rank, rank)
 
     def seconds(self, transfers: Sequence[Transfer]) -> float:
         """How long the busiest link takes for all ``transfers``; what a rank gives to itself takes nothing."""
         busy: dict[tuple[int, bool], float] = {}
-        for source, destination, nbytes in transfers:
+        for transfer in as_tuple(transfers, "transfers", "(source, destination, bytes)"):
+            if not isinstance(transfer, tuple) or len(transfer) != 3 or not _is_number(transfer[2]):
+                raise BridgeError(f"a transfer is {shown(transfer)}; it must be (source rank, destination rank, bytes)")
+            source, destination, nbytes = transfer
             if source == destination:
                 continue
             for end in ((self.link_of(source), True), (self.link_of(destination), False)):

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.checks import as_integer, as_kind
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.modules import dim_stride, place_of
 from pipegrid.bridges.side import GridLike
@@ -15,6 +16,16 @@ from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.lane_spec import LaneSpec
 from pipegrid.transport.opening import Lanes
 from pipegrid.transport.protocol import Handle, ReceiveHandle
+
+
+def check_edge(edge: object, direction: object) -> None:
+    """Refuse what is no edge, or no direction along it.
+
+    Raises:
+        StageError: one of the two is something else.
+    """
+    as_kind(edge, "edge", Edge, "Edge(source stage, destination stage)", error=StageError)
+    as_kind(direction, "direction", Direction, "Direction.FORWARD or Direction.BACKWARD", error=StageError)
 
 
 class ModuleChain:
@@ -89,3 +100,7 @@ class RankModuleInfo:
     bridge_comms_as_dest_module: list[BridgeCommunicator] | None = None
     is_source_stage: bool | None = True
     is_terminal_stage: bool | None = True
+
+    def __attrs_post_init__(self) -> None:
+        as_integer(self.pp_size, "pp_size", least=1, error=StageError)
+        as_integer(self.pp_rank, "pp_rank", least=0, most=self.pp_size - 1, error=StageError)

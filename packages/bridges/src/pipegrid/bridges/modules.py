@@ -8,11 +8,13 @@ from typing import Any
 
 from attrs import frozen
 
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_mapping, as_text, as_tuple, check_grid
+from pipegrid.bridges.errors import LaneTotalsError, StageError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.links import Links
-from pipegrid.bridges.side import GridLike, Placement
-from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Strategy
+from pipegrid.bridges.side import GridLike, Placement, as_placements
+from pipegrid.bridges.sizes import as_axis_of, axis_names
+from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Strategy
 
 
 @frozen(kw_only=True)
@@ -21,6 +23,9 @@ class EdgeOptions:
 
     ``tensor_ndim`` and ``dim_mapping`` override the source module's; ``src_placements`` and
     ``dest_placements`` add to those of the modules.
+
+    Raises:
+        BridgeError: a value of another kind. What depends on the modules is checked by the communicator.
     """
 
     strategy: Strategy = "direct"
@@ -34,6 +39,19 @@ class EdgeOptions:
     dest_placements: Mapping[str, Placement] | None = None
     src_lanes: tuple[int, ...] | None = None
     dest_lanes: tuple[int, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        Choice(self.strategy, self.leader_below, self.links)
+        as_flag(self.backward, "backward of an edge")
+        if self.tensor_ndim is not None:
+            axis_names(self.tensor_ndim)
+        if self.dim_mapping is not None:
+            as_axis_of(self.dim_mapping)
+        as_placements(self.src_placements, "src_placements")
+        as_placements(self.dest_placements, "dest_placements")
+        for name, lanes in (("src_lanes", self.src_lanes), ("dest_lanes", self.dest_lanes)):
+            if lanes is not None:
+                as_integers(lanes, name, error=LaneTotalsError)
 
 
 def dim_size(grid: GridLike, name: str) -> int:
@@ -73,6 +91,12 @@ def check_topology(topology: Mapping[str, Sequence[str] | None], grids: Mapping[
     Raises:
         ModuleGraphError: the two name different modules.
     """
+    fed = as_mapping(topology, "topology", "modules to the modules that they feed", error=ModuleGraphError)
+    for name, grid in as_mapping(grids, "module_to_grid_map", "modules to grids", error=ModuleGraphError).items():
+        check_grid(grid, f"the grid of {name!r}", error=ModuleGraphError)
+    for name, dsts in fed.items():
+        for dst in () if dsts is None else as_tuple(dsts, f"what {name!r} feeds", "modules", error=ModuleGraphError):
+            as_text(dst, f"what {name!r} feeds", error=ModuleGraphError)
     named = {*topology, *(dst for dsts in topology.values() for dst in dsts or ())}
     if named != set(grids):
         raise ModuleGraphError(
@@ -92,8 +116,9 @@ def module_graph(
         ModuleGraphError: a cycle, an unknown module, a place that a grid does not have.
     """
     check_topology(topology, grids)
-    for name, places in placement.items():
+    for name, given in placement.items():
         size = dim_size(grids[name], "pp")
+        places = as_integers(given, f"stage_placement of {name!r}", error=ModuleGraphError)
         if set(places) != set(range(size)):
             raise ModuleGraphError(
                 f"module {name!r} has its stages on places {tuple(places)} of its pipeline of {size} ranks; every "
@@ -129,6 +154,7 @@ def total_pipeline_stages(
         before[name] = max((before[src] + depth[src] for src in feeding), default=0)
     if rank is None:
         return max(before[name] + depth[name] for name in graph.sinks)
+    rank = as_integer(rank, "rank", least=0, error=StageError)
     holding = [name for name, grid in grids.items() if is_in(grid, rank)]
     if module_name is not None:
         if module_name not in holding:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator, lane_config
+from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_kind, as_mapping, as_tuple, check_grid
 from pipegrid.bridges.dict_exchange import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.errors import DestroyedError, StageError
-from pipegrid.bridges.module_part import ModuleChain, RankModuleInfo
+from pipegrid.bridges.module_part import ModuleChain, RankModuleInfo, check_edge
 from pipegrid.bridges.modules import (
     EdgeOptions,
+    check_topology,
     dim_size,
     is_in,
     module_graph,
@@ -23,7 +25,9 @@ from pipegrid.bridges.modules import (
     total_pipeline_stages,
 )
 from pipegrid.bridges.positions import Positions, collective_edges, edge_between, positions_of
-from pipegrid.bridges.side import GridLike, Placement, Side, boundary_side
+from pipegrid.bridges.side import GridLike, Placement, Side, as_placements, boundary_side
+from pipegrid.bridges.sizes import as_axis_of, axis_names
+from pipegrid.bridges.transfers import lane_config
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.lane_spec import LaneSpec
@@ -83,22 +87,26 @@ class MultiModulePipelineCommunicator:
         backend: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        check_topology(topology, module_to_grid_map)
         self.module_to_grid_map = dict(module_to_grid_map)
         self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
         self.config = as_config(config)
-        self.dim_mapping = dict(dim_mapping) if dim_mapping is not None else {"s": 1, "b": 0, "h": 2}
-        self.module_output_ndim = dict(module_output_ndim or {})
+        self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
+        self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
+        for name, ndim in self.module_output_ndim.items():
+            axis_names(ndim, self._mapping(as_integer(ndim, f"module_output_ndim of {name!r}", least=1)))
         self.rank = self.current_rank = dist.get_rank()
-        given = dict(stage_placement or {})
+        given = self._named(stage_placement, "stage_placement")
         self.stage_placement = {
-            name: tuple(given.get(name, range(dim_size(grid, "pp")))) for name, grid in self.module_to_grid_map.items()
+            name: as_integers(given.get(name, range(dim_size(grid, "pp"))), f"stage_placement of {name!r}")
+            for name, grid in self.module_to_grid_map.items()
         }
         self.graph = module_graph(topology, self.module_to_grid_map, self.stage_placement)
-        self._options = self._checked_options(edges or {})
-        self._placements = dict(placements or {})
-        self._check_names(self._placements, "placements")
-        self._check_names(self.module_output_ndim, "module_output_ndim")
-        self._check_names(given, "stage_placement")
+        self._options = self._checked_options(edges)
+        self._placements = {
+            name: as_placements(of_dims, f"placements of {name!r}")
+            for name, of_dims in self._named(placements, "placements").items()
+        }
         named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
         if backend is None and len(named) == 1:
             (backend,) = named
@@ -112,12 +120,22 @@ class MultiModulePipelineCommunicator:
 
     # -- construction -----------------------------------------------------------------------------------
 
-    def _check_names(self, named: Iterable[str], what: str) -> None:
+    def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+        """What is given by module, whose modules there are."""
+        named = {} if given is None else as_mapping(given, what, "modules to values", error=StageError)
         unknown = sorted(set(named) - set(self.module_to_grid_map))
         if unknown:
             raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
+        return named
 
-    def _checked_options(self, edges: Mapping[tuple[str, str], EdgeOptions]) -> dict[tuple[str, str], EdgeOptions]:
+    def _checked_options(
+        self, given: Mapping[tuple[str, str], EdgeOptions] | None
+    ) -> dict[tuple[str, str], EdgeOptions]:
+        edges = dict(
+            as_kind({} if given is None else given, "edges", Mapping, "by (source, destination)", error=StageError)
+        )
+        for ends, option in edges.items():
+            as_kind(option, f"the options of edge {ends}", EdgeOptions, "EdgeOptions(...) is one", error=StageError)
         unknown = [edge for edge in edges if edge not in self.graph.edges]
         if unknown:
             raise StageError(f"options for edges {unknown}, but the topology has {list(self.graph.edges)}")
@@ -245,6 +263,7 @@ class MultiModulePipelineCommunicator:
 
     def is_current_rank_in_grid(self, grid: GridLike) -> bool:
         """Whether this rank is in ``grid``."""
+        check_grid(grid, "grid")
         return is_in(grid, self.rank)
 
     @property
@@ -329,6 +348,7 @@ class MultiModulePipelineCommunicator:
             BridgeError: as `BridgeCommunicator.isend_forward` and ``isend_backward``.
         """
         self._require_alive()
+        check_edge(edge, direction)
         bridge = self._bridge_of.get(edge)
         if bridge is None:
             chain, inner = self._inside(edge)
@@ -346,6 +366,7 @@ class MultiModulePipelineCommunicator:
             BridgeError: as `BridgeCommunicator.irecv_forward` and ``irecv_backward``.
         """
         self._require_alive()
+        check_edge(edge, direction)
         bridge = self._bridge_of.get(edge)
         if bridge is None:
             chain, inner = self._inside(edge)
@@ -371,7 +392,10 @@ class MultiModulePipelineCommunicator:
             BridgeError: as `BridgeCommunicator`'s verbs.
         """
         self._require_alive()
+        check_edge(edge, direction)
         bridge = self._bridge_of.get(edge)
+        if bridge is None and edge not in self.graph.stage_edges:
+            self._inside(edge)  # says that there is no such edge
         if bridge is None or not (bridge.is_source or bridge.is_destination):
             raise StageError(f"there is no collective to take part in: {self._not_on(edge)}")
         with self.batch():
@@ -391,6 +415,9 @@ class MultiModulePipelineCommunicator:
         Raises:
             StageError: there is no such edge, or it does not touch this rank.
         """
+        edges = as_tuple(edges, "edges", "Edges", error=StageError)
+        for edge in edges:
+            check_edge(edge, Direction.FORWARD)
         return self.lanes.neighbours({rank for edge in edges for spec in self._specs(edge) for rank in spec.pair})
 
     def _specs(self, edge: Edge) -> list[LaneSpec]:
@@ -500,6 +527,8 @@ class MultiModulePipelineCommunicator:
 
     def _require_verbs(self, *, first: bool = False, last: bool = False) -> None:
         self._require_alive()
+        as_flag(first, "is_first_stage", error=StageError)
+        as_flag(last, "is_last_stage", error=StageError)
         if first and not self.is_pp_first_stage:
             raise StageError(f"is_first_stage=True on rank {self.rank}, which holds no first stage of the pipeline")
         if last and not self.is_pp_last_stage:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
+from pipegrid.bridges.checks import as_integers, as_kind, as_mapping, as_tuple, check_grid
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.modules import place_of, ranks_of
+from pipegrid.bridges.modules import dim_size, place_of, ranks_of
 from pipegrid.bridges.side import GridLike, Side
 from pipegrid.transport.edge import Edge
+
+
+def _as_lists(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(as_integers(one, "a list of ranks, or of positions,") for one in as_tuple(value, "positions", "lists"))
 
 
 @frozen
@@ -26,14 +32,31 @@ class Positions:
         placement: per stage the positions that hold it, ascending.
     """
 
-    ranks: tuple[tuple[int, ...], ...]
-    placement: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...] = field(converter=_as_lists)
+    placement: tuple[tuple[int, ...], ...] = field(converter=_as_lists)
 
 
 def positions_of(
     graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
 ) -> Positions:
-    """The positions of modules on ``grids``, whose stages lie at the places that ``stage_placement`` says."""
+    """The positions of modules on ``grids``, whose stages lie at the places that ``stage_placement`` says.
+
+    Raises:
+        BridgeError: a module of the graph without a grid or without places, or places that its grid does not have.
+    """
+    as_kind(graph, "graph", ModuleGraph, "ModuleGraph(modules, edges) is one")
+    for what, given in (("grids", grids), ("stage_placement", stage_placement)):
+        missing = [name for name in graph.order if name not in as_mapping(given, what, "modules")]
+        if missing:
+            raise BridgeError(f"{what} lacks modules {missing} of the graph; it has {list(given)}")
+    for name in graph.order:
+        check_grid(grids[name], f"the grid of {name!r}")
+        places, depth = as_integers(stage_placement[name], f"the places of {name!r}"), dim_size(grids[name], "pp")
+        if set(places) != set(range(depth)) or len(places) != graph.depth(name):
+            raise BridgeError(
+                f"module {name!r} has {graph.depth(name)} stages on places {places} of {depth}; give each stage a "
+                f"place, and each place from 0 to {depth - 1} a stage"
+            )
     held: dict[int, list[int]] = {}
     for name in graph.order:
         at_place: dict[int, list[int]] = {}

@@ -21,6 +21,7 @@ from functools import cached_property
 from attrs import field, frozen
 
 from pipegrid.bridges.box import Box, Span, shares
+from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_kind, as_tuple
 from pipegrid.bridges.cuts import (
     Cut,
     local_shape,
@@ -30,10 +31,15 @@ from pipegrid.bridges.cuts import (
     pieces,
     row_cuts,
 )
+from pipegrid.bridges.errors import TilingError
 from pipegrid.bridges.links import Links
 from pipegrid.bridges.side import Side
-from pipegrid.bridges.sizes import AxisNames, Sizes
+from pipegrid.bridges.sizes import AxisNames, Sizes, as_axes
 from pipegrid.bridges.strategy import AUTO_LEADER_BYTES, Choice, Route, Strategy, check_strategy, leaders
+
+
+def _as_rank(value: int) -> int:
+    return as_integer(value, "the source or the destination of a message", least=0, error=TilingError)
 
 
 @frozen(order=True)
@@ -44,10 +50,14 @@ class Message:
     ``destination``, this is a local copy.
     """
 
-    source: int
-    destination: int
+    source: int = field(converter=_as_rank)
+    destination: int = field(converter=_as_rank)
     source_box: Box
     destination_box: Box
+
+    def __attrs_post_init__(self) -> None:
+        for box in (self.source_box, self.destination_box):
+            as_kind(box, "a box of a message", Box, "plan_reshard() makes messages", error=TilingError)
 
     def __str__(self) -> str:
         return f"{self.source}{self.source_box} -> {self.destination}{self.destination_box}"
@@ -62,6 +72,15 @@ class Completion:
 
     ranks: tuple[int, ...]
     boxes: tuple[tuple[Box, ...], ...]
+
+    def __attrs_post_init__(self) -> None:
+        ranks = as_integers(self.ranks, "the ranks of a completion", error=TilingError)
+        boxes = as_tuple(self.boxes, "the boxes of a completion", "boxes of each rank", error=TilingError)
+        if len(ranks) != len(boxes):
+            raise TilingError(f"a completion has {len(ranks)} ranks and boxes of {len(boxes)}; give each rank its own")
+        for given in boxes:
+            for box in as_tuple(given, "what a rank gives", "boxes", error=TilingError):
+                as_kind(box, "a box of a completion", Box, "plan_reshard() makes completions", error=TilingError)
 
     @property
     def root(self) -> int | None:
@@ -109,11 +128,11 @@ class ReshardPlan:
 
     def sends(self, rank: int) -> dict[int, tuple[Message, ...]]:
         """What ``rank`` sends, by destination, ascending. What goes to one rank travels as one transfer."""
-        return self._sends.get(rank, {})
+        return self._sends.get(as_integer(rank, "rank", least=0), {})
 
     def receives(self, rank: int) -> dict[int, tuple[Message, ...]]:
         """What ``rank`` receives, by source, ascending; its own copies included."""
-        return self._receives.get(rank, {})
+        return self._receives.get(as_integer(rank, "rank", least=0), {})
 
     @property
     def transfers(self) -> tuple[Route, ...]:
@@ -185,7 +204,12 @@ def plan_reshard(
     Raises:
         UndeclaredDimError: a side shards an axis that ``sizes.axes`` does not name.
         LaneTotalsError: lane sizes that fit neither the sides nor each other.
+        BridgeError: an argument of another kind.
     """
+    rank = _checked_rank(src, dst, rank)
+    as_kind(sizes, "sizes", Sizes, "of the whole tensor, Sizes(shape, axes=axis_names(3))")
+    as_flag(backward, "backward")
+    itemsize = as_integer(itemsize, "itemsize (bytes)", least=1)
     choice = Choice(strategy, leader_below, links)
     cuts = row_cuts(src, dst, sizes)
     sender, receiver = src, dst
@@ -238,6 +262,9 @@ def routes(
 
     A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only.
     """
+    rank = _checked_rank(src, dst, rank)
+    as_flag(backward, "backward")
+    axes = as_axes(axes)
     check_strategy(strategy)
     cuts = part_cuts(src, dst, axes)
     sender, receiver = src, dst
@@ -254,6 +281,13 @@ def routes(
         if strategy in {"direct", "auto"}:
             found.update((givers[i], takers[j]) for i, j, _, _ in shares(len(givers), len(takers)))
     return tuple(sorted(pair for pair in found if rank is None or rank in pair))
+
+
+def _checked_rank(src: Side, dst: Side, rank: int | None) -> int | None:
+    """The rank as an int; refuses sides that are none."""
+    for name, side in (("src", src), ("dst", dst)):
+        as_kind(side, name, Side, "boundary_side() makes a side of a grid")
+    return None if rank is None else as_integer(rank, "rank", least=0)
 
 
 def _shared(givers: Sequence[int], takers: Sequence[int], boxes: Sequence[tuple[Box, Box]]) -> list[Message]:

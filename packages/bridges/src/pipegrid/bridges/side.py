@@ -12,7 +12,18 @@ from typing import Literal, Protocol, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.bridges.box import merge
-from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError
+from pipegrid.bridges.checks import (
+    as_integer,
+    as_integers,
+    as_kind,
+    as_mapping,
+    as_text,
+    as_tuple,
+    check_grid,
+    index_of,
+    shown,
+)
+from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError, WrongSideError
 
 BATCH = "b"
 """The name of the batch axis. The shards of a side along it are its data lanes."""
@@ -38,8 +49,9 @@ class Sharded:
     order: Order = "contiguous"
 
     def __attrs_post_init__(self) -> None:
-        if self.order not in {"contiguous", "zigzag"}:
-            raise BridgeError(f"order {self.order!r} is unknown; use 'contiguous' or 'zigzag'")
+        as_text(self.axis, "the axis of Sharded")
+        if not isinstance(self.order, str) or self.order not in {"contiguous", "zigzag"}:
+            raise BridgeError(f"order {shown(self.order)} is unknown; use 'contiguous' or 'zigzag'")
 
 
 @frozen
@@ -91,7 +103,7 @@ class SideDim:
 
 
 def _as_weights(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
+    return None if value is None else as_integers(value, "lane sizes", error=LaneTotalsError)
 
 
 @frozen(slots=False)
@@ -111,6 +123,10 @@ class Side:
     lane_weights: tuple[int, ...] | None = field(default=None, converter=_as_weights, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
+        as_text(self.name, "the name of a side")
+        as_integer(self.base, f"the first rank of side {self.name!r}", least=0)
+        for dim in as_tuple(self.dims, f"the dims of side {self.name!r}", "SideDims"):
+            as_kind(dim, f"a dim of side {self.name!r}", SideDim, "boundary_side() makes a side of a grid")
         if self.lane_weights is None:
             return
         if len(self.lane_weights) != self.num_lanes:
@@ -143,8 +159,13 @@ class Side:
         return self.num_shards(BATCH)
 
     def shard_of(self, rank: int, axis: str) -> int:
-        """Which part of ``axis`` the rank holds (major first)."""
-        coords = self.coords_of[rank]
+        """Which part of ``axis`` the rank holds (major first).
+
+        Raises:
+            WrongSideError: the rank is not on the side.
+        """
+        as_text(axis, "axis")
+        coords = self._coords_at(rank)
         index = 0
         for dim, coord in zip(self.dims, coords, strict=True):
             if isinstance(dim.placement, Sharded) and dim.placement.axis == axis:
@@ -152,8 +173,14 @@ class Side:
         return index
 
     def lane_of(self, rank: int) -> int:
-        """The data lane of the rank."""
+        """The data lane of the rank; `WrongSideError` where it is not on the side."""
         return self.shard_of(rank, BATCH)
+
+    def _coords_at(self, rank: int) -> tuple[int, ...]:
+        number = index_of(rank)
+        if number is None or number not in self.coords_of:
+            raise WrongSideError(f"rank {shown(rank)} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
+        return self.coords_of[number]
 
     @cached_property
     def classes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -164,7 +191,12 @@ class Side:
         return {key: tuple(ranks) for key, ranks in classes.items()}
 
     def class_of(self, rank: int) -> tuple[int, ...]:
-        """The shard index of the rank along each of `axes`."""
+        """The shard index of the rank along each of `axes`.
+
+        Raises:
+            WrongSideError: the rank is not on the side.
+        """
+        self._coords_at(rank)
         return tuple(self.shard_of(rank, axis) for axis in self.axes)
 
     @cached_property
@@ -185,6 +217,9 @@ class Side:
 
         ``lane_units`` replaces `lane_weights` for the batch axis.
         """
+        as_text(axis, "axis")
+        if lane_units is not None:
+            lane_units = as_integers(lane_units, "lane_units", error=LaneTotalsError)
         weights = (lane_units if lane_units is not None else self.lane_weights) if axis == BATCH else None
         if weights is not None and any(weights):
             ends = [Fraction(0), *(Fraction(end, sum(weights)) for end in itertools.accumulate(weights))]
@@ -193,6 +228,7 @@ class Side:
 
     def sharding(self, axis: str) -> list[tuple[int, Order]]:
         """Size and order of each dim that shards ``axis``, major first."""
+        as_text(axis, "axis")
         return [
             (dim.size, dim.placement.order)
             for dim in self.dims
@@ -240,6 +276,14 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
     return pieces
 
 
+def as_placements(value: Mapping[str, Placement] | None, what: str) -> dict[str, Placement]:
+    """What dims do, by name; none in place of None."""
+    placements = {} if value is None else as_mapping(value, what, "dims to placements")
+    for dim, placement in placements.items():
+        as_kind(placement, f"{what}[{dim!r}]", (Replicated, Sharded, Partial), "Sharded('b'), for instance")
+    return placements
+
+
 def boundary_side(
     grid: GridLike,
     end: Literal["source", "destination"],
@@ -260,20 +304,25 @@ def boundary_side(
 
     Raises:
         UndeclaredDimError: a dim of more than one rank that neither ``placements`` nor the defaults name.
+        LaneTotalsError: not one weight for each data lane.
+        BridgeError: an argument of another kind.
     """
-    if end not in {"source", "destination"}:
-        raise BridgeError(f"end is 'source' or 'destination', got {end!r}")
-    name = name or end
-    known = {**DEFAULT_PLACEMENTS, **(placements or {})}
-    unknown = sorted(set(placements or {}) - set(grid.dim_names))
+    if not isinstance(end, str) or end not in {"source", "destination"}:
+        raise BridgeError(f"end is {shown(end)}; it must be 'source' or 'destination'")
+    name = end if name is None else as_text(name, "the name of a side")
+    check_grid(grid, f"the grid of side {name!r}")
+    as_text(stage_dim, "stage_dim")
+    placements = as_placements(placements, f"the placements of side {name!r}")
+    known = {**DEFAULT_PLACEMENTS, **placements}
+    unknown = sorted(set(placements) - set(grid.dim_names))
     if unknown:
         raise UndeclaredDimError(
             f"side {name!r}: placements name dims {unknown} that the grid does not have; "
             f"its dims are {list(grid.dim_names)}"
         )
     depth = dict(zip(grid.dim_names, grid.shape, strict=True)).get(stage_dim, 1)
-    if stage is not None and not 0 <= stage < depth:
-        raise BridgeError(f"side {name!r}: there is no place {stage} along {stage_dim!r}, which has {depth}")
+    if stage is not None and (index_of(stage) is None or not 0 <= stage < depth):
+        raise BridgeError(f"side {name!r}: there is no place {shown(stage)} along {stage_dim!r}, which has {depth}")
     base, stride = grid.rank_offset, 1
     dims: list[SideDim] = []
     for dim, size in zip(grid.dim_names, grid.shape, strict=True):

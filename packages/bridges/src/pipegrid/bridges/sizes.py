@@ -11,11 +11,40 @@ from functools import cached_property
 from attrs import field, frozen
 
 from pipegrid.bridges.box import Span, merge
+from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple, index_of, shown
 from pipegrid.bridges.errors import LaneTotalsError, ShapeError, UndeclaredDimError
 from pipegrid.bridges.side import BATCH, Interval, Side
 
 AxisNames = tuple[tuple[str, ...], ...]
 """Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
+
+
+_MOST_AXES = 64  # as torch has it
+
+
+def as_axis_of(dim_mapping: object) -> dict[str, int]:
+    """The axis of each name."""
+    mapping = as_mapping(dim_mapping, "dim_mapping", "names of axes to axes", error=UndeclaredDimError)
+    for name, axis in mapping.items():
+        if index_of(axis) is None:
+            raise UndeclaredDimError(
+                f"dim_mapping puts {name!r} on axis {shown(axis)}; axes are integers, counted from 0"
+            )
+    return mapping
+
+
+def as_axes(value: object) -> AxisNames:
+    """Names of axes, as `axis_names` gives them: one of them is the batch's."""
+    axes = tuple(
+        as_tuple(names, "the names of an axis", "names", error=UndeclaredDimError)
+        for names in as_tuple(value, "axes", "names of each axis; axis_names() gives it", error=UndeclaredDimError)
+    )
+    for names in axes:
+        for name in names:
+            as_text(name, "the name of an axis", error=UndeclaredDimError)
+    if not any(BATCH in names for names in axes):
+        raise UndeclaredDimError(f"axes {axes} name no batch axis; add 'b': the axis that data lanes split")
+    return axes
 
 
 def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisNames:
@@ -28,7 +57,10 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
         UndeclaredDimError: no batch axis, an axis outside of the tensor, or two names for one axis of which
             neither is the batch.
     """
-    mapping = dict(dim_mapping) if dim_mapping is not None else {"s": 1, "b": 0, "h": 2}
+    ndim = as_integer(
+        ndim, "tensor_ndim, the number of axes of a tensor,", least=1, most=_MOST_AXES, error=UndeclaredDimError
+    )
+    mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
     if ndim == 2 and any(axis > 1 for axis in mapping.values()):
         mapping = {"b": 0, "s": 0, "h": 1}
     if BATCH not in mapping:
@@ -48,11 +80,11 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
 
 
 def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in shape)
+    return as_integers(shape, "shape", error=ShapeError)
 
 
 def _as_ints(values: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(int(value) for value in values)
+    return None if values is None else as_integers(values, "lane sizes, or the rows of samples,", error=LaneTotalsError)
 
 
 @frozen(slots=False)
@@ -69,11 +101,13 @@ class Sizes:
             Default: a sample is one row.
 
     Raises:
+        ShapeError: a shape of another number of axes, or with a negative extent.
+        UndeclaredDimError: axes without names, or without a batch.
         LaneTotalsError: lanes or samples do not add up to the extent of the batch axis.
     """
 
     shape: tuple[int, ...] = field(converter=_as_shape)
-    axes: AxisNames = field(kw_only=True)
+    axes: AxisNames = field(kw_only=True, converter=as_axes)
     src_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
     dst_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
     samples: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)

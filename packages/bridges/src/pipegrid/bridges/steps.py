@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -10,9 +10,6 @@ import torch.distributed as dist
 
 from pipegrid.bridges.box import Box
 from pipegrid.bridges.reshard import Completion, Message, ReshardPlan
-from pipegrid.topology import GroupSpec
-
-Groups = Mapping[GroupSpec, dist.ProcessGroup]
 
 
 def pack(tensor: torch.Tensor, boxes: Iterable[Box], dtype: torch.dtype) -> torch.Tensor:
@@ -39,11 +36,6 @@ def copy_locally(tensor: torch.Tensor, messages: Iterable[Message], out: torch.T
     """What a rank of both sides gives to itself, rounded as the wire would."""
     for message in messages:
         out[message.destination_box.slices].copy_(tensor[message.source_box.slices].to(dtype))
-
-
-def group_spec(ranks: Sequence[int], label: str, what: str) -> GroupSpec:
-    """A group of a bridge's own."""
-    return GroupSpec(tuple(ranks), f"{label}/{what}", shared=False)
 
 
 def reduce_partial(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

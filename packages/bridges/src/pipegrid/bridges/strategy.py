@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from attrs import frozen
+from attrs import field, frozen
 
 from pipegrid.bridges.box import shares
+from pipegrid.bridges.checks import as_integer, as_kind, shown
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.links import Links
 
@@ -22,8 +23,8 @@ Route = tuple[int, int]
 
 def check_strategy(strategy: str) -> None:
     """Refuse a strategy that does not exist."""
-    if strategy not in STRATEGIES:
-        raise BridgeError(f"strategy {strategy!r} is unknown; use one of {list(STRATEGIES)}")
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        raise BridgeError(f"strategy {shown(strategy)} is unknown; use one of {list(STRATEGIES)}")
 
 
 def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> Route:
@@ -31,16 +32,22 @@ def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> 
     return (givers[0], takers[-1]) if backward else (givers[-1], takers[0])
 
 
+def _as_bytes(value: int) -> int:
+    return as_integer(value, "leader_below (bytes)", least=0)
+
+
 @frozen
 class Choice:
     """A strategy, and what ``"auto"`` decides by: the links where they are known, bytes where they are not."""
 
     strategy: Strategy = "direct"
-    leader_below: int = AUTO_LEADER_BYTES
+    leader_below: int = field(default=AUTO_LEADER_BYTES, converter=_as_bytes)
     links: Links | None = None
 
     def __attrs_post_init__(self) -> None:
         check_strategy(self.strategy)
+        if self.links is not None:
+            as_kind(self.links, "links", Links, "bandwidth and latency of the links, or None")
 
     def leads(self, givers: Sequence[int], takers: Sequence[int], nbytes: int, *, backward: bool) -> bool:
         """Whether one of ``givers`` sends all ``nbytes`` to one of ``takers``.

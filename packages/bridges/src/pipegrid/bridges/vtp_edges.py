@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.checks import as_kind, as_text, as_tuple
+from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.flight import BridgeSend
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.bridges.module_part import check_edge
 from pipegrid.bridges.steps import gather_flat
 from pipegrid.bridges.vtp_peers import Peers
 from pipegrid.bridges.vtp_receive import VTPReceive, new_stream
@@ -43,7 +45,8 @@ class VTPEdges:
         device: torch.device | str | None = None,
         label: str = "vtp",
     ) -> None:
-        self.topology, self.label = topology, label
+        as_kind(topology, "topology", VTPTopology, "VTPTopology([2, 4, 4]) is one", error=VTPTopologyError)
+        self.topology, self.label = topology, as_text(label, "label", error=VTPTopologyError)
         self.rank = dist.get_rank()
         topology.check_world(dist.get_world_size())
         self.stage, self.replica = topology.place_of(self.rank)
@@ -157,6 +160,7 @@ class VTPEdges:
 
     def _of_edge(self, edge: Edge, direction: Direction, *, sends: bool) -> BoundaryTraffic:
         self._require_alive()
+        check_edge(edge, direction)
         traffic = self._traffic.get(edge)
         if traffic is None or traffic.boundary.sends(self.rank, direction) is not sends:
             edges = ", ".join(str(boundary.edge) for boundary in self.topology.boundaries(self.replica))
@@ -173,6 +177,7 @@ class VTPEdges:
 
     def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
         """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it."""
+        edges = as_tuple(edges, "edges", "Edges", error=StageError)
         specs = [spec for edge in edges if edge in self._traffic for spec in self._traffic[edge].lane_specs]
         return self.lanes.neighbours({rank for spec in specs for rank in spec.pair})
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from attrs import frozen
 
+from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.vtp_boundary import VTPBoundary
 from pipegrid.transport.edge import Edge
@@ -74,6 +75,8 @@ class Peers:
 
     def _beside(self, ranks: Sequence[int]) -> tuple[int, int]:
         """The ranks before and after this one in the order of a pipeline group, cyclic."""
+        if self.rank not in ranks:
+            raise StageError(f"rank {self.rank} is not in the group of ranks {list(ranks)}; give a group that it is in")
         index = ranks.index(self.rank)
         return ranks[index - 1], ranks[(index + 1) % len(ranks)]
 
@@ -97,4 +100,4 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _as_ranks(value: Ranks | Iterable[int]) -> tuple[int, ...]:
-    return () if value is None else tuple(int(rank) for rank in _as_list(value))
+    return () if value is None else as_integers(_as_list(value), "next_rank or prev_rank", error=StageError)

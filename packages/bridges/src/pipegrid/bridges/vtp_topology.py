@@ -8,31 +8,29 @@ with replica ``d`` of the next one.
 from __future__ import annotations
 
 import itertools
-import operator
 from functools import cached_property
 from typing import Any
 
 from attrs import field, frozen
 
+from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_tuple, index_of, shown
 from pipegrid.bridges.errors import ShapeError, VTPTopologyError
 from pipegrid.bridges.vtp_boundary import VTPBoundary, VTPStage, check_sequence
 from pipegrid.transport.edge import Edge
 
 
 def _as_size(value: Any, what: str) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = 0
-    if size < 1 or isinstance(value, bool):
-        raise VTPTopologyError(f"{what} is {value!r}; give an integer of at least 1")
+    size = index_of(value)
+    if size is None or size < 1:
+        raise VTPTopologyError(f"{what} is {shown(value)}; give an integer of at least 1")
     return size
 
 
 def _as_sizes(value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise VTPTopologyError(f"tp_sizes is {value!r}; give the tensor-parallel size of each stage, like [2, 4, 4]")
-    sizes = tuple(_as_size(size, f"tp_sizes[{stage}]") for stage, size in enumerate(value))
+    listed = as_tuple(
+        value, "tp_sizes", "the tensor-parallel size of each stage, like [2, 4, 4]", error=VTPTopologyError
+    )
+    sizes = tuple(_as_size(size, f"tp_sizes[{stage}]") for stage, size in enumerate(listed))
     if not sizes:
         raise VTPTopologyError("tp_sizes is empty; give the tensor-parallel size of each stage, like [2, 4, 4]")
     return sizes
@@ -46,13 +44,16 @@ def _as_ranks(value: Any) -> tuple[tuple[int, ...], ...] | None:
     if value is None:
         return None
     try:
-        return tuple(tuple(operator.index(rank) for rank in stage) for stage in value)
+        return tuple(as_integers(stage, "the ranks of a stage", error=VTPTopologyError) for stage in value)
     except TypeError:
-        raise VTPTopologyError(f"ranks is {value!r}; give a list of global ranks for each stage") from None
+        raise VTPTopologyError(f"ranks is {shown(value)}; give a list of global ranks for each stage") from None
 
 
 def _as_flags(value: Any) -> bool | tuple[bool, ...]:
-    return value if isinstance(value, bool) else tuple(value)
+    if isinstance(value, bool):
+        return value
+    flags = as_tuple(value, "sequence_parallel", "flags, one per stage, or one flag for all", error=VTPTopologyError)
+    return tuple(as_flag(flag, f"sequence_parallel[{i}]", error=VTPTopologyError) for i, flag in enumerate(flags))
 
 
 @frozen(slots=False)
@@ -89,8 +90,7 @@ class VTPTopology:
     sequence_axis: int = field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.ring, bool):
-            raise VTPTopologyError(f"ring is {self.ring!r}; it is True or False")
+        as_flag(self.ring, "ring (whether stage 0 holds the last layers, too)", error=VTPTopologyError)
         if self.ring and self.num_stages < 2:
             raise VTPTopologyError(
                 f"a ring of {self.num_stages} stage, tp_sizes {list(self.tp_sizes)}, would go round to itself; give "
@@ -135,6 +135,7 @@ class VTPTopology:
         Raises:
             VTPTopologyError: the message says which world, or which ``dp``, would.
         """
+        world_size = _as_size(world_size, "world_size")
         needed = self.dp * sum(self.tp_sizes)
         if self.ranks is not None:
             last = max(itertools.chain.from_iterable(self.ranks))
@@ -163,7 +164,9 @@ class VTPTopology:
         if self.layout is None:
             return
         listed = getattr(self.layout, "stages", self.layout)
-        stages = listed if isinstance(listed, int) else len(listed)
+        stages = index_of(listed)
+        if stages is None:
+            stages = len(as_tuple(listed, "layout", "stages, or their number", error=VTPTopologyError))
         if stages != self.num_plan_stages:
             round_ = ", and one more for the way round of the ring" if self.ring else ""
             raise VTPTopologyError(
@@ -178,8 +181,9 @@ class VTPTopology:
                 f"sequence_parallel has {len(flags)} values, {flags}, but there are {self.num_stages} stages; give one "
                 f"per stage, or one for all"
             )
-        if self.sequence_axis < 0:
-            raise VTPTopologyError(f"sequence_axis is {self.sequence_axis}; count the axes from 0")
+        axis = index_of(self.sequence_axis)
+        if axis is None or axis < 0:
+            raise VTPTopologyError(f"sequence_axis is {shown(self.sequence_axis)}; count the axes from 0")
         if self.sequence_length is None:
             return
         for stage in self.replica(0):
@@ -214,7 +218,8 @@ class VTPTopology:
         return tuple(tuple(range(first, last)) for first, last in itertools.pairwise(ends))
 
     def replica(self, index: int) -> tuple[VTPStage, ...]:
-        """The stages of one replica of the pipeline."""
+        """The stages of one replica of the pipeline; `VTPTopologyError` where there is no such replica."""
+        index = as_integer(index, "the index of a replica", least=0, most=self.dp - 1, error=VTPTopologyError)
         flags = self.sequence_parallel
         per_stage = (flags,) * self.num_stages if isinstance(flags, bool) else flags
         return tuple(
@@ -236,22 +241,29 @@ class VTPTopology:
         Raises:
             VTPTopologyError: it has none.
         """
-        if rank not in self._place:
+        number = index_of(rank)
+        if number is None or number not in self._place:
             raise VTPTopologyError(
-                f"rank {rank} holds no stage of tp_sizes {list(self.tp_sizes)} on ranks "
+                f"rank {shown(rank)} holds no stage of tp_sizes {list(self.tp_sizes)} on ranks "
                 f"{[list(ranks) for ranks in self.stage_ranks]}; only these make the communicator"
             )
-        return self._place[rank]
+        return self._place[number]
 
     def hears_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` receives activations, and sends gradients: not stage 0, unless as the end of a ring."""
+        stage = self._checked_stage(stage, is_end_stage)
         return stage != 0 or is_end_stage
 
     def tells_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` sends activations, and receives gradients: not the last, in a ring stage 0 as its end."""
+        stage = self._checked_stage(stage, is_end_stage)
         if self.ring:
             return stage != 0 or not is_end_stage
         return stage != self.num_stages - 1
+
+    def _checked_stage(self, stage: int, is_end_stage: bool) -> int:
+        as_flag(is_end_stage, "is_end_stage", error=VTPTopologyError)
+        return as_integer(stage, "stage", least=0, most=self.num_stages - 1, error=VTPTopologyError)
 
     def boundaries(self, replica: int) -> tuple[VTPBoundary, ...]:
         """The boundaries of one replica, from the first; in a ring the last one leads round to stage 0."""

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Completion
-from pipegrid.bridges.steps import Completing, group_spec, pack
+from pipegrid.bridges.steps import Completing, pack
 from pipegrid.bridges.vtp_boundary import Crossing, Shape, VTPBoundary
 from pipegrid.bridges.vtp_receive import LandingQueue, VTPReceive, encode_shape
+from pipegrid.bridges.wiring import group_spec
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.handle import ReceiveTransfer, Transfer

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 import attrs
 
 from pipegrid.layout import rules
-from pipegrid.layout.checks import number_of_stages, whole_number
+from pipegrid.layout.checks import figure, flag, of_type, sizes_of_pipeline, whole_number
 from pipegrid.layout.errors import LayoutInfeasibleError
-from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_or_standard
 from pipegrid.layout.layer_layout import PipelineParallelLayerLayout
 from pipegrid.layout.partition import Chain, best_partition, rightmost
 from pipegrid.layout.profile import Costs, Memories, Memory, model_layers, read_profile
@@ -30,12 +30,21 @@ class Balance:
         report: cost and memory of its stages.
         lower_bound: no layout that keeps the rules and the limits has a cheaper bottleneck.
         optimal: the layout is proven to have the least bottleneck and, among those, the least spread.
+
+    Raises:
+        LayoutError: a value is of another kind.
     """
 
     layout: PipelineParallelLayerLayout
     report: LayoutReport
     lower_bound: float
     optimal: bool
+
+    def __attrs_post_init__(self) -> None:
+        of_type("layout of a Balance", self.layout, PipelineParallelLayerLayout, "balance() makes both")
+        of_type("report of a Balance", self.report, LayoutReport, "report() makes one of the layout")
+        figure("lower_bound", self.lower_bound)
+        flag("optimal", self.optimal)
 
     @property
     def gap(self) -> float:
@@ -86,8 +95,9 @@ def balance(
         LayoutInfeasibleError: no layout keeps the limit; names the tightest stage.
         LayoutError: the input is malformed, or the order of the layers breaks a position rule.
     """
-    grammar = LayoutGrammar() if grammar is None else grammar
-    stages = number_of_stages(pp, vpp)
+    grammar = grammar_or_standard(grammar)
+    pp, vpp = sizes_of_pipeline(pp, vpp)
+    stages = pp * vpp
     nodes = max(4 * stages, _WORK // stages) if nodes is None else whole_number("nodes", nodes, least=0)
     kinds = model_layers(costs, layers, grammar)
     whole = PipelineParallelLayerLayout([kinds], 1, grammar=grammar)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipegrid.layout.checks import number_of_stages, whole_number
+from pipegrid.layout.checks import flag, sizes_of_pipeline, whole_number
 from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_or_standard
 from pipegrid.layout.layer_layout import PipelineParallelLayerLayout
 from pipegrid.layout.parser import MAX_LAYERS
 
@@ -42,11 +42,15 @@ def even(
     Raises:
         LayoutError: a size is not a whole number in range, or two rules contradict each other.
     """
-    stages = number_of_stages(pp, vpp)
-    whole_number("num_layers", num_layers, least=0)
+    pp, vpp = sizes_of_pipeline(pp, vpp)
+    stages = pp * vpp
+    num_layers = whole_number("num_layers", num_layers, least=0)
     if num_layers > MAX_LAYERS:
         raise LayoutError(f"num_layers must be at most {MAX_LAYERS:,}, got {num_layers}")
-    grammar = LayoutGrammar() if grammar is None else grammar
+    flag("account_for_embedding", account_for_embedding)
+    flag("account_for_loss", account_for_loss)
+    flag("ends", ends)
+    grammar = grammar_or_standard(grammar)
     kind = grammar.kind(layer_type)
     for name, given, counted in (("first", first, account_for_embedding), ("last", last, account_for_loss)):
         if given is not None and counted:

@@ -121,6 +121,21 @@ class LayoutGrammar:
         return ", ".join(f"{symbol} {kind!s}" for symbol, kind in self.symbols.items())
 
 
+def grammar_or_standard(grammar: LayoutGrammar | None) -> LayoutGrammar:
+    """The grammar; the standard one in place of None.
+
+    Raises:
+        LayoutError: it is something else.
+    """
+    if grammar is None:
+        return LayoutGrammar()
+    if isinstance(grammar, LayoutGrammar):
+        return grammar
+    raise LayoutError(
+        f"grammar must be a LayoutGrammar or None, got {grammar!r:.60}; LayoutGrammar() is the standard one"
+    )
+
+
 def _nearest(name: object, kinds: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), list(kinds), n=1)
     return f" (did you mean '{near[0]!s}'?)" if near else ""

@@ -11,7 +11,7 @@ highest at one of these changes, and only the counts there are listed.
 
 from __future__ import annotations
 
-from pipegrid.layout.checks import number_of_stages, whole_number
+from pipegrid.layout.checks import sizes_of_pipeline, whole_number
 
 
 def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -29,9 +29,9 @@ def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tu
     Raises:
         LayoutError: a size is not a whole number >= 1, or there are more stages than a layout may have.
     """
-    number_of_stages(pp, vpp)
+    pp, vpp = sizes_of_pipeline(pp, vpp)
     if microbatches is not None:
-        whole_number("microbatches", microbatches, least=1)
+        microbatches = whole_number("microbatches", microbatches, least=1)
     return tuple(_peaks(rank, pp, vpp, microbatches) for rank in range(pp))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from pipegrid.layout import rules
-from pipegrid.layout.checks import whole_number
+from pipegrid.layout.checks import number_below, of_type, whole_number
 from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_or_standard
 from pipegrid.layout.parser import parse
 from pipegrid.layout.table import align, merge_equal, name_layers
 from pipegrid.layout.writer import write
@@ -55,7 +55,7 @@ class PipelineParallelLayerLayout:
         *,
         grammar: LayoutGrammar | None = None,
     ) -> None:
-        grammar = LayoutGrammar() if grammar is None else grammar
+        grammar = grammar_or_standard(grammar)
         stages = parse(layout, grammar) if isinstance(layout, str) else _listed(layout, grammar)
         pp = whole_number("pipeline_model_parallel_size", pipeline_model_parallel_size, least=1)
         if len(stages) % pp:
@@ -82,7 +82,7 @@ class PipelineParallelLayerLayout:
         Raises:
             LayoutSyntaxError: the string cannot be read.
         """
-        return [list(stage) for stage in parse(layout_str, LayoutGrammar() if grammar is None else grammar)]
+        return [list(stage) for stage in parse(layout_str, grammar_or_standard(grammar))]
 
     @staticmethod
     def get_num_stages_from_str(layout_str: str, *, grammar: LayoutGrammar | None = None) -> int:
@@ -91,7 +91,7 @@ class PipelineParallelLayerLayout:
         Raises:
             LayoutSyntaxError: the string cannot be read.
         """
-        return len(parse(layout_str, LayoutGrammar() if grammar is None else grammar))
+        return len(parse(layout_str, grammar_or_standard(grammar)))
 
     @property
     def input_data(self) -> str | list[list[str]]:
@@ -115,8 +115,12 @@ class PipelineParallelLayerLayout:
         return tuple(layer for stage in self.stages for layer in stage)
 
     def position(self, stage: int) -> tuple[int, int]:
-        """The pp rank and the chunk of a stage."""
-        chunk, rank = divmod(stage, self.pipeline_model_parallel_size)
+        """The pp rank and the chunk of a stage.
+
+        Raises:
+            LayoutError: there is no such stage.
+        """
+        chunk, rank = divmod(number_below("stage", stage, len(self.stages)), self.pipeline_model_parallel_size)
         return rank, chunk
 
     def stage(self, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
@@ -196,6 +200,7 @@ class PipelineParallelLayerLayout:
         Raises:
             LayoutError: a rule is broken; names the rule and, where it is one stage's, the stage.
         """
+        of_type("counts", counts, Mapping, "give the number of layers per kind, like {'decoder': 4}")  # type: ignore[type-abstract]
         absent = dict.fromkeys(sorted(set(self.flatten_layout)), 0)
         rules.check_ends(self)
         rules.check_counts(self, {**absent, **{self.grammar.kind(kind): count for kind, count in counts.items()}})
@@ -275,6 +280,4 @@ def _index(name: str, value: int | None, size: int) -> int:
         if size == 1:
             return 0
         raise LayoutError(f"{name} is needed, there are {size}: pass 0 to {size - 1}")
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < size:
-        raise LayoutError(f"{name} must be a whole number from 0 to {size - 1}, got {value!r}")
-    return value
+    return number_below(name, value, size)

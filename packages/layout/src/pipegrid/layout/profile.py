@@ -125,7 +125,9 @@ def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: Layo
     else:
         raise LayoutError(f"costs must be a mapping from kinds of layer or a list of numbers, got {costs!r:.80}")
     if not kinds:
-        raise LayoutError("the model has no layers")
+        raise LayoutError(
+            f"the model has no layers: costs are {costs!r:.60} and layers {layers!r:.60}; give at least one"
+        )
     return kinds
 
 

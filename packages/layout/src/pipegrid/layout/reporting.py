@@ -8,7 +8,7 @@ from operator import mul
 
 import attrs
 
-from pipegrid.layout.checks import checked_peaks
+from pipegrid.layout.checks import checked_peaks, figure, of_type
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.in_flight import in_flight_1f1b
 from pipegrid.layout.layer_layout import PipelineParallelLayerLayout
@@ -33,6 +33,9 @@ class LayoutReport:
         memory: for each stage, its memory when most microbatches of it are in flight; None without memory figures.
         rank_memory: for each pp rank, its memory at the worst moment, all chunks together; None likewise.
         limits: for each pp rank, the memory it may use; None where no limit was given.
+
+    Raises:
+        LayoutError: a row has not one value for each stage, or each rank, of the layout.
     """
 
     layout: PipelineParallelLayerLayout
@@ -41,6 +44,18 @@ class LayoutReport:
     memory: tuple[float, ...] | None = None
     rank_memory: tuple[float, ...] | None = None
     limits: tuple[float, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        of_type("layout of a report", self.layout, PipelineParallelLayerLayout, "report() makes a report of one")
+        stages, ranks = len(self.layout.stages), self.layout.pipeline_model_parallel_size
+        for name, values, count in (
+            ("costs", self.costs, stages),
+            ("costs_by_kind", self.costs_by_kind, stages),
+            ("memory", self.memory, stages),
+            ("rank_memory", self.rank_memory, ranks),
+            ("limits", self.limits, ranks),
+        ):
+            _check_row(name, values, count, optional=name not in {"costs", "costs_by_kind"})
 
     @property
     def bottleneck(self) -> float:
@@ -143,6 +158,20 @@ class LayoutReport:
         return self.table()
 
 
+def _check_row(name: str, values: object, count: int, *, optional: bool) -> None:
+    """Refuse a row of a report that is not one value for each stage, or each rank."""
+    if values is None and optional:
+        return
+    row = of_type(f"{name} of a report", values, tuple, "report() makes all of it")
+    if len(row) != count:
+        raise LayoutError(f"{name} of a report has {len(row)} values, the layout has {count}; report() makes all of it")
+    for value in row:
+        if name == "costs_by_kind":
+            of_type(f"{name} of a stage", value, Mapping, "it maps kinds of layer to costs")  # type: ignore[type-abstract]
+        else:
+            figure(f"{name} of a report", value)
+
+
 def report(
     layout: PipelineParallelLayerLayout,
     costs: Costs,
@@ -165,6 +194,7 @@ def report(
     Raises:
         LayoutError: costs or memory do not fit the layout, or a number is not one.
     """
+    of_type("layout", layout, PipelineParallelLayerLayout, "PipelineParallelLayerLayout('Ett|ttL', 2) is one")
     pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     profile = read_profile(layout.flatten_layout, costs, memory, limit, pp=pp, grammar=layout.grammar)
     return measure(layout, profile, peaks_of(in_flight, pp, vpp, microbatches))

@@ -54,8 +54,8 @@ def check_counts(layout: PipelineParallelLayerLayout, counts: Mapping[str, int])
     Raises:
         LayoutError: a count is not a whole number >= 0, or differs from the layout's.
     """
-    for kind, wanted in counts.items():
-        whole_number(f"number of {kind!s} layers", wanted, least=0)
+    for kind, count in counts.items():
+        wanted = whole_number(f"number of {kind!s} layers", count, least=0)
         present = layout.flatten_layout.count(layout.grammar.kind(kind))
         if present != wanted:
             raise LayoutError(

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from pipegrid.topology.errors import GroupSpecError
@@ -119,10 +120,18 @@ def make_group(
 _SET_BY_TORCH = frozenset({"backend", "global_ranks_in_group", "group_name", "split_color", "split_from"})
 
 
-def describe_options(options: Any) -> str:
+_DEEPEST = 4  # options hold options (NCCL's its config), but not for ever
+
+
+def describe_options(options: Any, *, depth: int = 0) -> str:
     """The values of a backend's options as a text that is the same on every rank that set the same ones."""
     if options is None:
         return "-"
+    if depth > _DEEPEST or isinstance(options, (bool, int, float, str, list, tuple, dict, Tensor)):
+        raise GroupSpecError(
+            f"pg_options is or holds {type(options).__name__} {options!r:.60}, which are no options of a backend; give "
+            f"an object such as torch.distributed.ProcessGroupNCCL.Options(), or None"
+        )
     parts = []
     for name in sorted(dir(options)):
         if name.startswith("_") or name in _SET_BY_TORCH:
@@ -131,5 +140,5 @@ def describe_options(options: Any) -> str:
         if isinstance(value, (bool, int, float, str, timedelta)) or value is None:
             parts.append(f"{name}={value!r}")
         elif not callable(value):
-            parts.append(f"{name}=({describe_options(value)})")
+            parts.append(f"{name}=({describe_options(value, depth=depth + 1)})")
     return f"{type(options).__name__}({', '.join(parts)})"

@@ -5,22 +5,11 @@ Torch is asked only where somebody has imported it already; where nobody has, no
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 
-from pipegrid.topology.errors import GridShapeError, WorldSizeUnknownError
-
-
-def as_integer(value: object, what: str, *, least: int) -> int:
-    """``value`` as an int (numpy's integers are integers, booleans are not) of at least ``least``."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise GridShapeError(f"{what} is {value!r}; it must be an integer of at least {least}")
-    return number
+from pipegrid.topology._checks import as_integer
+from pipegrid.topology.errors import WorldSizeUnknownError
 
 
 def _from_default_group(question: str) -> int | None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from pipegrid.topology._world import as_integer, resolve_rank
+from pipegrid.topology._checks import as_dims, as_integer, as_kind, as_tuple, index_of
+from pipegrid.topology._world import resolve_rank
 from pipegrid.topology.errors import GridShapeError
+from pipegrid.topology.grid import HyperCommGrid
 
-if TYPE_CHECKING:
-    from pipegrid.topology.grid import HyperCommGrid
+_MOST_LANES = 1 << 24  # the sizes of all lanes are listed, and no world has so many ranks
 
 
-def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: Iterable[str] = ("dp",)) -> tuple[int, int]:
+def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: str | Iterable[str] = ("dp",)) -> tuple[int, int]:
     """``(lane, lanes)``: which of how many shares of the batch the rank works on.
 
     ``dims`` are the dimensions that shard the batch; those that the grid does not have count as size one, and
@@ -26,9 +26,11 @@ def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: Iterable[st
 
     Raises:
         CoordinateError: the rank is not in the grid.
+        GridShapeError, UnknownDimensionError: no grid, or something among ``dims`` that is no name.
     """
+    as_kind(grid, "grid", HyperCommGrid, "place() makes them", error=GridShapeError)
     coords = grid.coords(resolve_rank(rank))
-    wanted = frozenset(dims)
+    wanted = frozenset(as_dims(dims))
     lane, lanes = 0, 1
     for name in grid.dim_names:
         if name in wanted:
@@ -38,9 +40,13 @@ def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: Iterable[st
 
 
 def lane_sizes(num_samples: int, lanes: int) -> tuple[int, ...]:
-    """How many samples each lane takes: as even as can be, the first lanes one more. Zero is legal."""
+    """How many samples each lane takes: as even as can be, the first lanes one more. Zero is legal.
+
+    Raises:
+        GridShapeError: a negative number of samples, no lanes, or more than any world has.
+    """
     num_samples = as_integer(num_samples, "num_samples", least=0)
-    lanes = as_integer(lanes, "the number of lanes", least=1)
+    lanes = as_integer(lanes, "the number of lanes", least=1, most=_MOST_LANES)
     return tuple(num_samples // lanes + (lane < num_samples % lanes) for lane in range(lanes))
 
 
@@ -50,7 +56,7 @@ def lane_samples(
     rank: int | None = None,
     *,
     sizes: Sequence[int] | None = None,
-    dims: Iterable[str] = ("dp",),
+    dims: str | Iterable[str] = ("dp",),
 ) -> range:
     """The indices of the batch's samples that the rank works on.
 
@@ -61,10 +67,13 @@ def lane_samples(
         CoordinateError: the rank is not in the grid.
     """
     lane, lanes = data_lane(grid, rank, dims=dims)
-    shares = lane_sizes(num_samples, lanes) if sizes is None else tuple(sizes)
-    if len(shares) != lanes or sum(shares) != num_samples or min(shares) < 0:
+    num_samples = as_integer(num_samples, "num_samples", least=0)
+    given = lane_sizes(num_samples, lanes) if sizes is None else sizes
+    listed = as_tuple(given, "sizes", "samples, one number per lane", error=GridShapeError)
+    shares = [size for size in map(index_of, listed) if size is not None and size >= 0]
+    if len(shares) != len(listed) or len(shares) != lanes or sum(shares) != num_samples:
         raise GridShapeError(
-            f"sizes {list(shares)} do not share {num_samples} samples among {lanes} lanes; "
+            f"sizes {list(listed)} do not share {num_samples} samples among {lanes} lanes; "
             f"give {lanes} non-negative numbers that sum to {num_samples}"
         )
     bounds = (0, *itertools.accumulate(shares))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipegrid.topology._checks import as_kind, as_text
 from pipegrid.topology.errors import GridShapeError
 from pipegrid.topology.grid import Dims, GroupRequest, HyperCommGrid
 from pipegrid.topology.grid_groups import adopt
@@ -32,7 +33,11 @@ def to_device_mesh(
 
     Raises:
         GroupMissingError: a dimension has no group yet.
+        GridShapeError: no grid, or no kind of device.
     """
+    as_kind(grid, "grid", HyperCommGrid, "place() makes them", error=GridShapeError)
+    if device_type is not None:
+        _require_device_type(device_type)
     names = grid.select_dims(dims, view=view)[::-1]
     groups = [grid.get_pg(name, view=view) for name in names]
     here = dist.get_rank()
@@ -43,6 +48,13 @@ def to_device_mesh(
     mesh = ranks.reshape([grid.dim_size(name, view=view) for name in names])
     kind = device_type or _device_type(present[0])
     return DeviceMesh.from_group(present, kind, mesh, mesh_dim_names=names)
+
+
+def _require_device_type(device_type: str) -> None:
+    try:
+        torch.device(as_text(device_type, "device_type", error=GridShapeError))
+    except RuntimeError as error:
+        raise GridShapeError(f"device_type is {device_type!r}; give one that torch knows, such as 'cpu'") from error
 
 
 def _device_type(group: ProcessGroup) -> str:
@@ -56,9 +68,10 @@ def from_device_mesh(mesh: DeviceMesh) -> HyperCommGrid:
     """The grid of a mesh, whose groups it uses and never destroys.
 
     Raises:
-        GridShapeError: the mesh has no dimension names, or its ranks are not consecutive with the last
+        GridShapeError: no DeviceMesh; or it has no dimension names, or its ranks are not consecutive with the last
             dimension fastest, so that they are no grid.
     """
+    as_kind(mesh, "mesh", DeviceMesh, "init_device_mesh makes one", error=GridShapeError)
     names = mesh.mesh_dim_names
     if names is None:
         raise GridShapeError(

@@ -11,7 +11,7 @@ class _ReadableKeyError(KeyError):
 
 
 class GridShapeError(ValueError):
-    """A grid's shape, dimension names, offset or coordinates are not well formed."""
+    """Something that is no grid, or whose shape, dimension names or numbers are not those of one."""
 
 
 class GridSpanError(RuntimeError):

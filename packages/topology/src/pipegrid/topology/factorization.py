@@ -10,20 +10,16 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.topology._world import as_integer
+from pipegrid.topology._checks import as_dims, as_integer, as_text, as_tuple, index_of, shown
 from pipegrid.topology.errors import CoordinateError, GridShapeError, UnknownDimensionError
 
 
 def _as_sizes(value: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise GridShapeError(f"shape is {value!r}; it must be a list of sizes, one per dimension")
-    return tuple(value)
+    return as_tuple(value, "shape", "sizes, one per dimension", error=GridShapeError)
 
 
 def _as_names(value: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise GridShapeError(f"dim_names is {value!r}; it must be a list of names, one per dimension")
-    return tuple(value)
+    return as_tuple(value, "dim_names", "names, one per dimension", error=GridShapeError)
 
 
 @frozen(slots=False)
@@ -48,8 +44,7 @@ class Factorization:
         if not self.shape:
             raise GridShapeError("a grid has at least one dimension, got none; a single rank is [1], ['dp']")
         for name in self.dim_names:
-            if not isinstance(name, str) or not name:
-                raise GridShapeError(f"the dimension name {name!r} is not a non-empty text")
+            as_text(name, "a dimension's name", error=GridShapeError)
         if len(set(self.dim_names)) != len(self.dim_names):
             raise GridShapeError(f"dim_names {list(self.dim_names)} has a name twice; names must be unique")
         sizes = [
@@ -77,7 +72,7 @@ class Factorization:
 
     def select(self, dims: str | Iterable[str]) -> tuple[str, ...]:
         """``dims``, a name or several in any order, checked and in the box's own order."""
-        wanted = (dims,) if isinstance(dims, str) else tuple(dims)
+        wanted = as_dims(dims)
         for name in wanted:
             if name not in self.dim_names:
                 raise UnknownDimensionError(f"unknown dimension {name!r}; the known ones are {list(self.dim_names)}")
@@ -88,14 +83,17 @@ class Factorization:
             )
         return tuple(name for name in self.dim_names if name in wanted)
 
+    def _require(self, dim: str) -> None:
+        self.select(as_text(dim, "a dimension's name", error=UnknownDimensionError))
+
     def size_of(self, dim: str) -> int:
         """The size of one dimension."""
-        self.select(dim)
+        self._require(dim)
         return self._axes[dim][0]
 
     def stride_of(self, dim: str) -> int:
         """How far apart in rank two neighbours along the dimension are."""
-        self.select(dim)
+        self._require(dim)
         return self._axes[dim][1]
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -109,10 +107,12 @@ class Factorization:
             raise CoordinateError(f"coordinates {dict(coords)} must name exactly the dimensions {list(self.dim_names)}")
         rank = self.offset
         for name, (size, stride) in self._axes.items():
-            index = coords[name]
-            if not hasattr(index, "__index__") or operator.index(index) not in range(size):
-                raise CoordinateError(f"coordinate {name}={index!r} is not in 0..{size - 1} of {self}")
-            rank += stride * operator.index(index)
+            index = index_of(coords[name])
+            if index is None or index not in range(size):
+                raise CoordinateError(
+                    f"coordinate {name}={shown(coords[name])} is not in 0..{size - 1} of {self}; give an integer in it"
+                )
+            rank += stride * index
         return rank
 
     def group_of(self, rank: int, dims: str | Iterable[str]) -> Sequence[int]:
@@ -142,9 +142,10 @@ class Factorization:
         return [list(self.group_of(start, selected)) for start in starts]
 
     def _local(self, rank: int) -> int:
-        if not hasattr(rank, "__index__") or operator.index(rank) not in self.ranks:
-            raise CoordinateError(f"rank {rank!r} is not in the ranks of {self}; give one of them")
-        return operator.index(rank) - self.offset
+        number = index_of(rank)
+        if number is None or number not in self.ranks:
+            raise CoordinateError(f"rank {shown(rank)} is not in the ranks of {self}; give one of them")
+        return number - self.offset
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in zip(self.dim_names, self.shape, strict=True))

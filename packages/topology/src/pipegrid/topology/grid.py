@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.topology._checks import as_dims, as_text, as_tuple, shown
 from pipegrid.topology._world import resolve_rank, resolve_world_size
-from pipegrid.topology.errors import GridSpanError, GroupMissingError, UnknownViewError, ViewError
+from pipegrid.topology.errors import (
+    GridShapeError,
+    GridSpanError,
+    GroupMissingError,
+    UnknownDimensionError,
+    UnknownViewError,
+    ViewError,
+)
 from pipegrid.topology.factorization import Factorization
 from pipegrid.topology.view import View, make_view
 
@@ -24,20 +32,34 @@ Dims: TypeAlias = str | Sequence[str]
 
 
 def _as_dims(value: Dims) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    dims = as_dims(value)
+    if not dims:
+        raise UnknownDimensionError(f"a group varies in dims {list(dims)}; name at least one dimension")
+    return dims
+
+
+def _as_view(value: str | None) -> str | None:
+    return None if value is None else as_text(value, "the view of a group", error=UnknownViewError)
 
 
 @frozen
 class GroupRequest:
-    """The groups that vary in ``dims`` of a grid or, where given, of one of its views."""
+    """The groups that vary in ``dims`` of a grid or, where given, of one of its views.
+
+    Raises:
+        UnknownDimensionError: no dims, or something that is no name.
+        UnknownViewError: ``view`` is neither a name nor None.
+    """
 
     dims: tuple[str, ...] = field(converter=_as_dims)
-    view: str | None = None
+    view: str | None = field(default=None, converter=_as_view)
 
 
 def as_requests(given: Iterable[Dims | GroupRequest] | GroupRequest, *, view: str | None = None) -> list[GroupRequest]:
     """What a caller lists as requests; ``view`` applies to those given by dims alone. One name is a list of one."""
-    listed = (given,) if isinstance(given, str | GroupRequest) else given
+    if isinstance(given, str | GroupRequest):
+        given = (given,)
+    listed = as_tuple(given, "what to make", "dims, or GroupRequests", error=UnknownDimensionError, ordered=False)
     return [item if isinstance(item, GroupRequest) else GroupRequest(item, view) for item in listed]
 
 
@@ -73,7 +95,7 @@ class HyperCommGrid:
         self._views: dict[str, View] = {}
         self._groups: dict[GroupRequest, GroupHandle | None] = {}
         self._world_size = resolve_world_size(world_size)
-        self._backend = backend
+        self._backend = None if backend is None else as_text(backend, "backend", error=GridShapeError)
         if self.ranks.stop > self._world_size:
             raise GridSpanError(
                 f"a grid of shape {list(self.shape)} at rank_offset {self.rank_offset} spans the ranks "
@@ -168,17 +190,14 @@ class HyperCommGrid:
         Raises:
             ViewError: the name is taken, or the view does not fit the grid (the error shows both sides).
         """
-        if not isinstance(name, str) or not name or name in self._views:
-            raise ViewError(
-                f"the view name {name!r} must be a non-empty text that is not taken; "
-                f"registered views: {list(self._views)}"
-            )
+        if as_text(name, "the name of a view", error=ViewError) in self._views:
+            raise ViewError(f"the view name {name!r} is taken; choose one that is not: {list(self._views)} are")
         self._views[name] = make_view(self._base, name, shape, dim_names, shared_dims)
 
     def _view(self, name: str) -> View:
-        if name not in self._views:
+        if not isinstance(name, str) or name not in self._views:
             raise UnknownViewError(
-                f"unknown view {name!r}; the registered ones are {list(self._views)}; call register_view first"
+                f"unknown view {shown(name)}; the registered ones are {list(self._views)}; call register_view first"
             )
         return self._views[name]
 

@@ -11,7 +11,8 @@ from attrs import define
 from torch.distributed import ProcessGroup
 
 from pipegrid.topology import _torch_compat as compat
-from pipegrid.topology.errors import GroupExistsError
+from pipegrid.topology._checks import as_kind, shown
+from pipegrid.topology.errors import GridShapeError, GroupExistsError
 from pipegrid.topology.grid import Dims, GroupRequest, HyperCommGrid, as_requests
 from pipegrid.topology.group_spec import GroupSpec
 from pipegrid.topology.process_groups import GroupOptions, create_each, destroy_groups, group_options
@@ -55,8 +56,10 @@ def create_grid_groups(
     Raises:
         GroupExistsError: a grid has one of the groups already, or it is asked for twice.
         UnknownDimensionError, UnknownViewError: a name that is not known.
+        GridShapeError: a key that is no grid.
         GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.
     """
+    requests = as_grid_keys(requests)
     wanted = [(grid, request) for grid, listed in requests.items() for request in _canonical(grid, listed)]
     options = {
         grid: group_options(backend=grid.backend, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
@@ -82,6 +85,17 @@ def create_grid_groups(
     for grid, request in wanted:
         if here not in grid.ranks:
             _hold(grid, request, None)
+
+
+def as_grid_keys(requests: Any) -> dict[HyperCommGrid, Any]:
+    """What is asked for, by grid."""
+    if not isinstance(requests, Mapping):
+        raise GridShapeError(
+            f"requests is {shown(requests)}; it must be a dict of grids to the groups to make for each"
+        )
+    for grid in requests:
+        as_kind(grid, "a key of requests", HyperCommGrid, "place() makes them", error=GridShapeError)
+    return dict(requests)
 
 
 def _canonical(grid: HyperCommGrid, listed: Iterable[Dims | GroupRequest] | GroupRequest) -> list[GroupRequest]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 from attrs import field, frozen
 
+from pipegrid.topology._checks import as_flag, as_kind, as_tuple, index_of, shown
 from pipegrid.topology.errors import GroupSpecError
 
 
 def _as_ranks(value: Iterable[int]) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, value))
-    except TypeError:
+    listed = as_tuple(value, "the list of a group's ranks", "integers, in group-rank order", error=GroupSpecError)
+    if isinstance(value, range):
+        return listed  # groups of a large world have very many
+    ranks = tuple(map(index_of, listed))
+    if None in ranks:
+        wrong = listed[ranks.index(None)]
         raise GroupSpecError(
-            f"the ranks of a group are integers in group-rank order, got {value!r}; "
+            f"the ranks of a group are integers in group-rank order, got {shown(wrong)} among them; "
             f"give a list, tuple or range of global ranks"
-        ) from None
+        )
+    return tuple(rank for rank in ranks if rank is not None)
 
 
 @frozen
@@ -42,6 +46,7 @@ class GroupSpec:
                 f"the label of a group is a text that says what the group is for, got {self.label!r}; "
                 f"name it, for example 'language/tp'"
             )
+        as_flag(self.shared, f"shared of group {self.label!r}", error=GroupSpecError)
         if not self.ranks:
             raise GroupSpecError(f"group {self.label!r} has no ranks; a group has at least one member")
         if min(self.ranks) < 0:
@@ -72,4 +77,7 @@ def creation_order(specs: Iterable[GroupSpec]) -> tuple[GroupSpec, ...]:
     The order compares specs by themselves (ranks, whether shared, label), never by their position in
     ``specs``, so a rank that knows only its own groups agrees with one that knows all of them.
     """
-    return tuple(sorted(set(specs), key=lambda spec: spec.order_key))
+    listed = as_tuple(specs, "specs", "GroupSpecs", error=GroupSpecError, ordered=False)
+    for spec in listed:
+        as_kind(spec, "a spec", GroupSpec, "its ranks, and a label that says what for", error=GroupSpecError)
+    return tuple(sorted(set(listed), key=lambda spec: spec.order_key))

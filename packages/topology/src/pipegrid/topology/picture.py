@@ -6,6 +6,8 @@ import io
 from collections.abc import Mapping
 from itertools import pairwise
 
+from pipegrid.topology._checks import as_flag, as_integer, as_kind, as_mapping
+from pipegrid.topology.errors import GridShapeError
 from pipegrid.topology.grid import HyperCommGrid
 from pipegrid.topology.table import text_table
 
@@ -53,7 +55,15 @@ def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS, c
         grids: module name to grid, for example from `place`.
         max_rows: a larger world is shown by stretches of ranks instead of rank by rank.
         color: whether to use a terminal's colours; rich only.
+
+    Raises:
+        GridShapeError: something among ``grids`` that is no grid, or ``max_rows`` that is no number.
     """
+    grids = as_mapping(grids, "grids", "module names to grids", error=GridShapeError)
+    for name, grid in grids.items():
+        as_kind(grid, f"the grid of {name!r}", HyperCommGrid, "place() makes them", error=GridShapeError)
+    as_integer(max_rows, "max_rows", least=0)
+    as_flag(color, "color", error=GridShapeError)
     header, rows = world_rows(grids, max_rows=max_rows)
     try:
         from rich.console import Console

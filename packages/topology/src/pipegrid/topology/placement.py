@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
+from pipegrid.topology._checks import as_integer, as_mapping, as_names, as_tuple
 from pipegrid.topology._world import resolve_world_size
 from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.factorization import Factorization
@@ -38,12 +38,26 @@ def place(
     Raises:
         PlacementError: a rank without a module (a gap, or left over at the end), modules that overlap in
             part, or more ranks than the world has; with a table of the modules and their ranks.
+        PlacementError: something of another kind among the arguments.
         GridShapeError: a module's dimensions are no grid.
     """
     world_size = resolve_world_size(world_size)
+    modules = {
+        name: as_mapping(dims, f"the dimensions of module {name!r}", "names to sizes", error=PlacementError)
+        for name, dims in as_mapping(modules, "modules", "names to dimensions", error=PlacementError).items()
+    }
     if not modules:
         raise PlacementError(f"there are no modules to place on {world_size} ranks; give at least one")
-    starts = _starts(modules, together=list(together), offsets=dict(offsets or {}))
+    sets = as_tuple(together, "together", "sets of module names", error=PlacementError, ordered=False)
+    first = {} if offsets is None else as_mapping(offsets, "offsets", "names to first ranks", error=PlacementError)
+    starts = _starts(
+        {name: Factorization(dims.values(), dims).size for name, dims in modules.items()},
+        together=[as_names(names, "a set of together", error=PlacementError) for names in sets],
+        offsets={
+            name: as_integer(rank, f"the offset of {name!r}", least=0, error=PlacementError)
+            for name, rank in first.items()
+        },
+    )
     boxes = {name: Factorization(dims.values(), dims, starts[name]) for name, dims in modules.items()}
     problems = [*_overlaps(boxes), *_uncovered(boxes, world_size)]
     if problems:
@@ -63,7 +77,7 @@ def place(
 
 
 def _starts(
-    modules: Mapping[str, Mapping[str, int]],
+    modules: Mapping[str, int],
     *,
     together: list[Sequence[str]],
     offsets: dict[str, int],
@@ -79,7 +93,7 @@ def _starts(
             raise PlacementError(f"unknown module {name!r}; the known ones are {list(modules)}")
     starts: dict[str, int] = {}
     cursor = 0
-    for name, dims in modules.items():
+    for name, size in modules.items():
         placed = [other for other in company.get(name, ()) if other in starts]
         if placed and name in offsets:
             raise PlacementError(
@@ -87,7 +101,7 @@ def _starts(
                 f"give the offset for {placed[0]!r} alone"
             )
         starts[name] = starts[placed[0]] if placed else offsets.get(name, cursor)
-        cursor = max(cursor, starts[name] + math.prod(dims.values()))
+        cursor = max(cursor, starts[name] + size)
     return starts
 
 

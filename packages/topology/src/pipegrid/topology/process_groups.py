@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipegrid.topology import _torch_compat as compat
+from pipegrid.topology._checks import as_integer, as_kind, as_text, as_timeout, as_tuple
 from pipegrid.topology._rendezvous import meet
 from pipegrid.topology.errors import GroupSpecError, WorldSizeUnknownError
 from pipegrid.topology.group_spec import GroupSpec, creation_order
@@ -45,6 +46,9 @@ def group_options(
 ) -> GroupOptions:
     """The options, with the defaults of the default process group filled in."""
     _require_world()
+    timeout = as_timeout(timeout, "timeout", error=GroupSpecError)
+    if group_desc is not None:
+        as_text(group_desc, "group_desc", error=GroupSpecError)
     backend = compat.resolve_backend(backend)
     return GroupOptions(backend, compat.resolve_timeout(backend, timeout), pg_options, group_desc)
 
@@ -65,8 +69,10 @@ def control_store(label: str) -> Store:
 
     Raises:
         WorldSizeUnknownError: there is no default process group.
+        GroupSpecError: the label is no text.
     """
     _require_world()
+    as_text(label, "the label of a control store", error=GroupSpecError)
     return PrefixStore(f"pipegrid/control/{label}", compat.default_store().clone())
 
 
@@ -99,12 +105,13 @@ def create_groups(
 
     Raises:
         WorldSizeUnknownError: there is no default process group.
-        GroupSpecError: a rank past the world, ``rank`` is not this process's, or no such backend.
+        GroupSpecError: a rank past the world, ``rank`` is not this process's, no such backend, or an argument of
+            another kind.
         GroupCreationTimeoutError: some members did not come before the deadline. The groups that this call
             had made are destroyed again.
     """
     options = group_options(backend=backend, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
-    if rank is not None and rank != dist.get_rank():
+    if rank is not None and as_integer(rank, "rank", least=0, error=GroupSpecError) != dist.get_rank():
         raise GroupSpecError(
             f"rank {rank} cannot create groups in the process of rank {dist.get_rank()}; each process makes its own"
         )
@@ -182,8 +189,15 @@ def _sequence(spec: GroupSpec, name: str, options: GroupOptions, rank: int) -> i
 
 
 def destroy_groups(groups: Mapping[GroupSpec, ProcessGroup] | Iterable[ProcessGroup]) -> None:
-    """Destroy each group once, latest first. Groups that are gone already are left alone."""
-    given = list(groups.values()) if isinstance(groups, Mapping) else list(groups)
+    """Destroy each group once, latest first. Groups that are gone already are left alone.
+
+    Raises:
+        GroupSpecError: something that is no process group; then none is destroyed.
+    """
+    listed = groups.values() if isinstance(groups, Mapping) else groups
+    given = as_tuple(listed, "groups", "process groups", error=GroupSpecError, ordered=False)
+    for group in given:
+        as_kind(group, "a group to destroy", ProcessGroup, "what create_groups returned", error=GroupSpecError)
     for group in reversed(given):
         if compat.is_alive(group):
             dist.destroy_process_group(group)

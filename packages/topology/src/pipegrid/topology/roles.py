@@ -10,6 +10,7 @@ from typing import Self
 from attrs import field, frozen
 from attrs.converters import optional
 
+from pipegrid.topology._checks import as_flag, as_kind, as_mapping, as_names, as_text
 from pipegrid.topology._world import resolve_rank
 from pipegrid.topology.errors import RankNotInGridError, RoleError
 from pipegrid.topology.grid import HyperCommGrid
@@ -32,18 +33,29 @@ class ModuleLayout(enum.Enum):
 
 @frozen
 class ModuleStageInfo:
-    """Where a rank stands in one module's pipeline."""
+    """Where a rank stands in one module's pipeline.
+
+    Raises:
+        RoleError: something else than True or False.
+    """
 
     is_first_stage: bool
     is_last_stage: bool
 
+    def __attrs_post_init__(self) -> None:
+        as_flag(self.is_first_stage, "is_first_stage", error=RoleError)
+        as_flag(self.is_last_stage, "is_last_stage", error=RoleError)
+
 
 def _as_modules(value: Mapping[str, ModuleStageInfo]) -> dict[str, ModuleStageInfo]:
-    return dict(value)
+    modules = as_mapping(value, "modules", "names to ModuleStageInfo", error=RoleError)
+    for name, info in modules.items():
+        as_kind(info, f"modules[{name!r}]", ModuleStageInfo, "whether its stage is first and last", error=RoleError)
+    return modules
 
 
 def _as_names(value: Iterable[str]) -> frozenset[str]:
-    return frozenset(value)
+    return frozenset(as_names(value, "the names of modules (sources or sinks)", error=RoleError))
 
 
 @frozen
@@ -57,6 +69,9 @@ class RankRole:
             it has none, the language module. A language model that reads text beside image features is a
             source as well.
         sinks: modules that read the batch's labels.
+
+    Raises:
+        RoleError: something of another kind.
     """
 
     modules: dict[str, ModuleStageInfo] = field(factory=dict, converter=_as_modules)
@@ -64,10 +79,14 @@ class RankRole:
     sources: frozenset[str] | None = field(default=None, converter=optional(_as_names), kw_only=True)
     sinks: frozenset[str] = field(default=(MIMO_LANGUAGE_MODULE_KEY,), converter=_as_names, kw_only=True)
 
+    def __attrs_post_init__(self) -> None:
+        as_kind(self.mode, "mode", ModuleLayout, "ModuleLayout.UNIFIED is one", error=RoleError)
+
     @classmethod
     def unified(cls, module_names: Iterable[str]) -> Self:
         """The role of every rank where there are no grids: each module, first and last stage."""
-        return cls({name: ModuleStageInfo(is_first_stage=True, is_last_stage=True) for name in module_names})
+        names = as_names(module_names, "module_names", error=RoleError)
+        return cls({name: ModuleStageInfo(is_first_stage=True, is_last_stage=True) for name in names})
 
     @classmethod
     def from_grid_map(
@@ -96,6 +115,10 @@ class RankRole:
                 none of them.
             RankNotInGridError: the rank is in no grid.
         """
+        grids = as_mapping(module_to_grid_map, "module_to_grid_map", "module names to grids", error=RoleError)
+        for name, grid in grids.items():
+            as_kind(grid, f"the grid of {name!r}", HyperCommGrid, "place() makes them", error=RoleError)
+        modality_module_names = as_names(modality_module_names, "modality_module_names", error=RoleError)
         expected = {*modality_module_names, MIMO_LANGUAGE_MODULE_KEY}
         missing, extra = sorted(expected - set(module_to_grid_map)), sorted(set(module_to_grid_map) - expected)
         if missing or extra:
@@ -106,7 +129,7 @@ class RankRole:
             )
         if sources is None:
             sources = modality_module_names or (MIMO_LANGUAGE_MODULE_KEY,)
-        sources, sinks = frozenset(sources), frozenset(sinks)
+        sources, sinks = _as_names(sources), _as_names(sinks)
         unknown = sorted((sources | sinks) - expected)
         if unknown:
             raise RoleError(f"sources and sinks name unknown modules {unknown}; the known ones are {sorted(expected)}")
@@ -138,12 +161,12 @@ class RankRole:
 
     def is_first_stage(self, module_name: str) -> bool:
         """Whether this rank is in the module's first stage; False for a module that it is not in."""
-        info = self.modules.get(module_name)
+        info = self.modules.get(as_text(module_name, "module_name", error=RoleError))
         return info is not None and info.is_first_stage
 
     def is_last_stage(self, module_name: str) -> bool:
         """Whether this rank is in the module's last stage; False for a module that it is not in."""
-        info = self.modules.get(module_name)
+        info = self.modules.get(as_text(module_name, "module_name", error=RoleError))
         return info is not None and info.is_last_stage
 
     @property

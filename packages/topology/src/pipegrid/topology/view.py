@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from attrs import frozen
 
+from pipegrid.topology._checks import as_names
 from pipegrid.topology.errors import GridShapeError, ViewError
 from pipegrid.topology.factorization import Factorization
 
@@ -50,7 +51,7 @@ def make_view(
             f"view {name!r} {factorization} has {factorization.size} ranks, "
             f"but the grid {base} has {base.size}; both must multiply to the same number"
         )
-    shared = list(shared_dims or ())
+    shared = list(() if shared_dims is None else as_names(shared_dims, "shared_dims", error=ViewError))
     if len(set(shared)) != len(shared):
         raise ViewError(f"shared_dims {shared} of view {name!r} names a dimension twice; name each once")
     for dim in shared:

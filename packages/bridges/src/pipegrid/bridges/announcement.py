@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve, field, frozen
 
+from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.side import BATCH, Side
 from pipegrid.bridges.sizes import AxisNames, Sizes
 
 
 def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+    return as_integers(values, "a shape, or the rows of the samples,", error=ShapeError)
 
 
 def _as_samples(values: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -1,0 +1,549 @@
+"""What every public name says to what it cannot use: an error of the package, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pipegrid.bridges
+from pipegrid.bridges import (
+    Box,
+    BridgeCommunicator,
+    BridgeDirection,
+    BridgeError,
+    ColocatedBridgeCommunicator,
+    Completion,
+    EdgeOptions,
+    LaneTotalsError,
+    Links,
+    Message,
+    MissingTensorError,
+    ModuleGraph,
+    ModuleGraphError,
+    MultiModulePipelineCommunicator,
+    Partial,
+    Positions,
+    RankModuleInfo,
+    Replicated,
+    ReshardPlan,
+    ShapeError,
+    Sharded,
+    Side,
+    Sizes,
+    SliceInfo,
+    StageError,
+    TilingError,
+    UndeclaredDimError,
+    VTPCommunicator,
+    VTPTopology,
+    VTPTopologyError,
+    WrongSideError,
+    axis_names,
+    boundary_side,
+    check_plan,
+    plan_reshard,
+    positions_of,
+    routes,
+)
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import P2PConfigError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world():
+    """A world of this process, in which a bridge leads from a rank to itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def grid(offset=0, **dims):
+    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+ONE = grid(dp=1)
+SRC, DST = boundary_side(grid(dp=2), "source"), boundary_side(grid(2, tp=2), "destination")
+AXES = axis_names(3)
+SIZES = Sizes((4, 2, 2), axes=AXES)
+PLAN = plan_reshard(SRC, DST, SIZES)
+BOX = Box((0, 0), (2, 2))
+GRAPH = ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})
+LINKS = Links(1e9, 1e-6)
+VTP = VTPTopology([1, 2])
+X = torch.zeros(2, 2, 2)
+
+TENSORS = [torch.tensor(1.5), torch.tensor(True), torch.tensor([1, 2])]
+NO_INTEGER = ["x", object(), [], {}, True, 1.5, math.nan, *TENSORS]
+NO_COUNT = [*NO_INTEGER, None, -1]
+NO_SIZE = [*NO_COUNT, 0]
+NO_NUMBER = [None, "x", object(), [], {}, True, math.nan, math.inf, -1, torch.tensor(1.5)]
+NO_TEXT = [None, "", 5, True, ["b"], {}, object(), math.nan, *TENSORS]
+NO_LIST = [None, "x", 5, True, object(), {}, {1, 2}, math.nan, torch.tensor(2)]
+NO_INTEGERS = [*NO_LIST, [None], ["x"], [True], [1.5], [math.nan], [[1]]]
+NO_FLAG = [None, 0, 1, "yes", [], torch.tensor(True)]
+NO_MAP = [None, "x", 5, object(), [], ["x"], {5: 1}, {None: 1}]
+NO_GRID = [
+    None,
+    "x",
+    5,
+    object(),
+    {},
+    [ONE],
+    type(ONE),
+    grid(dp=0),
+    grid(dp=True),
+    grid(dp="2"),
+    grid(-1, dp=1),
+    grid(None, dp=1),
+]
+NO_GRID += [
+    SimpleNamespace(shape=(2,), dim_names=(), rank_offset=0),
+    SimpleNamespace(shape=2, dim_names="d", rank_offset=0),
+]
+NO_PLACEMENTS = [*NO_MAP[1:], {"dp": None}, {"dp": "b"}, {"dp": Sharded}, {"x": Sharded("b")}]
+NO_MAPPING = [
+    *NO_MAP[1:],
+    {"s": 1},
+    {"b": None},
+    {"b": "0"},
+    {"b": -1},
+    {"b": True},
+    {"b": 3},
+    {"b": 0.0},
+    {"b": 0, "s": 1, "h": 1},
+]
+NO_STRATEGY = [None, "x", "", 5, [], {}, True]
+NO_LINKS = ["x", 5, {}, (1e9, 1e-6)]
+NO_TENSOR = [None, "x", 5, [X], {"a": X}, object(), math.nan]
+NO_SIDE = [None, "x", 5, ONE, object(), Side]
+NO_EDGE = [None, "0>1", (0, 1), 5, object()]
+NO_DIRECTION = [None, "F", "forward", 5, True, object()]
+
+
+def made(call, **given):
+    def with_one_changed(**changed):
+        return call(**{**given, **changed})
+
+    return with_one_changed
+
+
+def used(make, **given):
+    """A communicator's method, on a communicator of its own."""
+
+    def method(name):
+        def call(**arguments):
+            communicator = make(**given)
+            try:
+                return getattr(communicator, name)(**arguments)
+            finally:
+                communicator.destroy()
+
+        return call
+
+    return method
+
+
+def received(name):
+    """A method of a bridge on which an activation has come, whose gradient is due."""
+
+    def call(**arguments):
+        bridge = BridgeCommunicator(ONE, ONE)
+        try:
+            bridge.send_forward(X)
+            bridge.recv_forward()
+            return getattr(bridge, name)(**arguments)
+        finally:
+            bridge.destroy()
+
+    return call
+
+
+a_side = made(boundary_side, grid=grid(dp=2, pp=2), end="source")
+a_plan = made(plan_reshard, src=SRC, dst=DST, sizes=SIZES)
+a_route = made(routes, src=SRC, dst=DST, axes=AXES)
+a_topology = made(VTPTopology, tp_sizes=[1, 2])
+a_bridge = made(BridgeCommunicator, src_grid=ONE, dest_grid=ONE)
+a_colocated = made(ColocatedBridgeCommunicator, src_grid=ONE, dest_grid=ONE)
+a_network = made(
+    MultiModulePipelineCommunicator, module_to_grid_map={"a": ONE, "b": ONE}, topology={"a": ["b"]}, config=None
+)
+positions = made(positions_of, graph=GRAPH, grids={"a": ONE, "b": ONE}, stage_placement={"a": [0], "b": [0]})
+total = made(
+    MultiModulePipelineCommunicator.compute_total_pipeline_stages,
+    topology={"a": ["b"]},
+    module_to_grid_map={"a": ONE, "b": ONE},
+)
+of_bridge = used(BridgeCommunicator, src_grid=ONE, dest_grid=ONE)
+of_colocated = used(ColocatedBridgeCommunicator, src_grid=ONE, dest_grid=ONE)
+of_network = used(a_network)
+of_module = used(MultiModulePipelineCommunicator, module_to_grid_map={"a": ONE}, topology={"a": []}, config=None)
+
+REFUSED = [
+    ("box", made(Box, shape=(2, 2)), "start", [*NO_INTEGERS, (0,), (0, -1)], TilingError),
+    ("box", made(Box, start=(0, 0)), "shape", [*NO_INTEGERS, (1,), (0, -1)], TilingError),
+    (
+        "box",
+        Box.from_spans,
+        "spans",
+        [*NO_LIST, [None], [5], ["ab"], [(1,)], [(0, 1, 2)], [(2, 1)], [(0, True)]],
+        TilingError,
+    ),
+    ("box", made(BOX.narrow, start=0, stop=1), "axis", [*NO_COUNT, 2], TilingError),
+    ("box", made(BOX.narrow, axis=0, stop=1), "start", [*NO_COUNT, 2], TilingError),
+    ("box", made(BOX.narrow, axis=0, start=0), "stop", [*NO_COUNT, 3], TilingError),
+    ("message", made(Message, destination=1, source_box=BOX, destination_box=BOX), "source", NO_COUNT, TilingError),
+    ("message", made(Message, source=1, source_box=BOX, destination_box=BOX), "destination", NO_COUNT, TilingError),
+    (
+        "message",
+        made(Message, source=0, destination=1, destination_box=BOX),
+        "source_box",
+        [None, (0, 1), 5],
+        TilingError,
+    ),
+    ("message", made(Message, source=0, destination=1, source_box=BOX), "destination_box", [None, (0, 1)], TilingError),
+    ("completion", made(Completion, boxes=((BOX,), ())), "ranks", [*NO_INTEGERS, (0,)], TilingError),
+    ("completion", made(Completion, ranks=(0, 1)), "boxes", [*NO_LIST, ((BOX,),), (BOX, BOX), ((5,), ())], TilingError),
+    ("links", made(Links, latency=0), "bandwidth", [*NO_NUMBER, 0], BridgeError),
+    ("links", made(Links, bandwidth=1), "latency", NO_NUMBER, BridgeError),
+    (
+        "links",
+        made(Links, bandwidth=1, latency=0),
+        "shared",
+        [None, "x", 5, [5], ["x"], [[None]], [[-1]], [[0, 0]]],
+        BridgeError,
+    ),
+    ("links", LINKS.link_of, "rank", NO_COUNT, BridgeError),
+    (
+        "links",
+        LINKS.seconds,
+        "transfers",
+        [*NO_LIST, [5], [(0, 1)], [(0, 1, "x")], [(-1, 1, 5)], [(0, None, 5)]],
+        BridgeError,
+    ),
+    (
+        "graph",
+        ModuleGraph,
+        "modules",
+        [None, "x", 5, [], {}, ["a"], [5], {5: 1}, {"a": None}, {"a": 0}, {"a": True}],
+        ModuleGraphError,
+    ),
+    (
+        "graph",
+        made(ModuleGraph, modules={"a": 1}),
+        "edges",
+        [None, "x", 5, ["ab"], [5], {"a": 5}, {"a": "b"}, {5: ["a"]}, {"a": ["x"]}],
+        ModuleGraphError,
+    ),
+    ("graph", GRAPH.depth, "module", [*NO_TEXT, "x"], ModuleGraphError),
+    ("graph", made(GRAPH.stage, index=0), "module", [*NO_TEXT, "x"], ModuleGraphError),
+    ("graph", made(GRAPH.stage, module="a"), "index", [*NO_INTEGER, None, 1, -2], ModuleGraphError),
+    ("graph", GRAPH.module_of, "stage", [*NO_COUNT, 2], ModuleGraphError),
+    ("positions", made(Positions, placement=()), "ranks", [*NO_LIST, [5], [None], [[True]]], BridgeError),
+    ("positions", made(Positions, ranks=()), "placement", [*NO_LIST, [5], [None], [[1.5]]], BridgeError),
+    ("positions", positions, "graph", [None, "x", {"a": 1}, ModuleGraph], BridgeError),
+    ("positions", positions, "grids", [*NO_MAP, {}, {"a": ONE}, {"a": ONE, "b": None}], BridgeError),
+    (
+        "positions",
+        positions,
+        "stage_placement",
+        [*NO_MAP, {}, {"a": [0]}, {"a": [0], "b": [1]}, {"a": [0], "b": 0}],
+        BridgeError,
+    ),
+    ("sharded", Sharded, "axis", NO_TEXT, BridgeError),
+    ("sharded", made(Sharded, axis="s"), "order", [*NO_TEXT, "x"], BridgeError),
+    ("side", made(Side, base=0, dims=()), "name", NO_TEXT, BridgeError),
+    ("side", made(Side, name="s", dims=()), "base", NO_COUNT, BridgeError),
+    ("side", made(Side, name="s", base=0), "dims", [*NO_LIST, [None], ["dp"], [5]], BridgeError),
+    (
+        "side",
+        made(Side, name="s", base=0, dims=SRC.dims),
+        "lane_weights",
+        [*NO_INTEGERS[1:], (1,), (0, 0), (1, -1)],
+        LaneTotalsError,
+    ),
+    ("side", SRC.num_shards, "axis", NO_TEXT, BridgeError),
+    ("side", made(SRC.shard_of, axis="b"), "rank", [*NO_COUNT, 2], WrongSideError),
+    ("side", made(SRC.shard_of, rank=0), "axis", NO_TEXT, BridgeError),
+    ("side", SRC.lane_of, "rank", [*NO_COUNT, 2], WrongSideError),
+    ("side", DST.class_of, "rank", [*NO_COUNT, 0], WrongSideError),
+    ("side", SRC.intervals, "axis", NO_TEXT, BridgeError),
+    ("side", made(SRC.intervals, axis="b"), "lane_units", NO_INTEGERS[1:], LaneTotalsError),
+    ("boundary_side", a_side, "grid", NO_GRID, BridgeError),
+    ("boundary_side", a_side, "end", [*NO_TEXT, "src"], BridgeError),
+    ("boundary_side", a_side, "placements", NO_PLACEMENTS, BridgeError),
+    ("boundary_side", a_side, "name", NO_TEXT[1:], BridgeError),
+    ("boundary_side", a_side, "stage_dim", NO_TEXT, BridgeError),
+    ("boundary_side", a_side, "stage", [*NO_COUNT[:-2], -1, 2], BridgeError),
+    ("boundary_side", a_side, "lane_weights", [*NO_INTEGERS[1:], [1], [0, 0], [1, -1]], LaneTotalsError),
+    ("axis_names", axis_names, "ndim", [*NO_SIZE, 10**30], UndeclaredDimError),
+    ("axis_names", made(axis_names, ndim=3), "dim_mapping", [*NO_MAPPING, {}], UndeclaredDimError),
+    ("sizes", made(Sizes, axes=AXES), "shape", [*NO_INTEGERS, [], [4, 2], [4, 2, -1]], ShapeError),
+    (
+        "sizes",
+        made(Sizes, shape=(4, 2, 2)),
+        "axes",
+        [*NO_LIST, [], [None], "bsh", [["s"]], [["b", 5]], [["s"], ["h"], []]],
+        UndeclaredDimError,
+    ),
+    ("sizes", made(Sizes, shape=(4, 2, 2), axes=AXES), "src_lanes", [*NO_INTEGERS[1:], [1], [5, -1]], LaneTotalsError),
+    ("sizes", made(Sizes, shape=(4, 2, 2), axes=AXES), "dst_lanes", [*NO_INTEGERS[1:], [1], [5, -1]], LaneTotalsError),
+    ("sizes", made(Sizes, shape=(4, 2, 2), axes=AXES), "samples", [*NO_INTEGERS[1:], [1], [5, -1]], LaneTotalsError),
+    ("plan_reshard", a_plan, "src", NO_SIDE, BridgeError),
+    ("plan_reshard", a_plan, "dst", NO_SIDE, BridgeError),
+    ("plan_reshard", a_plan, "sizes", [None, (4, 2, 2), 5, Sizes], BridgeError),
+    ("plan_reshard", a_plan, "backward", NO_FLAG, BridgeError),
+    ("plan_reshard", a_plan, "strategy", NO_STRATEGY, BridgeError),
+    ("plan_reshard", a_plan, "itemsize", NO_SIZE, BridgeError),
+    ("plan_reshard", a_plan, "leader_below", NO_COUNT, BridgeError),
+    ("plan_reshard", a_plan, "links", NO_LINKS, BridgeError),
+    ("plan_reshard", a_plan, "rank", [*NO_INTEGER, -1], BridgeError),
+    ("routes", a_route, "src", NO_SIDE, BridgeError),
+    ("routes", a_route, "dst", NO_SIDE, BridgeError),
+    ("routes", a_route, "axes", [*NO_LIST, [], [None], "bsh", [["s"]]], UndeclaredDimError),
+    ("routes", a_route, "backward", NO_FLAG, BridgeError),
+    ("routes", a_route, "strategy", NO_STRATEGY, BridgeError),
+    ("routes", a_route, "rank", [*NO_INTEGER, -1], BridgeError),
+    ("plan", PLAN.source_shape, "rank", [*NO_COUNT, 2], WrongSideError),
+    ("plan", PLAN.destination_shape, "rank", [*NO_COUNT, 0], WrongSideError),
+    ("plan", PLAN.source_spans, "rank", [*NO_COUNT, 2], WrongSideError),
+    ("plan", PLAN.destination_spans, "rank", [*NO_COUNT, 0], WrongSideError),
+    ("plan", PLAN.sends, "rank", NO_COUNT, BridgeError),
+    ("plan", PLAN.receives, "rank", NO_COUNT, BridgeError),
+    ("plan", PLAN.bytes_sent, "rank", NO_COUNT, BridgeError),
+    ("plan", PLAN.bytes_received, "rank", NO_COUNT, BridgeError),
+    ("check_plan", check_plan, "plan", [None, "x", 5, [], ReshardPlan], TilingError),
+    ("edge options", EdgeOptions, "strategy", NO_STRATEGY, BridgeError),
+    ("edge options", EdgeOptions, "leader_below", NO_COUNT, BridgeError),
+    ("edge options", EdgeOptions, "links", NO_LINKS, BridgeError),
+    ("edge options", EdgeOptions, "backward", NO_FLAG, BridgeError),
+    ("edge options", EdgeOptions, "tensor_ndim", NO_SIZE[:8], BridgeError),
+    ("edge options", EdgeOptions, "dim_mapping", [*NO_MAP[1:], {"b": None}, {"b": True}], BridgeError),
+    ("edge options", EdgeOptions, "src_placements", [*NO_MAP[1:], {"dp": "b"}], BridgeError),
+    ("edge options", EdgeOptions, "dest_placements", [*NO_MAP[1:], {"dp": None}], BridgeError),
+    ("edge options", EdgeOptions, "src_lanes", NO_INTEGERS[1:], LaneTotalsError),
+    ("edge options", EdgeOptions, "dest_lanes", NO_INTEGERS[1:], LaneTotalsError),
+    ("slice", made(SliceInfo, size=1), "start", NO_COUNT, BridgeError),
+    ("slice", made(SliceInfo, start=0), "size", NO_COUNT, BridgeError),
+    ("module info", made(RankModuleInfo, pp_size=2), "pp_rank", [*NO_COUNT, 2], StageError),
+    ("module info", made(RankModuleInfo, pp_rank=0), "pp_size", NO_SIZE, StageError),
+    ("vtp topology", VTPTopology, "tp_sizes", [*NO_LIST, [], [0], [-1], [True], [None], [1.5]], VTPTopologyError),
+    ("vtp topology", a_topology, "dp", NO_SIZE, VTPTopologyError),
+    ("vtp topology", a_topology, "ring", NO_FLAG, VTPTopologyError),
+    (
+        "vtp topology",
+        a_topology,
+        "ranks",
+        [5, "x", object(), [[0]], [[0], [1]], [[0], [1, 0]], [[0], [1, True]], [[0], [1, -1]]],
+        VTPTopologyError,
+    ),
+    ("vtp topology", a_topology, "world_size", [*NO_SIZE[:10], 2], VTPTopologyError),
+    ("vtp topology", a_topology, "layout", [object(), 1.5, "x", 5, [], True], VTPTopologyError),
+    ("vtp topology", a_topology, "sequence_parallel", [None, 5, "x", [True], [1, 0], [None, None]], VTPTopologyError),
+    ("vtp topology", made(a_topology, sequence_parallel=True), "sequence_length", [*NO_SIZE[:10], 3], VTPTopologyError),
+    ("vtp topology", a_topology, "sequence_axis", NO_COUNT, VTPTopologyError),
+    ("vtp topology", VTP.check_world, "world_size", [*NO_SIZE, 2], VTPTopologyError),
+    ("vtp topology", VTP.replica, "index", [*NO_COUNT, 1], VTPTopologyError),
+    ("vtp topology", VTP.boundaries, "replica", [*NO_COUNT, 1], VTPTopologyError),
+    ("vtp topology", VTP.place_of, "rank", [*NO_COUNT, 3], VTPTopologyError),
+    ("vtp topology", made(VTP.hears_forward, is_end_stage=False), "stage", [*NO_COUNT, 2], VTPTopologyError),
+    ("vtp topology", made(VTP.hears_forward, stage=0), "is_end_stage", NO_FLAG, VTPTopologyError),
+    ("vtp topology", made(VTP.tells_forward, is_end_stage=False), "stage", [*NO_COUNT, 2], VTPTopologyError),
+    ("vtp topology", made(VTP.tells_forward, stage=0), "is_end_stage", NO_FLAG, VTPTopologyError),
+    ("vtp", VTPCommunicator, "topology", [None, [1], "x", VTP], VTPTopologyError),
+    ("vtp", made(VTPCommunicator, topology=VTPTopology([1])), "label", NO_TEXT, VTPTopologyError),
+    ("vtp", made(VTPCommunicator, topology=VTPTopology([1])), "config", [5, "x", {}, [1]], P2PConfigError),
+    ("vtp", made(VTPCommunicator, topology=VTPTopology([1])), "device", ["x", [], {}], P2PConfigError),
+    ("bridge", a_bridge, "src_grid", NO_GRID, BridgeError),
+    ("bridge", a_bridge, "dest_grid", NO_GRID, BridgeError),
+    ("bridge", a_bridge, "dim_mapping", NO_MAPPING, UndeclaredDimError),
+    ("bridge", a_bridge, "comm_dtype", ["float32", 5, torch.int32, object(), []], BridgeError),
+    ("bridge", a_bridge, "src_module_name", NO_TEXT[1:], BridgeError),
+    ("bridge", a_bridge, "dest_module_name", NO_TEXT[1:], BridgeError),
+    ("bridge", a_bridge, "tensor_ndim", [*NO_SIZE, 1, 10**30], UndeclaredDimError),
+    ("bridge", a_bridge, "src_placements", NO_PLACEMENTS, BridgeError),
+    ("bridge", a_bridge, "dest_placements", NO_PLACEMENTS, BridgeError),
+    ("bridge", a_bridge, "src_lanes", [*NO_INTEGERS[1:], [1, 1], [0], [-1]], LaneTotalsError),
+    ("bridge", a_bridge, "dest_lanes", [*NO_INTEGERS[1:], [1, 1], [0], [-1]], LaneTotalsError),
+    ("bridge", a_bridge, "strategy", NO_STRATEGY, BridgeError),
+    ("bridge", a_bridge, "leader_below", NO_COUNT, BridgeError),
+    ("bridge", a_bridge, "links", NO_LINKS, BridgeError),
+    ("bridge", a_bridge, "backward", NO_FLAG, BridgeError),
+    ("bridge", a_bridge, "shapes", [*NO_TEXT[1:], "x"], BridgeError),
+    ("bridge", a_bridge, "backend", NO_TEXT[1:], BridgeError),
+    ("bridge", a_bridge, "label", NO_TEXT[1:], BridgeError),
+    ("bridge", a_bridge, "stage_dim", NO_TEXT, BridgeError),
+    ("bridge", a_bridge, "src_stage", [*NO_INTEGER, -1, 1], BridgeError),
+    ("bridge", a_bridge, "dest_stage", [*NO_INTEGER, -1, 1], BridgeError),
+    ("bridge", a_bridge, "open", NO_FLAG, BridgeError),
+    ("bridge", a_bridge, "config", [5, "x", {}, [1]], P2PConfigError),
+    ("bridge", a_bridge, "device", ["x", [], {}], P2PConfigError),
+    ("bridge send", of_bridge("send_forward"), "tensor", [*NO_TENSOR, torch.zeros(2, 2)], ShapeError),
+    ("bridge send", made(of_bridge("isend_forward"), tensor=X), "samples", [*NO_INTEGERS[1:], [1]], BridgeError),
+    ("bridge send", of_bridge("send_forward_recv_backward"), "tensor", NO_TENSOR, ShapeError),
+    ("bridge send", received("send_backward"), "grad", [*NO_TENSOR[1:], X[0], X.double()], ShapeError),
+    ("bridge send", received("send_backward_recv_forward"), "grad", NO_TENSOR[1:], ShapeError),
+    ("bridge receive", of_bridge("irecv_forward"), "shape", NO_INTEGERS[1:], ShapeError),
+    ("bridge receive", received("irecv_backward"), "shape", NO_INTEGERS[1:], ShapeError),
+    (
+        "bridge lane",
+        made(of_bridge("lane"), source=0, destination=0),
+        "direction",
+        [None, "x", 5, [], True],
+        StageError,
+    ),
+    ("bridge lane", made(of_bridge("lane"), source=0, direction="F"), "destination", [1, 10**9], StageError),
+    ("bridge group", made(of_bridge("group"), what="complete/F"), "ranks", [*NO_INTEGERS, [0]], StageError),
+    ("bridge group", made(of_bridge("group"), ranks=[0]), "what", [*NO_TEXT, "x"], StageError),
+    ("bridge attach", of_bridge("attach"), "lanes", [None, {}, 5], BridgeError),
+    ("colocated", a_colocated, "src_grid", NO_GRID, BridgeError),
+    ("colocated", a_colocated, "dest_grid", NO_GRID, BridgeError),
+    ("colocated", a_colocated, "src_module_name", NO_TEXT, BridgeError),
+    ("colocated", a_colocated, "dest_module_name", NO_TEXT, BridgeError),
+    (
+        "colocated",
+        a_colocated,
+        "dim_mapping",
+        [*NO_MAP[1:], {"s": 1}, {"b": None}, {"b": -1}, {"b": True}],
+        BridgeError,
+    ),
+    ("colocated", a_colocated, "check_replicated", NO_FLAG, BridgeError),
+    ("colocated", a_colocated, "check_every", NO_COUNT, BridgeError),
+    ("colocated send", of_colocated("communicate"), "tensor", [*NO_TENSOR, torch.tensor(1.0)], ShapeError),
+    ("colocated slice", of_colocated("get_slice_info"), "batch_size", NO_COUNT, LaneTotalsError),
+    (
+        "network",
+        a_network,
+        "module_to_grid_map",
+        [*NO_MAP, {}, {"a": ONE}, {"a": ONE, "b": None}, {"a": ONE, "b": 5}],
+        ModuleGraphError,
+    ),
+    (
+        "network",
+        a_network,
+        "topology",
+        [*NO_MAP, {"a": "b"}, {"a": 5}, {"a": [None]}, {"a": ["x"]}, {"a": ["b"], "b": ["a"]}],
+        ModuleGraphError,
+    ),
+    ("network", a_network, "dim_mapping", [*NO_MAP[1:], {"b": None}, {"b": True}], BridgeError),
+    (
+        "network",
+        a_network,
+        "module_output_ndim",
+        [*NO_MAP[1:], {"x": 3}, {"a": None}, {"a": 0}, {"a": True}, {"a": 1}],
+        BridgeError,
+    ),
+    (
+        "network",
+        a_network,
+        "edges",
+        [*NO_MAP[1:4], ["x"], {"a": EdgeOptions()}, {("b", "a"): EdgeOptions()}, {("a", "b"): None}, {("a", "b"): {}}],
+        StageError,
+    ),
+    (
+        "network",
+        a_network,
+        "placements",
+        [*NO_MAP[1:], {"x": {}}, {"a": 5}, {"a": {"dp": "b"}}, {"a": ["dp"]}],
+        BridgeError,
+    ),
+    (
+        "network",
+        a_network,
+        "stage_placement",
+        [*NO_MAP[1:], {"x": [0]}, {"a": None}, {"a": 0}, {"a": [1]}, {"a": [True]}, {"a": []}],
+        (BridgeError, ModuleGraphError),
+    ),
+    ("network", a_network, "config", [5, "x", {}, [1]], P2PConfigError),
+    ("network", a_network, "device", ["x", [], {}], P2PConfigError),
+    ("network stages", total, "topology", [*NO_MAP, {"a": 5}, {"a": ["x"]}], ModuleGraphError),
+    ("network stages", total, "module_to_grid_map", [*NO_MAP, {}, {"a": ONE, "b": None}], ModuleGraphError),
+    ("network stages", total, "rank", [*NO_INTEGER, -1, 1], StageError),
+    ("network stages", made(total, rank=0), "module_name", ["x", 5, [], True], StageError),
+    ("network", of_network("is_current_rank_in_grid"), "grid", NO_GRID, BridgeError),
+    (
+        "network send",
+        made(of_network("isend"), edge=Edge(0, 1), direction=Direction.FORWARD),
+        "payload",
+        NO_TENSOR,
+        ShapeError,
+    ),
+    (
+        "network send",
+        made(of_network("isend"), payload=X, direction=Direction.FORWARD),
+        "edge",
+        [*NO_EDGE, Edge(1, 2)],
+        StageError,
+    ),
+    ("network send", made(of_network("isend"), payload=X, edge=Edge(0, 1)), "direction", NO_DIRECTION, StageError),
+    (
+        "network receive",
+        made(of_network("irecv"), direction=Direction.FORWARD),
+        "edge",
+        [*NO_EDGE, Edge(1, 2)],
+        StageError,
+    ),
+    ("network receive", made(of_network("irecv"), edge=Edge(0, 1)), "direction", NO_DIRECTION, StageError),
+    (
+        "network receive",
+        made(of_network("irecv"), edge=Edge(0, 1), direction=Direction.FORWARD),
+        "shapes",
+        NO_INTEGERS[1:],
+        ShapeError,
+    ),
+    (
+        "network both",
+        made(of_network("collective"), payload=X, direction=Direction.FORWARD),
+        "edge",
+        [*NO_EDGE, Edge(1, 2)],
+        StageError,
+    ),
+    ("network both", made(of_network("collective"), payload=X, edge=Edge(0, 1)), "direction", NO_DIRECTION, StageError),
+    ("network ranks", of_network("neighbours"), "edges", [*NO_LIST, [None], [(0, 1)], [Edge(1, 2)]], StageError),
+    ("network verb", of_module("send_forward"), "output_dict", [None, X, [X], 5], ShapeError),
+    ("network verb", of_module("send_forward"), "output_dict", [{"x": X}, {5: X}], MissingTensorError),
+    ("network verb", of_module("send_backward"), "grad_dict", [None, X, [X], 5], ShapeError),
+    ("network verb", made(of_module("send_forward"), output_dict={}), "is_last_stage", NO_FLAG, StageError),
+    ("network verb", of_module("recv_forward"), "is_first_stage", NO_FLAG, StageError),
+    ("network verb", of_module("recv_backward"), "is_last_stage", NO_FLAG, StageError),
+    ("network verb", made(of_module("send_backward"), grad_dict={}), "is_first_stage", NO_FLAG, StageError),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "values", "error"),
+    [
+        pytest.param(call, argument, values, error, id=f"{name}-{argument}")
+        for name, call, argument, values, error in REFUSED
+    ],
+)
+def test_what_an_argument_cannot_be_is_refused_in_words(call, argument, values, error):
+    for value in values:
+        with pytest.raises(error) as refused:
+            call(**{argument: value})
+        assert type(refused.value).__module__.startswith("pipegrid."), value
+        assert len(str(refused.value)) > 30, value  # what was given, and what may be
+
+
+def test_every_public_name_is_in_the_list_or_takes_nothing():
+    errors = {name for name in pipegrid.bridges.__all__ if name.endswith("Error")}
+    listed = {name for name in pipegrid.bridges.__all__ if name in globals()}
+    assert set(pipegrid.bridges.__all__) == errors | listed
+    assert (Replicated(), Partial()) == (Replicated(), Partial())
+    with pytest.raises(ValueError, match="'x' is not a valid BridgeDirection"):
+        BridgeDirection("x")
+
+
+def test_integers_of_other_libraries_are_integers():
+    one, two = torch.tensor(1), torch.tensor(2)
+    assert Box((0, one), (two, 2)) == Box((0, 1), (2, 2))
+    assert (
+        plan_reshard(SRC, DST, SIZES, itemsize=two, rank=one).messages == plan_reshard(SRC, DST, SIZES, rank=1).messages
+    )
+    assert ModuleGraph({"a": two}).num_stages == 2
+    assert VTPTopology([one, two]) == VTP
+    assert SRC.lane_of(one) == 1
+    assert axis_names(torch.tensor(3)) == AXES

@@ -87,7 +87,8 @@ class Lane(abc.ABC):
         The tensors must stay as they are until the handle is done.
 
         Raises:
-            P2PUsageError: this rank is not the source.
+            P2PUsageError: this rank is not the source; it is in no manifest; or it requires grad where the destination
+                was told that nothing does. Nothing was sent.
             P2PPayloadError: something in it cannot be sent as it is; nothing was sent.
             P2PMismatchError: it is not what was announced; nothing was sent, and the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.

@@ -394,7 +394,7 @@ class MultiModulePipelineCommunicator:
         self._require_alive()
         check_edge(edge, direction)
         bridge = self._bridge_of.get(edge)
-        if bridge is None and edge not in self.graph.stage_edges:
+        if not {edge.source, edge.destination} <= set(range(self.graph.num_stages)):
             self._inside(edge)  # says that there is no such edge
         if bridge is None or not (bridge.is_source or bridge.is_destination):
             raise StageError(f"there is no collective to take part in: {self._not_on(edge)}")

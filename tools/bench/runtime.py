@@ -55,7 +55,7 @@ class Part:
 
 def parts(quick: bool) -> dict[str, Part]:
     """The tables by name; ``quick``: as small as shows that they work."""
-    empty = {"microbatches": 8 if quick else 64, "rounds": 2 if quick else 25}
+    empty = {"microbatches": 8 if quick else 64, "rounds": 2 if quick else 75}
     sleeping = {"microbatches": 8 if quick else 16, "rounds": 1 if quick else 6, "seconds": 0.002 if quick else 0.006}
     training = {"microbatches": 8, "rounds": 1 if quick else 15}
     return {

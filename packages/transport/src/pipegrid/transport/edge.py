@@ -40,3 +40,5 @@ class Direction(enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+
+    __hash__ = object.__hash__  # members are single; Enum's own hashes their names, several times as slowly

@@ -13,13 +13,12 @@ import pytest
 
 @attrs.frozen
 class Session:
-    """The end of a pytest session: what it printed, and each test's outcome, text and seconds by name."""
+    """The end of a pytest session: what it printed, and each test's outcome, message and text by name."""
 
     status: int
     printed: str
     outcomes: dict[str, str]
     texts: dict[str, str]
-    seconds: dict[str, float]
 
 
 def run_session(directory: Path, source: str, *options: str, ini: str = "") -> Session:
@@ -49,15 +48,14 @@ def run_session(directory: Path, source: str, *options: str, ini: str = "") -> S
         timeout=600,  # against a hang, not a busy machine
         check=False,
     )
-    outcomes, texts, seconds = {}, {}, {}
+    outcomes, texts = {}, {}
     report = directory / "out.xml"
     for case in ET.parse(report).iter("testcase") if report.exists() else ():
         found = {child.tag: child.text or child.get("message") or "" for child in case}
         outcome = next((tag for tag in ("failure", "error", "skipped") if tag in found), "passed")
         outcomes[case.get("name")] = outcome
         texts[case.get("name")] = "\n".join(found.values())
-        seconds[case.get("name")] = float(case.get("time"))
-    return Session(status=done.returncode, printed=done.stdout, outcomes=outcomes, texts=texts, seconds=seconds)
+    return Session(status=done.returncode, printed=done.stdout, outcomes=outcomes, texts=texts)
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,10 @@ def test_all_reduce(ranks, i):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.nightly)])
-def test_two_hundred_take_less_than_a_minute(session, count):
+def test_many_tests_in_a_row(session, count):
     began = time.monotonic()
     done = session(MANY.format(count=count))
     seconds = time.monotonic() - began
     assert list(done.outcomes.values()) == ["passed"] * count, done.printed
-    if count == 200:
+    if count == 200:  # what is promised; on a machine with much else to do, nothing is
         assert seconds < MINUTE
-    else:  # the first one waits for torch; the others keep the pace
-        assert sum(list(done.seconds.values())[1:]) < MINUTE / 200 * count

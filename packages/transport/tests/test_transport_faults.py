@@ -193,19 +193,19 @@ class EndsAsTheLaneDoes:
 
 @pytest.mark.ranks(2)
 def test_a_transfer_that_comes_just_as_its_lane_ends_has_failed(ranks):
-    lanes = open_lanes([THERE, BACK], config=config())
-    if ranks.rank == 0:
-        for _ in range(2):
-            lanes[THERE].isend(torch.ones(SHAPE)).wait()
-        lanes[BACK].irecv().result()
-    else:
-        lanes[THERE].irecv().result()
-        last = lanes[THERE].irecv()
-        last.works = [EndsAsTheLaneDoes(work, lanes[THERE]) for work in last.works]
-        for _ in range(2):
-            with pytest.raises(P2PLaneDeadError, match="another thread gave up"):
-                last.result()
-        lanes[BACK].isend(torch.ones(SHAPE)).wait()
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        if ranks.rank == 0:
+            for _ in range(2):
+                lanes[THERE].isend(torch.ones(SHAPE)).wait()
+            lanes[BACK].irecv().result()
+        else:
+            lanes[THERE].irecv().result()
+            last = lanes[THERE].irecv()
+            last.works = [EndsAsTheLaneDoes(work, lanes[THERE]) for work in last.works]
+            for _ in range(2):
+                with pytest.raises(P2PLaneDeadError, match="another thread gave up"):
+                    last.result()
+            lanes[BACK].isend(torch.ones(SHAPE)).wait()
 
 
 @pytest.mark.ranks(2)

@@ -23,6 +23,7 @@ class TestUse:
             ranks.barrier()
 
     @pytest.mark.ranks(2)
+    @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
     def test_what_cannot_be_sent_is_refused_and_the_lane_lives(self, ranks):
         with open_lanes([THERE], config=config(pipeline_dtype=torch.float32)) as lanes:
             lane = lanes[THERE]
@@ -32,6 +33,7 @@ class TestUse:
                         torch.ones(2, 2).t(),
                         torch.ones(2, dtype=torch.float64),
                         torch.ones(2, device="meta"),
+                        torch.nested.nested_tensor([torch.ones(2)]),
                     ):
                         with pytest.raises(P2PPayloadError):
                             lane.isend(wrong)

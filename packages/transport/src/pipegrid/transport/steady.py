@@ -92,15 +92,18 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
         issue(tensors, transfer)
 
     def send(payload: Any) -> Transfer | None:
-        if (
-            lane.error is not None
-            or not isinstance(payload, Tensor)
-            or payload.shape != shape
-            or payload.dtype is not dtype
-            or not payload.is_cpu
-            or not payload.is_contiguous()
-            or payload.is_neg()  # of what lanes refuse, all that can have come so far
-        ):
+        try:
+            if (
+                lane.error is not None
+                or not isinstance(payload, Tensor)
+                or payload.shape != shape
+                or payload.dtype is not dtype
+                or not payload.is_cpu
+                or not payload.is_contiguous()
+                or payload.is_neg()  # of what lanes refuse, all that can have come so far
+            ):
+                return None
+        except RuntimeError:  # a nested tensor has no shape to ask for
             return None
         tensors = [payload.detach() if payload.requires_grad else payload]
         if held:

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from pipegrid.transport import Lane, LaneSpec, P2PCommunicator, P2PConfig, open_lanes
+from pipegrid.transport import Direction, Edge, Lane, LaneSpec, P2PCommunicator, P2PConfig, open_lanes
 
 BOUND = 1.15
 SIZES = (4 * 1024, 256 * 1024, 16 * 1024 * 1024)
@@ -247,12 +247,13 @@ def _measure(rank: int, device: torch.device, size: int, options: argparse.Names
     config = P2PConfig(deadline=TIMEOUT, receives_ahead=options.receives_ahead)
     with open_lanes(specs, config=config, device=device) as lanes:
         ends = [lanes[spec] for spec in specs]
-        groups = ends[0].group, ends[1].group
-        bare, bare_fresh = Bare(rank, *groups, data), Bare(rank, *groups, data, fresh=True)
+        bare, bare_fresh = (Bare(rank, ends[0].group, ends[1].group, data, fresh=fresh) for fresh in (False, True))
         ours, fresh = Ours(rank, ends, data, release=True), Ours(rank, ends, data, release=False)
         sides: list[tuple[Bare, Bare | Ours | Verbs]] = [(bare, ours), (bare_fresh, fresh), (bare, bare_fresh)]
         with closing(P2PCommunicator(None, attrs.evolve(config, pipeline_dtype=data.dtype), device=device)) as stage:
-            figures = [_compare(bare_fresh, Verbs(rank, stage, data), "ping_pong", options)]
+            there, back = (stage.lane(Edge(0, 1), direction).group for direction in Direction)
+            floor = Bare(rank, there, back, data, fresh=True)
+            figures = [_compare(floor, Verbs(rank, stage, data), "ping_pong", options)]
         figures += [_compare(*pair, verb, options) for verb in ("ping_pong", "stream") for pair in sides]
         return figures, _count(ours, exchanges=10)
 

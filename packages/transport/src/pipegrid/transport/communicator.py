@@ -67,8 +67,7 @@ class P2PCommunicator(EdgeLanes):
         if _is("is_first_stage", is_first_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
-        with self._timed("forward-recv"):
-            return self._finish(self._start("recv_prev", tensor_shapes))
+        return self._transfer("forward-recv", "recv_prev", tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
         """Receive the next gradient from the next rank; None on the last stage.
@@ -78,8 +77,7 @@ class P2PCommunicator(EdgeLanes):
         if _is("is_last_stage", is_last_stage):
             return None
         self._require_receivable(tensor_shapes, "recv_next")
-        with self._timed("backward-recv"):
-            return self._finish(self._start("recv_next", tensor_shapes))
+        return self._transfer("backward-recv", "recv_next", tensor_shapes)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
         """Send an activation to the next rank; nothing on the last stage.
@@ -94,8 +92,7 @@ class P2PCommunicator(EdgeLanes):
             P2PError: otherwise, as for `recv_forward`.
         """
         if not _is("is_last_stage", is_last_stage):
-            with self._timed("forward-send"):
-                self._finish(self._start("send_next", output_tensors))
+            self._transfer("forward-send", "send_next", output_tensors)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
         """Send a gradient to the previous rank; nothing on the first stage.
@@ -103,8 +100,7 @@ class P2PCommunicator(EdgeLanes):
         Arguments and errors as for `send_forward`.
         """
         if not _is("is_first_stage", is_first_stage):
-            with self._timed("backward-send"):
-                self._finish(self._start("send_prev", input_tensor_grads))
+            self._transfer("backward-send", "send_prev", input_tensor_grads)
 
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any = None, is_last_stage: bool = False
@@ -219,6 +215,13 @@ class P2PCommunicator(EdgeLanes):
 
     # Under them: transfers by the names of their handles
 
+    def _transfer(self, label: str, name: str, value: Any) -> Any:
+        """One transfer from its start to its end; what it received, if it is a receive."""
+        if self.config.timers is None:
+            return self._finish(self._start(name, value))
+        with self._timed(label):
+            return self._finish(self._start(name, value))
+
     def _exchange(self, **parts: tuple[Any] | None) -> dict[str, Any]:
         """Start what is given and wait for it; the payloads of the receives."""
         started = self._start_all(**parts)
@@ -252,10 +255,10 @@ class P2PCommunicator(EdgeLanes):
 
     def _finish(self, transfer: Any) -> Any:
         """Wait for a transfer; what it received, if it is a receive."""
-        transfer.wait()
+        received = transfer.wait() if transfer.sending else transfer.result()
         if self.config.batch_p2p_sync:
             transfer.synchronize()
-        return None if transfer.sending else transfer.payload
+        return received
 
     @cached_property
     def _of_name(self) -> dict[str, Lane]:
@@ -275,7 +278,7 @@ class P2PCommunicator(EdgeLanes):
 
     def _require_receivable(self, shapes: Any, flag: str) -> None:
         """The errors of a receive that lacks what it needs, before anything is sent."""
-        if self.config.shape_mode in ("header", "manifest"):
+        if self._takes_any_receive:
             return
         if self.config.pipeline_dtype is None:
             subject = "pipeline_dtype" if flag == "recv_prev" else "dtype"
@@ -283,11 +286,17 @@ class P2PCommunicator(EdgeLanes):
                 f"{subject} must be provided if {flag} is True: set pipeline_dtype in the config, or "
                 f"variable_seq_lengths=True to agree on dtypes at run time"
             )
-        if shapes is None and self.config.shape_mode == "given":
+        if shapes is None:
             raise P2PUsageError(
                 f"tensor_shape must be specified if {flag} is True. "
                 f"Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
             )
+
+    @cached_property
+    def _takes_any_receive(self) -> bool:
+        """Whether nothing can be lacking: dtypes are agreed with the shapes, or known, and shapes need not be given."""
+        mode = self.config.shape_mode
+        return mode in ("header", "manifest") or (self.config.pipeline_dtype is not None and mode != "given")
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
         timers = self.config.timers

@@ -22,14 +22,14 @@ def shown(value: object) -> str:
     return text if value is None or isinstance(value, (bool, int, float, str)) else f"{text} ({type(value).__name__})"
 
 
-def index_of(value: object) -> int | None:
+def index_of(value: Any) -> int | None:
     """``value`` as an int: the integers of numpy and torch are integers, booleans of any library are not."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # torch has errors of its own for tensors that are no index
         return None
 
@@ -43,7 +43,7 @@ def as_integer(value: object, what: str, *, least: int, most: int | None = None,
     return number
 
 
-def as_integers(value: object, what: str, *, error: ErrorType = BridgeError) -> tuple[int, ...]:
+def as_integers(value: Any, what: str, *, error: ErrorType = BridgeError) -> tuple[int, ...]:
     """``value``, which lists integers; whether they may be negative is for the caller to say."""
     listed = as_tuple(value, what, "integers", error=error)
     numbers = tuple(map(index_of, listed))
@@ -66,12 +66,12 @@ def as_text(value: object, what: str, *, error: ErrorType = BridgeError) -> str:
     return value
 
 
-def as_tuple(value: object, what: str, of: str, *, error: ErrorType = BridgeError) -> tuple[Any, ...]:
+def as_tuple(value: Any, what: str, of: str, *, error: ErrorType = BridgeError) -> tuple[Any, ...]:
     """``value``, which lists things; a text lists none, and a set has no order that all ranks agree on."""
     disordered = isinstance(value, AbstractSet) and not isinstance(value, KeysView)
     if not isinstance(value, (str, bytes, Mapping)) and not disordered:
         try:
-            return tuple(value)  # type: ignore[arg-type]
+            return tuple(value)
         except TypeError:
             pass
     raise error(f"{what} is {shown(value)}; it must be a list of {of}")
@@ -97,14 +97,14 @@ def as_kind(
     return value
 
 
-def check_grid(grid: object, what: str, *, error: ErrorType = BridgeError) -> None:
+def check_grid(grid: Any, what: str, *, error: ErrorType = BridgeError) -> None:
     """Refuse what has not the arithmetic of a grid: as many sizes as names of dims, and a first rank."""
     if not all(hasattr(grid, name) for name in ("shape", "dim_names", "rank_offset")) or isinstance(grid, type):
         raise error(f"{what} is {shown(grid)}; it must be a grid: a HyperCommGrid, or what has its attributes")
-    sizes = as_integers(grid.shape, f"the shape of {what}", error=error)  # type: ignore[attr-defined]
-    names = as_tuple(grid.dim_names, f"the dim_names of {what}", "names", error=error)  # type: ignore[attr-defined]
+    sizes = as_integers(grid.shape, f"the shape of {what}", error=error)
+    names = as_tuple(grid.dim_names, f"the dim_names of {what}", "names", error=error)
     for name in names:
         as_text(name, f"a dim of {what}", error=error)
     if len(sizes) != len(names) or min(sizes, default=1) < 1 or len(set(names)) != len(names):
         raise error(f"{what} has dims {list(names)} of sizes {list(sizes)}; give each dim its own name, and at least 1")
-    as_integer(grid.rank_offset, f"the rank_offset of {what}", least=0, error=error)  # type: ignore[attr-defined]
+    as_integer(grid.rank_offset, f"the rank_offset of {what}", least=0, error=error)

@@ -38,14 +38,14 @@ def number_below(name: str, value: object, size: int) -> int:
     raise LayoutError(f"{name} must be a whole number from 0 to {size - 1}, got {shown(value)}")
 
 
-def _index(value: object) -> int | None:
+def _index(value: Any) -> int | None:
     if type(value) is int:
         return value
     # A boolean of any library has a dtype that says so, and some have an index all the same.
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # torch has errors of its own for tensors that are no index
         return None
 

@@ -23,14 +23,14 @@ def shown(value: object) -> str:
     return text if value is None or isinstance(value, (bool, int, float, str)) else f"{text} ({type(value).__name__})"
 
 
-def index_of(value: object) -> int | None:
+def index_of(value: Any) -> int | None:
     """``value`` as an int: the integers of numpy and torch are integers, booleans of any library are not."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # torch has errors of its own for tensors that are no index
         return None
 
@@ -60,12 +60,12 @@ def as_text(value: object, what: str, *, error: ErrorType) -> str:
     return value
 
 
-def as_tuple(value: object, what: str, of: str, *, error: ErrorType, ordered: bool = True) -> tuple[Any, ...]:
+def as_tuple(value: Any, what: str, of: str, *, error: ErrorType, ordered: bool = True) -> tuple[Any, ...]:
     """``value``, which lists things; a text lists none, and a set has no order that all ranks agree on."""
     disordered = ordered and isinstance(value, AbstractSet) and not isinstance(value, KeysView)
     if not isinstance(value, (str, bytes)) and not disordered:
         try:
-            return tuple(value)  # type: ignore[arg-type]
+            return tuple(value)
         except TypeError:
             pass
     raise error(f"{what} is {shown(value)}; it must be a list of {of}")

@@ -217,7 +217,7 @@ class P2PCommunicator(EdgeLanes):
 
     def _transfer(self, label: str, name: str, value: Any) -> Any:
         """One transfer from its start to its end; what it received, if it is a receive."""
-        if self.config.timers is None:
+        if self.config.timers is None:  # of a small message's latency, a context that does nothing is a part as well
             return self._finish(self._start(name, value))
         with self._timed(label):
             return self._finish(self._start(name, value))
@@ -255,7 +255,11 @@ class P2PCommunicator(EdgeLanes):
 
     def _finish(self, transfer: Any) -> Any:
         """Wait for a transfer; what it received, if it is a receive."""
-        received = transfer.wait() if transfer.sending else transfer.result()
+        received = None
+        if transfer.sending:
+            transfer.wait()
+        else:
+            received = transfer.result()
         if self.config.batch_p2p_sync:
             transfer.synchronize()
         return received

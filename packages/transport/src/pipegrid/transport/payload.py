@@ -62,8 +62,7 @@ def _flatten(payload: Any, tensors: list[Tensor]) -> Tree:
             remedy = f"{name}(value)" + (" or value._asdict()" if hasattr(payload, "_asdict") else "")
             raise P2PPayloadError(
                 f"a payload holds an instance of {type(payload).__name__}, a kind of {name} that the other side "
-                f"cannot rebuild; "
-                f"send {remedy}, and make the {type(payload).__name__} there"
+                f"cannot rebuild; send {remedy}, and make the {type(payload).__name__} there"
             )
     raise P2PPayloadError(
         f"a payload holds a {type(payload).__name__}; it is made of tensors, None, and lists, tuples and dicts of them"

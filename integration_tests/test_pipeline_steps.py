@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.schedules import SCHEDULES, Forwarded, PipelineRuntime, lower
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.forward_backward import (
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )

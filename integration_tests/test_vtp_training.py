@@ -10,8 +10,8 @@ from torch import nn
 from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Forwarded, PipelineRuntime, lower, multi_module_1f1b, verify
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.forward_backward import forward_backward_pipelining_without_interleaving
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.step_functions import forward_backward_pipelining_without_interleaving
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import P2PConfig
 

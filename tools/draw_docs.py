@@ -11,14 +11,14 @@ from pathlib import Path
 from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.catalogue import find_schedule
-from pipegrid.schedules.costs import Costs
-from pipegrid.schedules.drawing import timeline
 from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.schedules.generators.registry import find_schedule
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.simulation import simulate
-from pipegrid.schedules.svg import svg
-from pipegrid.schedules.timelines import Timeline
+from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.schedules.timeline.sources import timeline
+from pipegrid.schedules.timeline.svg import svg
+from pipegrid.schedules.timeline.timeline import Timeline
 
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts" / "timelines"
 

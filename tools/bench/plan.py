@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pipegrid.schedules.costs import Costs
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import (
     dualpipe_v,
@@ -30,10 +29,11 @@ from pipegrid.schedules.generators import (
     zero_bubble_v_order,
 )
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.plan_text import from_text
-from pipegrid.schedules.simulation import simulate
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.plan.text import from_text
+from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.schedules.verify.verify import verify
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from attrs import evolve
 from digit_reader.modules import LANGUAGE
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import SCHEDULES, Action, ActionKind, Plan, compute_plan, lower, step_plan, verify
-from pipegrid.schedules.actions import backward, forward
 from pipegrid.schedules.generators.shapes import looped_placement
+from pipegrid.schedules.plan.actions import backward, forward
 from pipegrid.transport.edge import Edge
 
 ANY_GRAPH: Final = "1f1b"

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 from attrs import evolve, frozen
 
-from pipegrid.bridges.side import Partial, Replicated, Sharded, boundary_side
-from pipegrid.bridges.sizes import Sizes, axis_names
+from pipegrid.bridges.reshard.side import Partial, Replicated, Sharded, boundary_side
+from pipegrid.bridges.reshard.sizes import Sizes, axis_names
 
 MOST = 8
 DIMS = ("tp", "cp", "dp", "pp", "ep")

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.links import Links
-from pipegrid.bridges.reshard import plan_reshard
-from pipegrid.bridges.side import boundary_side
-from pipegrid.bridges.sizes import Sizes, axis_names
+from pipegrid.bridges.reshard.links import Links
+from pipegrid.bridges.reshard.plan import plan_reshard
+from pipegrid.bridges.reshard.side import boundary_side
+from pipegrid.bridges.reshard.sizes import Sizes, axis_names
 
 SOURCES, DESTINATIONS = (0, 1), (2, 3, 4, 5)
 MEGABYTE = Sizes((4, 64, 1024), axes=axis_names(3))

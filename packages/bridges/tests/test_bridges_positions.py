@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.positions import Positions, collective_edges, positions_of
-from pipegrid.bridges.side import Partial, boundary_side
+from pipegrid.bridges.multimodule.positions import Positions, collective_edges, positions_of
+from pipegrid.bridges.reshard.side import Partial, boundary_side
 from pipegrid.transport.edge import Edge
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.bridges.box import Box, shares
-from pipegrid.bridges.cuts import local_shape
 from pipegrid.bridges.errors import BridgeError, LaneTotalsError, ShapeError, TilingError, UndeclaredDimError
-from pipegrid.bridges.reshard import Message, plan_reshard, routes
-from pipegrid.bridges.side import Partial, Replicated, Sharded, boundary_side
-from pipegrid.bridges.sizes import Sizes, axis_names
-from pipegrid.bridges.tiling import check_plan
+from pipegrid.bridges.reshard.box import Box, shares
+from pipegrid.bridges.reshard.cuts import local_shape
+from pipegrid.bridges.reshard.plan import Message, plan_reshard, routes
+from pipegrid.bridges.reshard.prove import check_plan
+from pipegrid.bridges.reshard.side import Partial, Replicated, Sharded, boundary_side
+from pipegrid.bridges.reshard.sizes import Sizes, axis_names
 
 BSH = axis_names(3)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipegrid.bridges.errors import CompletionError, DestroyedError, ShapeError, StageError, VTPTopologyError
-from pipegrid.bridges.vtp import VTPCommunicator
-from pipegrid.bridges.vtp_topology import VTPTopology
+from pipegrid.bridges.vtp.communicator import VTPCommunicator
+from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Edge

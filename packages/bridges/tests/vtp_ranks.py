@@ -7,8 +7,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.vtp import VTPCommunicator
-from pipegrid.bridges.vtp_topology import VTPTopology
+from pipegrid.bridges.vtp.communicator import VTPCommunicator
+from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 

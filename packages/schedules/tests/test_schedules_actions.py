@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipegrid.schedules.actions import COMPUTES, MESSAGES, Action, ActionKind, parse_action
 from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.plan.actions import COMPUTES, MESSAGES, Action, ActionKind, parse_action
 from pipegrid.transport.edge import Direction, Edge
 
 NUMBERS = st.integers(0, 10**9 - 1)

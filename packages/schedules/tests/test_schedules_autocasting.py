@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules.config import PipelineConfig
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.forward_backward import forward_backward_no_pipelining
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.step_functions import forward_backward_no_pipelining
 
 
 class Model(nn.Linear):

@@ -12,14 +12,14 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from pipegrid.schedules.__main__ import main
-from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
-from pipegrid.schedules.comparison import compare
-from pipegrid.schedules.costs import Costs
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan_csv import from_csv
-from pipegrid.schedules.plan_text import from_text
-from pipegrid.schedules.simulation import simulate
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
+from pipegrid.schedules.plan.csv import from_csv
+from pipegrid.schedules.plan.text import from_text
+from pipegrid.schedules.search.compare import compare
+from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.schedules.verify.verify import verify
 
 CROSSED = """\
 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1

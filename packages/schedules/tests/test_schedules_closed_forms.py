@@ -10,7 +10,6 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules.costs import Costs
 from pipegrid.schedules.generators import (
     dualpipe_v,
     forward_only,
@@ -25,7 +24,8 @@ from pipegrid.schedules.generators import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from pipegrid.schedules.simulation import simulate
+from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.simulate.simulation import simulate
 
 from . import ticks
 

@@ -8,13 +8,13 @@ import pytest
 from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.actions import Action, ActionKind
-from pipegrid.schedules.collectives import check_collectives
 from pipegrid.schedules.errors import PlanMismatchError
-from pipegrid.schedules.fitting import require_runnable
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.runtime.collectives import check_collectives
+from pipegrid.schedules.runtime.preflight import require_runnable
+from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 
 GRAPH = ModuleGraph({"enc": 1, "llm": 2}, {"enc": ["llm"]})

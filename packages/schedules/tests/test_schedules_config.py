@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from attrs import fields
 
-from pipegrid.schedules.config import PipelineConfig, checked_option, option
+from pipegrid.schedules.megatron.config import PipelineConfig, checked_option, option
 from pipegrid.transport.errors import P2PConfigError
 
 COUNTS = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules.costs import Costs, CostsError, OtherCutError, costs_from_json, costs_to_json
+from pipegrid.schedules.simulate.costs import Costs, CostsError, OtherCutError, costs_from_json, costs_to_json
 from pipegrid.transport.edge import Edge
 
 

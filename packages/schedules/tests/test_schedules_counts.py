@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.schedules import forward_only_order, interleaved_1f1b, one_f_one_b_order
-from pipegrid.schedules.actions import ActionKind
-from pipegrid.schedules.counts import (
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.megatron.counts import (
     check_first_val_step,
     convert_schedule_table_to_order,
     get_pp_rank_microbatches,
     get_schedule_table,
     get_tensor_shapes,
 )
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.plan.actions import ActionKind
 
 SMALL = st.integers(1, 8)
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipegrid.schedules.cutting import divide, outline_of
-from pipegrid.schedules.split_backward import backward_inputs, backward_weights
+from pipegrid.schedules.autograd.partition import divide, outline_of
+from pipegrid.schedules.autograd.split_backward import backward_inputs, backward_weights
 
 from .custom_functions import Scale
 

@@ -24,14 +24,14 @@ from zlib import crc32
 
 import pytest
 
-from pipegrid.schedules.checking import PositionCheck
-from pipegrid.schedules.creation import check_creation
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.marks import Marks
-from pipegrid.schedules.plan_text import step_text
-from pipegrid.schedules.rules import Rules
-from pipegrid.schedules.verification import list_faults, verify
+from pipegrid.schedules.plan.text import step_text
+from pipegrid.schedules.verify.creation import check_creation
+from pipegrid.schedules.verify.event_ids import Marks
+from pipegrid.schedules.verify.position import PositionCheck
+from pipegrid.schedules.verify.table import Rules
+from pipegrid.schedules.verify.verify import list_faults, verify
 
 from .explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
 from .mutations import Alphabet, single_mutations

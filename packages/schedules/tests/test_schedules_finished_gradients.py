@@ -14,17 +14,17 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from pipegrid.schedules.catalogue import SCHEDULES
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.forward_backward import (
+from pipegrid.schedules.generators.registry import SCHEDULES
+from pipegrid.schedules.gradients.reduce import reduce_gradients
+from pipegrid.schedules.gradients.tied import tie_parameters, tied_stages
+from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.step_functions import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from pipegrid.schedules.gradients import reduce_gradients
-from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
-from pipegrid.schedules.tied_parameters import tie_parameters, tied_stages
+from pipegrid.schedules.runtime.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import P2PCommunicator
 
 WORDS, WIDTH = 7, 4

@@ -12,15 +12,15 @@ from attrs import field, frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.forward_backward import (
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, AnnouncedShapesError, StageOutputError
+from pipegrid.schedules.megatron.step_functions import (
     StepArgumentError,
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from pipegrid.schedules.runtime import PipelineError
-from pipegrid.schedules.seed_shapes import AnnouncedShapes, AnnouncedShapesError, StageOutputError
+from pipegrid.schedules.runtime.runtime import PipelineError
 from pipegrid.transport.errors import P2PConfigError
 
 WIDTH = 4

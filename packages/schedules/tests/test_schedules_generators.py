@@ -25,8 +25,8 @@ from pipegrid.schedules import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from pipegrid.schedules.actions import ActionKind
-from pipegrid.schedules.dependencies import compute_dates, unit_duration
+from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.schedules.verify.dataflow import compute_dates, unit_duration
 
 from .schedules_plans import FLAT, LOOPED, U_SHAPED, V_SHAPED, compute_plans
 

@@ -14,12 +14,12 @@ from attrs import frozen
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.schedules.actions import ActionKind
-from pipegrid.schedules.catalogue import SCHEDULES
-from pipegrid.schedules.costs import Costs
+from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
-from pipegrid.schedules.search import greedy
+from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.schedules.runtime.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.search.greedy import greedy
+from pipegrid.schedules.simulate.costs import Costs
 
 WIDTH = 4
 DEADLINE = 20.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
+from pipegrid.schedules.gradients.reduce import GradientError, clip_grad_norm_, reduce_gradients
 
 
 @frozen

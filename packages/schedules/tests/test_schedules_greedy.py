@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.catalogue import SCHEDULES
-from pipegrid.schedules.costs import Costs, CostsError
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b, v_half, v_min, zero_bubble_v
-from pipegrid.schedules.list_scheduling import Problem, list_schedule, policies
+from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan import chain
-from pipegrid.schedules.search import candidates, greedy
-from pipegrid.schedules.simulation import simulate
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.plan.plan import chain
+from pipegrid.schedules.search.greedy import candidates, greedy
+from pipegrid.schedules.search.list_scheduler import Problem, list_schedule, policies
+from pipegrid.schedules.simulate.costs import Costs, CostsError
+from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.counts import get_pp_rank_microbatches
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.forward_backward import get_forward_backward_func
 from pipegrid.schedules.generators import interleaved_1f1b
-from pipegrid.schedules.interleaving import forward_backward_pipelining_with_interleaving, interleaved_plan
-from pipegrid.schedules.seed_shapes import AnnouncedShapesError
-from pipegrid.schedules.seed_step import StepArgumentError
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
+from pipegrid.schedules.megatron.interleaving import forward_backward_pipelining_with_interleaving, interleaved_plan
+from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
+from pipegrid.schedules.megatron.step import StepArgumentError
+from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
+from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.errors import P2PConfigError
 
 WIDTH = 4

@@ -20,7 +20,7 @@ from pipegrid.schedules import (
     scale_loss,
     unscale_gradients_,
 )
-from pipegrid.schedules.loss_scale import fixed, from_state, to_state, updated
+from pipegrid.schedules.gradients.loss_scale import fixed, from_state, to_state, updated
 from pipegrid.transport import P2PCommunicator
 
 

@@ -23,7 +23,7 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_v,
 )
-from pipegrid.schedules.actions import ActionKind, forward
+from pipegrid.schedules.plan.actions import ActionKind, forward
 from pipegrid.transport.edge import Edge
 
 from .schedules_plans import compute_plans, random_module_plan

@@ -18,8 +18,8 @@ from pipegrid.schedules import (
     reduce_gradients,
     zero_main_grads,
 )
-from pipegrid.schedules.main_grad import accumulated, add_gradient
-from pipegrid.schedules.tied_parameters import tie_parameters
+from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient
+from pipegrid.schedules.gradients.tied import tie_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 

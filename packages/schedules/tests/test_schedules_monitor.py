@@ -23,8 +23,8 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.control import Control, Failure, where_all_stand
-from pipegrid.schedules.device_marks import DeviceMarks
+from pipegrid.schedules.monitor.control import Control, Failure, where_all_stand
+from pipegrid.schedules.monitor.device_progress import DeviceMarks
 
 from .conftest import MemoryCommunicator, Network, in_threads
 

@@ -5,7 +5,7 @@ from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import Group, Lane, Plan, PlanError, chain, lower, multi_module_1f1b, one_f_one_b
-from pipegrid.schedules.actions import Action, ActionKind, backward, forward
+from pipegrid.schedules.plan.actions import Action, ActionKind, backward, forward
 from pipegrid.transport.edge import Direction, Edge
 
 SEND = Action(ActionKind.SEND_F, 0, 0, Edge(0, 1))

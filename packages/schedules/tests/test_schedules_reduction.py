@@ -8,9 +8,9 @@ from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.gradients import GradientError
-from pipegrid.schedules.reduction import ReductionError, settle_reduction
+from pipegrid.schedules.gradients.policy import ReductionError, settle_reduction
+from pipegrid.schedules.gradients.reduce import GradientError
+from pipegrid.schedules.megatron.config import PipelineConfig
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
 TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})

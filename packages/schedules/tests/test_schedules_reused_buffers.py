@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.schedules.actions import ActionKind
-from pipegrid.schedules.catalogue import SCHEDULES
+from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.schedules.runtime.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
 WIDTH = 5

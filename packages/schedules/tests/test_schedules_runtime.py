@@ -9,20 +9,20 @@ import torch
 from attrs import define
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.actions import parse_action
-from pipegrid.schedules.catalogue import SCHEDULES
-from pipegrid.schedules.costs import Costs
-from pipegrid.schedules.drawing import timeline
 from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.generators import gpipe, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_h1
-from pipegrid.schedules.hooks import ProfilerRanges
+from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.recorder import Recorder
-from pipegrid.schedules.recording import Recording
-from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
-from pipegrid.schedules.search import greedy
-from pipegrid.schedules.timelines import TimelineError
+from pipegrid.schedules.plan.actions import parse_action
+from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.runtime.hooks import ProfilerRanges
+from pipegrid.schedules.runtime.recorder import Recorder
+from pipegrid.schedules.runtime.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.search.greedy import greedy
+from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.timeline.recording import Recording
+from pipegrid.schedules.timeline.sources import timeline
+from pipegrid.schedules.timeline.timeline import TimelineError
 from pipegrid.transport.edge import Edge
 
 

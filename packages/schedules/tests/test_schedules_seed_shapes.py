@@ -12,14 +12,14 @@ from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.config import PipelineConfig
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.forward_backward import (
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.shapes import StageOutputError, expected_shape
+from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from pipegrid.schedules.runtime import PipelineError
-from pipegrid.schedules.seed_shapes import StageOutputError, expected_shape
+from pipegrid.schedules.runtime.runtime import PipelineError
 
 HIDDEN = 4
 

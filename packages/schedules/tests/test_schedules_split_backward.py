@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.schedules.cutting import divide, outline_of, trunk_of
-from pipegrid.schedules.split_backward import WeightHalf, backward_inputs, backward_weights
-from pipegrid.schedules.splitting_refused import SplitBackwardError, require_splittable
+from pipegrid.schedules.autograd.partition import divide, outline_of, trunk_of
+from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
+from pipegrid.schedules.autograd.unsplittable import SplitBackwardError, require_splittable
 
 from .custom_functions import Scale
 

@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.actions import ActionKind
-from pipegrid.schedules.catalogue import SCHEDULES
 from pipegrid.schedules.generators import gpipe, multi_module_1f1b, zero_bubble_h1
+from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.schedules.runtime.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Direction
 
 WIDTH = 8

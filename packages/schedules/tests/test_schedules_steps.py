@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules.backward_steps import backward_step, custom_backward, deallocate_output_tensor
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.engine import shape_of_gradient
+from pipegrid.schedules.autograd.engine import shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.steps import (
+from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.forward import (
     LossError,
     forward_step,
     forward_step_calc_loss,

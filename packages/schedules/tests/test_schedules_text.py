@@ -20,7 +20,7 @@ from pipegrid.schedules import (
     to_json,
     to_text,
 )
-from pipegrid.schedules.json_reading import locate
+from pipegrid.schedules.plan.json_reading import locate
 from pipegrid.transport.edge import Edge
 
 from .schedules_plans import compute_plans, lowered_module_plan

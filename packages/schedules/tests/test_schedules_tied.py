@@ -28,10 +28,10 @@ from pipegrid.schedules import (
     verify,
     with_reduce,
 )
-from pipegrid.schedules.gradients import GradientError
-from pipegrid.schedules.reduction import ReductionError, settle_ties
-from pipegrid.schedules.tied_parameters import TieMark
-from pipegrid.schedules.tying import stages_here, tie_groups
+from pipegrid.schedules.gradients.policy import ReductionError, settle_ties
+from pipegrid.schedules.gradients.reduce import GradientError
+from pipegrid.schedules.gradients.tied import TieMark
+from pipegrid.schedules.gradients.tying import stages_here, tie_groups
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
 from pipegrid.transport import P2PCommunicator
 

@@ -22,11 +22,11 @@ from pipegrid.schedules import (
     timeline,
     zero_bubble_v,
 )
-from pipegrid.schedules.ascii import ascii_timeline
-from pipegrid.schedules.colours import COLOURS, tint
-from pipegrid.schedules.perfetto import perfetto, write_perfetto
-from pipegrid.schedules.svg import svg, write_svg
-from pipegrid.schedules.timelines import (
+from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.colours import COLOURS, tint
+from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
+from pipegrid.schedules.timeline.svg import svg, write_svg
+from pipegrid.schedules.timeline.timeline import (
     Counter,
     Flow,
     Span,

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
-from pipegrid.schedules.engine import run_backward
+from pipegrid.schedules.autograd.engine import run_backward
 
 
 def product(rows=3, width=4):

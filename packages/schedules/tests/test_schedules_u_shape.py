@@ -24,7 +24,7 @@ from pipegrid.schedules import (
     u_shape_counts,
     verify,
 )
-from pipegrid.schedules.catalogue import find_schedule
+from pipegrid.schedules.generators.registry import find_schedule
 from pipegrid.schedules.generators.shapes import Counter
 from pipegrid.transport.edge import Edge
 

@@ -21,7 +21,7 @@ from pipegrid.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from pipegrid.schedules.actions import parse_action
+from pipegrid.schedules.plan.actions import parse_action
 from pipegrid.transport.edge import Direction
 
 # 1F1B on two positions by hand, right; tests change it.

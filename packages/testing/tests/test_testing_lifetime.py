@@ -115,7 +115,7 @@ def test_no_process_outlives_a_template_that_is_killed(hanging):
 STARTS = """
 import sys, time
 from pipegrid.testing.pool import Pool
-from pipegrid.testing.wire import Hello
+from pipegrid.testing.messages import Hello
 
 pool = Pool(Hello(options={}, args=(), directory="", path=tuple(sys.path)), passthrough=False)
 pool.start()

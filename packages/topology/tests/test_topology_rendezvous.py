@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore
 
 from pipegrid.topology import GroupCreationTimeoutError
-from pipegrid.topology._rendezvous import meet
+from pipegrid.topology.rendezvous import meet
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
 

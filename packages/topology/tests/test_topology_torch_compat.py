@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipegrid.topology import GroupSpec, GroupSpecError, WorldSizeUnknownError, create_groups, destroy_groups
-from pipegrid.topology import _torch_compat as compat
+from pipegrid.topology import torch_compat as compat
 
 
 @pytest.fixture

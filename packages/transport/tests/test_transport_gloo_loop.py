@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.transport import LaneSpec, open_lanes
-from pipegrid.transport.gloo_loop import BACKEND, one_loop
+from pipegrid.transport.backends.gloo_loop import BACKEND, one_loop
 
 SPECS = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 0, "a"), LaneSpec(1, 0, "b")]
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
-from pipegrid.transport.neighbours import Neighbours, Talk
+from pipegrid.transport.handshake import Neighbours, Talk
 
 
 class Plain:

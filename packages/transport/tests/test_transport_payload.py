@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipegrid.transport import P2PPayloadError, P2PUsageError, is_single_shape
 from pipegrid.transport.payload import carried, check_sendable, flatten, signature_of, unflatten
-from pipegrid.transport.recipe import Wish, cook
+from pipegrid.transport.receive_buffers import Wish, cook
 from pipegrid.transport.stats import Tally
 
 CPU = torch.device("cpu")

@@ -23,10 +23,10 @@ from pipegrid.transport import (
     P2PUsageError,
     pipeline_lanes,
 )
-from pipegrid.transport.agreement import Agreement
 from pipegrid.transport.config import as_config
+from pipegrid.transport.message import Signature, TensorSpec, decode, encode, leaves
 from pipegrid.transport.pipeline_lanes import direction_lane
-from pipegrid.transport.signature import Signature, TensorSpec, decode, encode, leaves
+from pipegrid.transport.shape_contract import Agreement
 
 
 class TestLaneSpec:

@@ -22,7 +22,7 @@ from pipegrid.transport import (
     opening,
     wire,
 )
-from pipegrid.transport.streamed_lane import StreamedLane
+from pipegrid.transport.backends.nccl import StreamedLane
 
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0

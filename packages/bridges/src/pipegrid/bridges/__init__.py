@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipegrid.bridges.box import Box
 from pipegrid.bridges.errors import (
     BridgeError,
     CompletionError,
@@ -26,21 +25,22 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.bridges.links import Links
-from pipegrid.bridges.modules import EdgeOptions
-from pipegrid.bridges.positions import Positions, positions_of
-from pipegrid.bridges.reshard import Completion, Message, ReshardPlan, plan_reshard, routes
-from pipegrid.bridges.side import Partial, Replicated, Sharded, Side, boundary_side
-from pipegrid.bridges.sizes import Sizes, axis_names
-from pipegrid.bridges.tiling import check_plan
-from pipegrid.bridges.vtp_topology import VTPTopology
+from pipegrid.bridges.multimodule.modules import EdgeOptions
+from pipegrid.bridges.multimodule.positions import Positions, positions_of
+from pipegrid.bridges.reshard.box import Box
+from pipegrid.bridges.reshard.links import Links
+from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan, plan_reshard, routes
+from pipegrid.bridges.reshard.prove import check_plan
+from pipegrid.bridges.reshard.side import Partial, Replicated, Sharded, Side, boundary_side
+from pipegrid.bridges.reshard.sizes import Sizes, axis_names
+from pipegrid.bridges.vtp.topology import VTPTopology
 
 if TYPE_CHECKING:
-    from pipegrid.bridges.bridge import BridgeCommunicator
+    from pipegrid.bridges.bridge.communicator import BridgeCommunicator
     from pipegrid.bridges.colocated import BridgeDirection, ColocatedBridgeCommunicator, SliceInfo
-    from pipegrid.bridges.module_part import RankModuleInfo
-    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
-    from pipegrid.bridges.vtp import VTPCommunicator
+    from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator
+    from pipegrid.bridges.multimodule.rank_modules import RankModuleInfo
+    from pipegrid.bridges.vtp.communicator import VTPCommunicator
 
 __all__ = [
     "Box",
@@ -88,13 +88,13 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "BridgeCommunicator": "bridge",
+    "BridgeCommunicator": "bridge.communicator",
     "BridgeDirection": "colocated",
     "ColocatedBridgeCommunicator": "colocated",
-    "MultiModulePipelineCommunicator": "multimodule",
-    "RankModuleInfo": "module_part",
+    "MultiModulePipelineCommunicator": "multimodule.communicator",
+    "RankModuleInfo": "multimodule.rank_modules",
     "SliceInfo": "colocated",
-    "VTPCommunicator": "vtp",
+    "VTPCommunicator": "vtp.communicator",
 }
 
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
+from pipegrid.bridges.bridge.steps import copy_locally, gather_flat, pack, start_completions, unpack
+from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.checks import as_flag, as_integer, as_text, check_grid, shown
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
-from pipegrid.bridges.modules import ranks_of
+from pipegrid.bridges.multimodule.modules import ranks_of
 from pipegrid.bridges.replication import ReplicationCheck
-from pipegrid.bridges.reshard import ReshardPlan, plan_reshard
-from pipegrid.bridges.side import BATCH, GridLike, boundary_side
-from pipegrid.bridges.sizes import Sizes, as_axis_of, axis_names
-from pipegrid.bridges.steps import copy_locally, gather_flat, pack, start_completions, unpack
-from pipegrid.bridges.wiring import group_spec
+from pipegrid.bridges.reshard.plan import ReshardPlan, plan_reshard
+from pipegrid.bridges.reshard.side import BATCH, GridLike, boundary_side
+from pipegrid.bridges.reshard.sizes import Sizes, as_axis_of, axis_names
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from pipegrid.layout.checks import whole_number
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.grammar import LayerType
-from pipegrid.layout.writer import write_stage
+from pipegrid.layout.text import write_stage
 
 if TYPE_CHECKING:
-    from pipegrid.layout.layer_layout import PipelineParallelLayerLayout
+    from pipegrid.layout.layout import PipelineParallelLayerLayout
 
 
 def check_ends(layout: PipelineParallelLayerLayout) -> None:

@@ -11,21 +11,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipegrid.schedules.actions import Action, ActionKind
-from pipegrid.schedules.ascii import ascii_timeline
-from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
-from pipegrid.schedules.comparison import compare, comparison_table
-from pipegrid.schedules.config import PipelineConfig
-from pipegrid.schedules.control import DisagreementError
-from pipegrid.schedules.costs import Costs, CostsError, costs_from_json, costs_to_json
-from pipegrid.schedules.counts import (
-    check_first_val_step,
-    convert_schedule_table_to_order,
-    get_pp_rank_microbatches,
-    get_schedule_table,
-    get_tensor_shapes,
-)
-from pipegrid.schedules.drawing import timeline
 from pipegrid.schedules.errors import (
     DataEndedError,
     Fault,
@@ -68,59 +53,74 @@ from pipegrid.schedules.generators import (
     zero_bubble_v,
     zero_bubble_v_order,
 )
-from pipegrid.schedules.loss_scale import LossScale, LossScaleError
+from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
+from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError
+from pipegrid.schedules.gradients.tying import TyingError, with_reduce
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.perfetto import write_perfetto
-from pipegrid.schedules.placing import step_plan
-from pipegrid.schedules.plan import Group, Lane, Plan, Step, actions_of, chain, compute_plan
-from pipegrid.schedules.plan_csv import from_csv, to_csv
-from pipegrid.schedules.plan_json import from_json, to_json
-from pipegrid.schedules.plan_text import from_text, to_text
-from pipegrid.schedules.recording import Aside, Recorded, Recording, Track
-from pipegrid.schedules.search import greedy
-from pipegrid.schedules.simulation import Simulation, simulate, unit_costs
-from pipegrid.schedules.svg import write_svg
-from pipegrid.schedules.timelines import Counter, Flow, Span, Timeline, TimelineError, scaled
-from pipegrid.schedules.tying import TyingError, with_reduce
-from pipegrid.schedules.verification import Proof, verify
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.counts import (
+    check_first_val_step,
+    convert_schedule_table_to_order,
+    get_pp_rank_microbatches,
+    get_schedule_table,
+    get_tensor_shapes,
+)
+from pipegrid.schedules.megatron.place import step_plan
+from pipegrid.schedules.monitor.control import DisagreementError
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.csv import from_csv, to_csv
+from pipegrid.schedules.plan.json import from_json, to_json
+from pipegrid.schedules.plan.plan import Group, Lane, Plan, Step, actions_of, chain, compute_plan
+from pipegrid.schedules.plan.text import from_text, to_text
+from pipegrid.schedules.search.compare import compare, comparison_table
+from pipegrid.schedules.search.greedy import greedy
+from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json, costs_to_json
+from pipegrid.schedules.simulate.simulation import Simulation, simulate, unit_costs
+from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.perfetto import write_perfetto
+from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
+from pipegrid.schedules.timeline.sources import timeline
+from pipegrid.schedules.timeline.svg import write_svg
+from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, TimelineError, scaled
+from pipegrid.schedules.verify.verify import Proof, verify
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.backward_steps import backward_step, custom_backward, deallocate_output_tensor
-    from pipegrid.schedules.forward_backward import (
-        forward_backward_no_pipelining,
-        forward_backward_pipelining_with_interleaving,
-        forward_backward_pipelining_without_interleaving,
-        get_forward_backward_func,
-    )
-    from pipegrid.schedules.gradients import GradientError, clip_grad_norm_, reduce_gradients
-    from pipegrid.schedules.hooks import Hook, MessageHook, ProfilerRanges
-    from pipegrid.schedules.loss_scaler import LossScaler, scale_loss, unscale_gradients_
-    from pipegrid.schedules.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
-    from pipegrid.schedules.monitor import JobFailedError, Monitor, MonitorError
-    from pipegrid.schedules.output_layer import (
+    from pipegrid.schedules.autograd.unsplittable import SplitBackwardError
+    from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
+    from pipegrid.schedules.gradients.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
+    from pipegrid.schedules.gradients.output_layer import (
         DeferralError,
         clear_embedding_activation_buffer,
         finish_embedding_wgrad_compute,
         output_linear,
     )
-    from pipegrid.schedules.recorder import Recorder
-    from pipegrid.schedules.reduction import ReductionError
-    from pipegrid.schedules.runtime import (
+    from pipegrid.schedules.gradients.policy import ReductionError
+    from pipegrid.schedules.gradients.reduce import GradientError, clip_grad_norm_, reduce_gradients
+    from pipegrid.schedules.gradients.tied import TiedParameters, tie_parameters, tied_stages
+    from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
+    from pipegrid.schedules.megatron.forward import (
+        LossError,
+        forward_step,
+        forward_step_calc_loss,
+        set_current_microbatch,
+    )
+    from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
+    from pipegrid.schedules.megatron.step_functions import (
+        forward_backward_no_pipelining,
+        forward_backward_pipelining_with_interleaving,
+        forward_backward_pipelining_without_interleaving,
+        get_forward_backward_func,
+    )
+    from pipegrid.schedules.monitor.monitor import JobFailedError, Monitor, MonitorError
+    from pipegrid.schedules.runtime.hooks import Hook, MessageHook, ProfilerRanges
+    from pipegrid.schedules.runtime.recorder import Recorder
+    from pipegrid.schedules.runtime.runtime import (
         Forwarded,
         PipelineError,
         PipelineRuntime,
         Stage,
         position_of,
     )
-    from pipegrid.schedules.seed_shapes import AnnouncedShapesError
-    from pipegrid.schedules.splitting_refused import SplitBackwardError
-    from pipegrid.schedules.steps import (
-        LossError,
-        forward_step,
-        forward_step_calc_loss,
-        set_current_microbatch,
-    )
-    from pipegrid.schedules.tied_parameters import TiedParameters, tie_parameters, tied_stages
 
 __all__ = [
     "SCHEDULES",
@@ -262,48 +262,48 @@ __all__ = [
 ]
 
 _TORCH_HALF = {
-    "forward_backward_no_pipelining": "forward_backward",
-    "forward_backward_pipelining_with_interleaving": "forward_backward",
-    "forward_backward_pipelining_without_interleaving": "forward_backward",
-    "get_forward_backward_func": "forward_backward",
-    "GradientError": "gradients",
-    "clip_grad_norm_": "gradients",
-    "reduce_gradients": "gradients",
-    "JobFailedError": "monitor",
-    "Monitor": "monitor",
-    "MonitorError": "monitor",
-    "Hook": "hooks",
-    "MessageHook": "hooks",
-    "ProfilerRanges": "hooks",
-    "Recorder": "recorder",
-    "Forwarded": "runtime",
-    "PipelineError": "runtime",
-    "PipelineRuntime": "runtime",
-    "Stage": "runtime",
-    "position_of": "runtime",
-    "AnnouncedShapesError": "seed_shapes",
-    "LossScaler": "loss_scaler",
-    "scale_loss": "loss_scaler",
-    "unscale_gradients_": "loss_scaler",
-    "MainGradError": "main_grad",
-    "accumulate_in_main_grad": "main_grad",
-    "zero_main_grads": "main_grad",
-    "DeferralError": "output_layer",
-    "clear_embedding_activation_buffer": "output_layer",
-    "finish_embedding_wgrad_compute": "output_layer",
-    "output_linear": "output_layer",
-    "ReductionError": "reduction",
-    "TiedParameters": "tied_parameters",
-    "tie_parameters": "tied_parameters",
-    "tied_stages": "tied_parameters",
-    "SplitBackwardError": "splitting_refused",
-    "LossError": "steps",
-    "backward_step": "backward_steps",
-    "custom_backward": "backward_steps",
-    "deallocate_output_tensor": "backward_steps",
-    "forward_step": "steps",
-    "forward_step_calc_loss": "steps",
-    "set_current_microbatch": "steps",
+    "forward_backward_no_pipelining": "megatron.step_functions",
+    "forward_backward_pipelining_with_interleaving": "megatron.step_functions",
+    "forward_backward_pipelining_without_interleaving": "megatron.step_functions",
+    "get_forward_backward_func": "megatron.step_functions",
+    "GradientError": "gradients.reduce",
+    "clip_grad_norm_": "gradients.reduce",
+    "reduce_gradients": "gradients.reduce",
+    "JobFailedError": "monitor.monitor",
+    "Monitor": "monitor.monitor",
+    "MonitorError": "monitor.monitor",
+    "Hook": "runtime.hooks",
+    "MessageHook": "runtime.hooks",
+    "ProfilerRanges": "runtime.hooks",
+    "Recorder": "runtime.recorder",
+    "Forwarded": "runtime.runtime",
+    "PipelineError": "runtime.runtime",
+    "PipelineRuntime": "runtime.runtime",
+    "Stage": "runtime.runtime",
+    "position_of": "runtime.runtime",
+    "AnnouncedShapesError": "megatron.shapes",
+    "LossScaler": "gradients.loss_scaler",
+    "scale_loss": "gradients.loss_scaler",
+    "unscale_gradients_": "gradients.loss_scaler",
+    "MainGradError": "gradients.main_grad",
+    "accumulate_in_main_grad": "gradients.main_grad",
+    "zero_main_grads": "gradients.main_grad",
+    "DeferralError": "gradients.output_layer",
+    "clear_embedding_activation_buffer": "gradients.output_layer",
+    "finish_embedding_wgrad_compute": "gradients.output_layer",
+    "output_linear": "gradients.output_layer",
+    "ReductionError": "gradients.policy",
+    "TiedParameters": "gradients.tied",
+    "tie_parameters": "gradients.tied",
+    "tied_stages": "gradients.tied",
+    "SplitBackwardError": "autograd.unsplittable",
+    "LossError": "megatron.forward",
+    "backward_step": "megatron.backward",
+    "custom_backward": "megatron.backward",
+    "deallocate_output_tensor": "megatron.backward",
+    "forward_step": "megatron.forward",
+    "forward_step_calc_loss": "megatron.forward",
+    "set_current_microbatch": "megatron.forward",
 }
 
 

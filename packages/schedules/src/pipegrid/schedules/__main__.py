@@ -9,24 +9,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipegrid.schedules.ascii import ascii_timeline
-from pipegrid.schedules.catalogue import SCHEDULES, find_schedule
-from pipegrid.schedules.comparison import COMPARED, compare, comparison_table
-from pipegrid.schedules.costs import Costs, CostsError, costs_from_json
-from pipegrid.schedules.drawing import timeline
 from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
 from pipegrid.schedules.generators.shapes import check_sizes
-from pipegrid.schedules.limits import as_limit
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.perfetto import write_perfetto
-from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.plan_csv import from_csv, to_csv
-from pipegrid.schedules.plan_json import from_json, to_json
-from pipegrid.schedules.plan_text import from_text, to_text
-from pipegrid.schedules.search import greedy
-from pipegrid.schedules.simulation import simulate
-from pipegrid.schedules.svg import write_svg
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.plan.csv import from_csv, to_csv
+from pipegrid.schedules.plan.json import from_json, to_json
+from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.plan.text import from_text, to_text
+from pipegrid.schedules.search.compare import COMPARED, compare, comparison_table
+from pipegrid.schedules.search.greedy import greedy
+from pipegrid.schedules.search.limits import as_limit
+from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json
+from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.perfetto import write_perfetto
+from pipegrid.schedules.timeline.sources import timeline
+from pipegrid.schedules.timeline.svg import write_svg
+from pipegrid.schedules.verify.verify import verify
 
 USAGE = 2
 REFUSED = 1

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
-from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Group, Plan, Step
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.plan import Group, Plan, Step
 from pipegrid.transport.edge import Edge
 
 

@@ -11,13 +11,13 @@ from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules.actions import Action, ActionKind
 from pipegrid.schedules.arguments import as_number, require_choice, require_function
-from pipegrid.schedules.dependencies import Dates, F, Transfer, W, compute_dates, transfers, unit_duration
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.grouping import reductions, tied_groups, with_collectives
-from pipegrid.schedules.plan import Plan, Step, require_plan
-from pipegrid.schedules.verification import verify
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.plan import Plan, Step, require_plan
+from pipegrid.schedules.verify.dataflow import Dates, F, Transfer, W, compute_dates, transfers, unit_duration
+from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Direction, Edge
 
 Receives: TypeAlias = Literal["late", "early"]

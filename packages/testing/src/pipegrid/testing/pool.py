@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 from attrs import define, evolve, field
 
 from pipegrid.testing.errors import PoolError
-from pipegrid.testing.wire import Channel, Exited, Fork, Forked, Hello, Ready, Signal, Stopped, frame
+from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Hello, Ready, Signal, Stopped, frame
 
 _M = TypeVar("_M")
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from pipegrid.testing.follow import Run, run_test
 from pipegrid.testing.items import name_in_file
+from pipegrid.testing.messages import Hello, Job, Warned, is_plain
 from pipegrid.testing.pool import Pool
 from pipegrid.testing.report import failure_text
-from pipegrid.testing.run import Run, run_test
 from pipegrid.testing.settings import settings_of
-from pipegrid.testing.wire import Hello, Job, Warned, is_plain
 
 _POOL = pytest.StashKey[Pool]()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from pipegrid.testing.faults import Fault, InjectedFault, check_rank
-from pipegrid.testing.wire import Channel, FaultFired, FaultPlanned, Position
+from pipegrid.testing.messages import Channel, FaultFired, FaultPlanned, Position
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
-from pipegrid.testing.run import GRACE, RankRecord, Run, State
+from pipegrid.testing.follow import GRACE, RankRecord, Run, State
 
 _WIDTH = 100
 

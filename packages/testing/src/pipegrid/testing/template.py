@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipegrid.testing.wire import Channel, Exited, Fork, Forked, Ready, Signal, Stopped
+from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Ready, Signal, Stopped
 
 _PR_SET_PDEATHSIG = 1
 

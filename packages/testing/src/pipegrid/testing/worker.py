@@ -21,10 +21,7 @@ from pathlib import Path
 import pytest
 
 from pipegrid.testing.items import faults_of, name_in_file
-from pipegrid.testing.outcome import RankTest
-from pipegrid.testing.ranks import Ranks
-from pipegrid.testing.stacks import stacks
-from pipegrid.testing.wire import (
+from pipegrid.testing.messages import (
     AskStacks,
     Channel,
     Cleaned,
@@ -36,6 +33,9 @@ from pipegrid.testing.wire import (
     Started,
     Warned,
 )
+from pipegrid.testing.ranks import Ranks
+from pipegrid.testing.stacks import stacks
+from pipegrid.testing.verdict import RankTest
 from pipegrid.testing.world import end_world, loopback_only, make_world, watch_leaks
 
 # Dumps every stack from a signal handler, to a file of its own, for a thread that sits in C++ and keeps the GIL.

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
+from pipegrid.testing.messages import Channel, Job
 from pipegrid.testing.ranks import Ranks
-from pipegrid.testing.wire import Channel, Job
 
 # NCCL refuses two ranks on one GPU before this version.
 _NCCL_SHARED_GPU = (2, 30)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
 from pipegrid.topology.data_lanes import data_lane, lane_samples, lane_sizes
+from pipegrid.topology.describe import describe
 from pipegrid.topology.errors import (
     CoordinateError,
     GridShapeError,
@@ -26,9 +27,8 @@ from pipegrid.topology.errors import (
     ViewError,
     WorldSizeUnknownError,
 )
-from pipegrid.topology.grid import GroupRequest, HyperCommGrid
 from pipegrid.topology.group_spec import GroupSpec, creation_order
-from pipegrid.topology.picture import describe
+from pipegrid.topology.hyper_comm_grid import GroupRequest, HyperCommGrid
 from pipegrid.topology.placement import place
 from pipegrid.topology.relations import Relation, relation
 from pipegrid.topology.roles import MIMO_LANGUAGE_MODULE_KEY, ModuleLayout, ModuleStageInfo, RankRole

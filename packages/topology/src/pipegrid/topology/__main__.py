@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pipegrid.topology.picture import describe
+from pipegrid.topology.describe import describe
 from pipegrid.topology.placement import place
 
 _MODULE = re.compile(r"(?P<name>[^@:=,]+)(@(?P<offset>\d+))?:(?P<dims>[^=,]+=\d+(,[^=,]+=\d+)*)")

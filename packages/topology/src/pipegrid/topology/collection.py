@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from pipegrid.topology._checks import as_kind, as_mapping, as_text, shown
 from pipegrid.topology.errors import RoleError
-from pipegrid.topology.grid import HyperCommGrid
+from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.roles import MIMO_LANGUAGE_MODULE_KEY
 
 if TYPE_CHECKING:

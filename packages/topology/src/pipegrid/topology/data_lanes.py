@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from pipegrid.topology._checks import as_dims, as_integer, as_kind, as_tuple, index_of
-from pipegrid.topology._world import resolve_rank
 from pipegrid.topology.errors import GridShapeError
-from pipegrid.topology.grid import HyperCommGrid
+from pipegrid.topology.hyper_comm_grid import HyperCommGrid
+from pipegrid.topology.world import resolve_rank
 
 _MOST_LANES = 1 << 24  # the sizes of all lanes are listed, and no world has so many ranks
 

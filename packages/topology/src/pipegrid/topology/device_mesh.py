@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipegrid.topology._checks import as_kind, as_text
 from pipegrid.topology.errors import GridShapeError
-from pipegrid.topology.grid import Dims, GroupRequest, HyperCommGrid
 from pipegrid.topology.grid_groups import adopt
+from pipegrid.topology.hyper_comm_grid import Dims, GroupRequest, HyperCommGrid
 
 
 def to_device_mesh(

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from attrs import define
 from torch.distributed import ProcessGroup
 
-from pipegrid.topology import _torch_compat as compat
+from pipegrid.topology import torch_compat as compat
 from pipegrid.topology._checks import as_kind, shown
 from pipegrid.topology.errors import GridShapeError, GroupExistsError
-from pipegrid.topology.grid import Dims, GroupRequest, HyperCommGrid, as_requests
 from pipegrid.topology.group_spec import GroupSpec
+from pipegrid.topology.hyper_comm_grid import Dims, GroupRequest, HyperCommGrid, as_requests
 from pipegrid.topology.process_groups import GroupOptions, create_each, destroy_groups, group_options
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 from pipegrid.topology._checks import as_integer, as_mapping, as_names, as_tuple
-from pipegrid.topology._world import resolve_world_size
 from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.factorization import Factorization
-from pipegrid.topology.grid import HyperCommGrid
+from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.relations import Relation, relation
 from pipegrid.topology.table import text_table
+from pipegrid.topology.world import resolve_world_size
 
 
 def place(

@@ -14,11 +14,11 @@ from attrs import frozen
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pipegrid.topology import _torch_compat as compat
+from pipegrid.topology import torch_compat as compat
 from pipegrid.topology._checks import as_integer, as_kind, as_text, as_timeout, as_tuple
-from pipegrid.topology._rendezvous import meet
 from pipegrid.topology.errors import GroupSpecError, WorldSizeUnknownError
 from pipegrid.topology.group_spec import GroupSpec, creation_order
+from pipegrid.topology.rendezvous import meet
 
 
 @frozen(eq=False, slots=False)

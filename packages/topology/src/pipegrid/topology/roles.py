@@ -11,10 +11,10 @@ from attrs import field, frozen
 from attrs.converters import optional
 
 from pipegrid.topology._checks import as_flag, as_kind, as_mapping, as_names, as_text
-from pipegrid.topology._world import resolve_rank
 from pipegrid.topology.errors import RankNotInGridError, RoleError
-from pipegrid.topology.grid import HyperCommGrid
+from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.relations import Relation, relation
+from pipegrid.topology.world import resolve_rank
 
 MIMO_LANGUAGE_MODULE_KEY = "language"
 """The name of the language module in every map of modules."""

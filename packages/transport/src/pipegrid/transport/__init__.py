@@ -21,9 +21,9 @@ from pipegrid.transport.errors import (
     P2PTimeoutError,
     P2PUsageError,
 )
-from pipegrid.transport.lane_spec import LaneSpec
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
 from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle, ReusableReceive
+from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.stats import LaneStats
 
 if TYPE_CHECKING:

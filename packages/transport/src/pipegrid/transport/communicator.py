@@ -12,7 +12,7 @@ from pipegrid.transport.edge_lanes import EdgeLanes
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.handle import Transfer
 from pipegrid.transport.lane import Lane
-from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.spec import LaneSpec
 
 _RECEIVES = ("recv_prev", "recv_next")
 # In the order in which they are started and waited for. Receives first: on the other side, too, everything was posted

@@ -14,8 +14,8 @@ from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.handle import ReceiveTransfer, Transfer
+from pipegrid.transport.handshake import Neighbours
 from pipegrid.transport.lane import Lane
-from pipegrid.transport.neighbours import Neighbours
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
 from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed

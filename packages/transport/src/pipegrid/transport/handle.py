@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from pipegrid.transport.lane import Lane
-    from pipegrid.transport.recipe import Recipe, Wish
-    from pipegrid.transport.signature import Signature
+    from pipegrid.transport.message import Signature
+    from pipegrid.transport.receive_buffers import Recipe, Wish
 
 
 class State(enum.Enum):

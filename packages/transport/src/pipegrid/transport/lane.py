@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipegrid.transport.agreement import Agreement
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import (
     P2PError,
@@ -24,14 +23,15 @@ from pipegrid.transport.errors import (
     P2PUsageError,
 )
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import check_sendable, flatten, signature_of
-from pipegrid.transport.recipe import Recipe, Wish, cook
-from pipegrid.transport.signature import Signature
+from pipegrid.transport.receive_buffers import Recipe, Wish, cook
+from pipegrid.transport.shape_contract import Agreement
+from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.stats import LaneStats, Tally
 
 if TYPE_CHECKING:
-    from pipegrid.transport.issue import Issuer
+    from pipegrid.transport.batch import Issuer
 
 # Where shapes vary, recipes are kept for so many of them.
 _RECIPES_KEPT = 64

@@ -24,6 +24,11 @@ from pipegrid.topology import (
     create_groups,
     destroy_groups,
 )
+from pipegrid.transport.backends.gloo import WaitedLane
+from pipegrid.transport.backends.gloo_loop import one_loop
+from pipegrid.transport.backends.local import LocalLane
+from pipegrid.transport.backends.nccl import StreamedLane
+from pipegrid.transport.batch import Issuer
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.errors import (
     LaneSpecError,
@@ -33,17 +38,12 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.gloo_loop import one_loop
-from pipegrid.transport.issue import Issuer
+from pipegrid.transport.handshake import Neighbours, Talk
 from pipegrid.transport.lane import Lane
-from pipegrid.transport.lane_spec import LaneSpec
-from pipegrid.transport.local_lane import LocalLane
-from pipegrid.transport.neighbours import Neighbours, Talk
+from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import flatten, signature_of
 from pipegrid.transport.progress import Progress
-from pipegrid.transport.signature import Signature
-from pipegrid.transport.streamed_lane import StreamedLane
-from pipegrid.transport.waited_lane import WaitedLane
+from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.wire import Communicator, Wire, post
 
 _DROPPED = (

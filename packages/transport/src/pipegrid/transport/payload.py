@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipegrid.transport.errors import P2PPayloadError
-from pipegrid.transport.signature import Signature, TensorSpec, Tree
+from pipegrid.transport.message import Signature, TensorSpec, Tree
 
 # Backends send these under their own dtype; the others travel as bytes.
 _WIRE_DTYPES = frozenset({

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.errors import LaneSpecError, P2PUsageError
-from pipegrid.transport.lane_spec import LaneSpec
+from pipegrid.transport.spec import LaneSpec
 
 
 def direction_lane(source_stage_rank: int, destination_stage_rank: int, direction: Direction) -> LaneSpec:

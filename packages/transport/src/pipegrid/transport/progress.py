@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from pipegrid.transport.issue import Issuer
+from pipegrid.transport.batch import Issuer
 from pipegrid.transport.lane import Lane
 
 _TICK_SECONDS = 0.05

@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPayloadError, P2PPeerError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.lane import Lane
+from pipegrid.transport.message import Signature, decode, encode
 from pipegrid.transport.payload import carried, flatten, signature_of
-from pipegrid.transport.recipe import Recipe
-from pipegrid.transport.signature import Signature, decode, encode
-from pipegrid.transport.turns import Turns
+from pipegrid.transport.receive_buffers import Recipe
+from pipegrid.transport.wait_lock import Turns
 from pipegrid.transport.wire import Parcel, Wire, post, timedelta_of
 
 # Past its deadline the progress thread ends a transfer, with a note to the other side; should it be late, the

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
+from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import dtype_of
-from pipegrid.transport.recipe import Recipe, Wish, over_old_memory
-from pipegrid.transport.signature import Signature
+from pipegrid.transport.receive_buffers import Recipe, Wish, over_old_memory
 
 if TYPE_CHECKING:
-    from pipegrid.transport.waited_lane import WaitedLane
+    from pipegrid.transport.backends.gloo import WaitedLane
 
 
 # Of messages up to here the next buffer is made beforehand: to make one then would cost more than to move it does.

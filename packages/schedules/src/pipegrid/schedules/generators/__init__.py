@@ -6,7 +6,7 @@ since a position puts its ``W`` where it waits for others.
 
 from __future__ import annotations
 
-from pipegrid.schedules.generators.building_blocks import (
+from pipegrid.schedules.generators.controllable_memory import (
     v_half,
     v_half_order,
     v_min,
@@ -24,7 +24,7 @@ from pipegrid.schedules.generators.multi_module import (
     multi_module_1f1b,
     multi_module_1f1b_order,
 )
-from pipegrid.schedules.generators.one_pass import (
+from pipegrid.schedules.generators.one_stage import (
     gpipe,
     gpipe_order,
     one_f_one_b,

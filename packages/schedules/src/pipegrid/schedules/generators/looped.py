@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipegrid.schedules.actions import backward, forward
 from pipegrid.schedules.arguments import require_integer
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import (
@@ -12,7 +11,8 @@ from pipegrid.schedules.generators.shapes import (
     check_sizes,
     looped_placement,
 )
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan.actions import backward, forward
+from pipegrid.schedules.plan.plan import Plan
 
 
 def interleaved_1f1b(

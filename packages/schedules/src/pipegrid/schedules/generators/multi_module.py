@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.actions import Action, backward, forward
 from pipegrid.schedules.arguments import require_items
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, check_sizes
-from pipegrid.schedules.plan import Plan, compute_plan, require_graph
-from pipegrid.schedules.plan_parts import as_placement
+from pipegrid.schedules.plan.actions import Action, backward, forward
+from pipegrid.schedules.plan.parts import as_placement
+from pipegrid.schedules.plan.plan import Plan, compute_plan, require_graph
 
 
 def multi_module_1f1b(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from pipegrid.schedules.actions import Action, backward, forward, input_backward, weight_backward
 from pipegrid.schedules.arguments import is_integer, require_integer, shown
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Plan, compute_plan
+from pipegrid.schedules.plan.actions import Action, backward, forward, input_backward, weight_backward
+from pipegrid.schedules.plan.plan import Plan, compute_plan
 
 Order = list[Action]
 

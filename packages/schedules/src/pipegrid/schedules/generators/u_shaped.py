@@ -16,7 +16,6 @@ import math
 
 from attrs import frozen
 
-from pipegrid.schedules.costs import Costs, CostsError, require_costs
 from pipegrid.schedules.generators.shapes import (
     Counter,
     Order,
@@ -25,7 +24,8 @@ from pipegrid.schedules.generators.shapes import (
     check_sizes,
     looped_placement,
 )
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.simulate.costs import Costs, CostsError, require_costs
 from pipegrid.transport.edge import Edge
 
 SLACK = 1e-9  # quotients this close to a whole number are one, whatever the last bit of measured costs

@@ -14,7 +14,7 @@ from pipegrid.schedules.generators.shapes import (
     check_sizes,
     v_placement,
 )
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan.plan import Plan
 
 
 def zero_bubble_v(num_positions: int, num_microbatches: int) -> Plan:

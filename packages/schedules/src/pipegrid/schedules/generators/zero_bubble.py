@@ -16,7 +16,7 @@ from pipegrid.schedules.generators.shapes import (
     check_sizes,
     looped_placement,
 )
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan.plan import Plan
 
 
 def zero_bubble_h1(num_positions: int, num_microbatches: int) -> Plan:

@@ -1,0 +1,1 @@
+"""The bridge between two modules on grids of their own."""

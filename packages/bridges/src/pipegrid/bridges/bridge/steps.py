@@ -1,0 +1,139 @@
+"""The steps of a reshard plan on tensors: reduce, pack, unpack, complete. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges.reshard.box import Box
+from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan
+
+
+def pack(tensor: torch.Tensor, boxes: Iterable[Box], dtype: torch.dtype) -> torch.Tensor:
+    """The boxes of ``tensor``, one after another, as one flat tensor of ``dtype``.
+
+    A view of ``tensor`` where the boxes lie in one piece in memory and the dtype is right.
+    """
+    parts = [tensor[box.slices].reshape(-1) for box in boxes]
+    if not parts:
+        return tensor.new_empty(0, dtype=dtype)
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return flat.to(dtype).contiguous()
+
+
+def unpack(flat: torch.Tensor, boxes: Iterable[Box], out: torch.Tensor) -> None:
+    """Copy what `pack` made into the boxes of ``out``, in its dtype."""
+    offset = 0
+    for box in boxes:
+        out[box.slices].copy_(flat[offset : offset + box.numel].view(box.shape))
+        offset += box.numel
+
+
+def copy_locally(tensor: torch.Tensor, messages: Iterable[Message], out: torch.Tensor, dtype: torch.dtype) -> None:
+    """What a rank of both sides gives to itself, rounded as the wire would."""
+    for message in messages:
+        out[message.destination_box.slices].copy_(tensor[message.source_box.slices].to(dtype))
+
+
+def reduce_partial(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of the partial sums of the group's ranks, in a new tensor."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def broadcast_text(text: str, src: int, group: dist.ProcessGroup, device: torch.device) -> str:
+    """The ``text`` of rank ``src``, on every rank of the group; other ranks' own is not looked at.
+
+    `torch.distributed.broadcast_object_list` would do, but needs numpy, which torch itself does not require.
+    """
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    dist.broadcast(size, src=src, group=group)
+    if dist.get_rank() != src:
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=src, group=group)
+    return bytes(data.tolist()).decode()
+
+
+def gather_flat(
+    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Every rank's flat ``own``, one after another, into the flat ``out``."""
+    # torch 2.13 renames all_gather_into_tensor and warns about the old name; 2.11 has the old one only.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(out, own, group=group, async_op=async_op)
+    return work
+
+
+class Completing:
+    """One completion under way on this rank: started at construction, `finish` waits and copies.
+
+    All ranks of the completion construct in the same order; nothing blocks before `finish`.
+
+    Attributes:
+        buffer: what comes from the others, until it is copied.
+    """
+
+    def __init__(
+        self, step: Completion, out: torch.Tensor, group: dist.ProcessGroup, *, rank: int, dtype: torch.dtype
+    ) -> None:
+        self._step, self._out, self._rank = step, out, rank
+        sizes = [sum(box.numel for box in boxes) for boxes in step.boxes]
+        width = max(sizes)
+        mine = step.ranks.index(rank)
+        own = torch.empty(width, dtype=dtype, device=out.device)
+        if sizes[mine]:
+            own[: sizes[mine]].copy_(pack(out, step.boxes[mine], dtype))
+        self._broadcast = step.root is not None
+        if step.root is not None:
+            self.buffer = own
+            self._work = dist.broadcast(own, src=step.root, group=group, async_op=True)
+        else:
+            self.buffer = torch.empty(len(step.ranks) * width, dtype=dtype, device=out.device)
+            self._own = own  # kept alive until the gather is done
+            self._work = gather_flat(self.buffer, own, group, async_op=True)
+        self._width = width
+
+    def is_completed(self) -> bool:
+        """Whether `finish` would not block."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, seconds: float) -> bool:
+        """Hold the host until `finish` would not block, at most so long; whether it would not. On gloo only."""
+        if self._work is None:
+            return True
+        try:
+            # A collective's wait that times out leaves it as it is, unlike that of a transfer between two ranks.
+            self._work.wait(timedelta(seconds=max(seconds, 1e-3)))
+        except RuntimeError:
+            return bool(self._work.is_completed())
+        return True
+
+    def finish(self) -> None:
+        """Wait for the collective and write the others' boxes. Once."""
+        if self._work is not None:
+            self._work.wait()
+        for index, (giver, boxes) in enumerate(zip(self._step.ranks, self._step.boxes, strict=True)):
+            if giver != self._rank and boxes:
+                part = self.buffer if self._broadcast else self.buffer[index * self._width : (index + 1) * self._width]
+                unpack(part, boxes, self._out)
+
+
+def start_completions(
+    plan: ReshardPlan,
+    out: torch.Tensor,
+    group_of: Callable[[Sequence[int]], dist.ProcessGroup],
+    *,
+    rank: int,
+    dtype: torch.dtype,
+) -> list[Completing]:
+    """Start all completions of a plan that this rank takes part in."""
+    return [
+        Completing(step, out, group_of(step.ranks), rank=rank, dtype=dtype)
+        for step in plan.completions
+        if rank in step.ranks
+    ]

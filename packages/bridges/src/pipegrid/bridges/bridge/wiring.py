@@ -1,0 +1,118 @@
+"""Which lanes and groups a bridge needs, and who uses them for what: known before any size is. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from attrs import frozen
+
+from pipegrid.bridges.reshard.plan import routes
+from pipegrid.bridges.reshard.side import Side
+from pipegrid.bridges.reshard.sizes import AxisNames
+from pipegrid.bridges.reshard.strategy import Route, Strategy
+from pipegrid.topology import GroupSpec
+from pipegrid.transport.edge import Direction
+from pipegrid.transport.spec import LaneSpec
+
+
+@frozen(slots=False)
+class BridgeWiring:
+    """The lanes and groups of ``rank`` on an edge from ``src`` to ``dst``.
+
+    Attributes:
+        label: of the edge; its lanes and groups are told apart from others by it.
+        src: the side that makes the activation.
+        dst: the side that consumes it.
+        axes: names of the tensor's axes.
+        strategy: see `plan_reshard`.
+        backward: whether gradients come back.
+        rank: whose lanes and groups.
+    """
+
+    label: str
+    src: Side
+    dst: Side
+    axes: AxisNames
+    strategy: Strategy
+    backward: bool
+    rank: int
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The directions in which something travels."""
+        return tuple(Direction) if self.backward else (Direction.FORWARD,)
+
+    @cached_property
+    def routes(self) -> dict[Direction, tuple[Route, ...]]:
+        """Per direction the pairs (sending rank, receiving rank) of which this rank is one, ascending."""
+        return {
+            direction: routes(
+                self.src,
+                self.dst,
+                self.axes,
+                backward=direction is Direction.BACKWARD,
+                strategy=self.strategy,
+                rank=self.rank,
+            )
+            for direction in self.directions
+        }
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that may get a part of this rank's activation, ascending."""
+        return tuple(there for here, there in self.routes[Direction.FORWARD] if here == self.rank)
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The ranks that may give this rank a part of its activation, ascending."""
+        return tuple(there for there, here in self.routes[Direction.FORWARD] if here == self.rank)
+
+    def lane_spec(self, source: int, destination: int, direction: Direction) -> LaneSpec:
+        """The lane from one rank to another."""
+        return LaneSpec(source, destination, f"{self.label}/{direction.value}")
+
+    @property
+    def lane_specs(self) -> tuple[LaneSpec, ...]:
+        """The lanes of this rank."""
+        return tuple(
+            self.lane_spec(*route, direction) for direction in self.directions for route in self.routes[direction]
+        )
+
+    def completion_group(self, ranks: Sequence[int], direction: Direction) -> GroupSpec:
+        """The group in which these copies complete each other."""
+        return group_spec(ranks, self.label, f"complete/{direction.value}")
+
+    def reduction_group(self, ranks: Sequence[int], direction: Direction) -> GroupSpec:
+        """The group in which these ranks add up their partial sums."""
+        return group_spec(ranks, self.label, f"reduce/{direction.value}")
+
+    @property
+    def group_specs(self) -> tuple[GroupSpec, ...]:
+        """The groups of this rank."""
+        groups: list[GroupSpec] = []
+        for direction in self.directions:
+            giver, taker = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
+            groups += [self.completion_group(copies, direction) for copies in taker.classes.values() if len(copies) > 1]
+            groups += [self.reduction_group(ranks, direction) for ranks in giver.partial_groups]
+        return tuple(spec for spec in groups if self.rank in spec.ranks)
+
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """The ranks that get what this rank of the destination gets, itself included."""
+        return self.dst.classes[self.dst.class_of(self.rank)]
+
+    @cached_property
+    def teller(self) -> int | None:
+        """With strategy "leader", the copy that hears the source and tells this rank; None where each hears."""
+        if self.strategy != "leader" or self.rank not in self.dst.coords_of:
+            return None
+        leader = self.copies[0]
+        heard = routes(self.src, self.dst, self.axes, strategy="leader", rank=leader)
+        told = len(self.copies) > 1 and any(there == leader != here for here, there in heard)
+        return leader if told else None
+
+
+def group_spec(ranks: Sequence[int], label: str, what: str) -> GroupSpec:
+    """A group of a bridge's own, which shares its traffic with nobody."""
+    return GroupSpec(tuple(ranks), f"{label}/{what}", shared=False)

@@ -1,0 +1,1 @@
+"""One pipeline of many modules: where stages lie, and the traffic between them."""

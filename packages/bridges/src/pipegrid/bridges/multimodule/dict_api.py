@@ -1,0 +1,162 @@
+"""What a rank exchanges with its neighbours as dicts by module: one entry per edge in, one per module out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from attrs import frozen
+
+from pipegrid.bridges.errors import MissingTensorError, ShapeError, StageError
+from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.protocol import Handle, ReceiveHandle
+
+Tensors: TypeAlias = dict[str, Any]
+
+
+@frozen
+class DictExchange:
+    """Starts the sends and receives of all modules on ``rank``.
+
+    Attributes:
+        rank: this rank.
+        infos: its part in each of its modules.
+        chains: the lanes inside each of them.
+        has_backward: per module of the job, whether gradients come back to it.
+    """
+
+    rank: int
+    infos: Mapping[str, RankModuleInfo]
+    chains: Mapping[str, ModuleChain]
+    has_backward: Mapping[str, bool]
+
+    def require(self, stage_placement: Mapping[str, Sequence[int]]) -> None:
+        """Refuse what dicts by module cannot tell apart.
+
+        Raises:
+            StageError: several stages of a module on this rank's places, or both ends of an edge on this rank.
+        """
+        for name, info in self.infos.items():
+            if len(stage_placement[name]) > info.pp_size:
+                raise StageError(
+                    f"module {name!r} has {len(stage_placement[name])} stages on {info.pp_size} places; dicts by "
+                    f"module cannot tell them apart: use isend and irecv with edges"
+                )
+            for bridge in info.bridge_comms_as_dest_module or ():
+                if bridge.src_module_name in self.infos:
+                    raise StageError(
+                        f"rank {self.rank} holds {bridge.src_module_name!r} as well as {name!r}, which it feeds; a "
+                        f"verb that exchanges with both at once would wait for itself: use isend and irecv with edges"
+                    )
+
+    def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
+        """Start receiving what this rank's modules consume, by the name it goes under."""
+        found: dict[str, list[ReceiveHandle]] = {}
+        for name, info in self.infos.items():
+            if info.pp_rank > 0:
+                edge = Edge(info.pp_rank - 1, info.pp_rank)
+                found[name] = [
+                    self.chains[name].irecv(
+                        edge=edge, direction=Direction.FORWARD, shapes=_shape(shapes, name, inside=True)
+                    )
+                ]
+            for bridge in info.bridge_comms_as_dest_module or ():
+                source = bridge.src_module_name
+                handle = bridge.irecv_forward(_shape(shapes, source))
+                found[source] = [] if handle is None else [handle]
+        return found
+
+    def receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
+        """Start receiving the gradients of what this rank's modules have made; one for each destination."""
+        found: dict[str, list[ReceiveHandle]] = {}
+        for name, info in self.infos.items():
+            if not self.has_backward[name]:
+                continue
+            if info.pp_rank < info.pp_size - 1:
+                edge = Edge(info.pp_rank, info.pp_rank + 1)
+                found[name] = [
+                    self.chains[name].irecv(
+                        edge=edge, direction=Direction.BACKWARD, shapes=_shape(shapes, name, inside=True)
+                    )
+                ]
+            for bridge in info.bridge_comms_as_src_module or ():
+                if bridge.backward:
+                    handle = bridge.irecv_backward(_shape(shapes, name))
+                    found.setdefault(name, []).extend([] if handle is None else [handle])
+        return found
+
+    def send_forward(self, outputs: Tensors) -> list[Handle]:
+        """Start sending every module's output to all that it feeds."""
+        sending: list[Handle] = []
+        self._check_entries(
+            outputs,
+            {name for name, info in self.infos.items() if not info.is_terminal_stage},
+            set(self.infos),
+        )
+        for name, info in self.infos.items():
+            if info.pp_rank < info.pp_size - 1:
+                edge = Edge(info.pp_rank, info.pp_rank + 1)
+                sending.append(self.chains[name].isend(outputs[name], edge=edge, direction=Direction.FORWARD))
+            for bridge in info.bridge_comms_as_src_module or ():
+                handle = bridge.isend_forward(outputs[name])
+                sending += [] if handle is None else [handle]
+        return sending
+
+    def send_backward(self, grads: Tensors) -> list[Handle]:
+        """Start sending the gradients of what was received."""
+        sending: list[Handle] = []
+        needed, known = set(), set()
+        for name, info in self.infos.items():
+            if info.pp_rank > 0:
+                known.add(name)
+                needed |= {name} if self.has_backward[name] else set()
+            for bridge in info.bridge_comms_as_dest_module or ():
+                known.add(bridge.src_module_name)
+                needed |= {bridge.src_module_name} if bridge.backward else set()
+        self._check_entries(grads, needed, known)
+        for name, info in self.infos.items():
+            if name in needed and info.pp_rank > 0:
+                edge = Edge(info.pp_rank - 1, info.pp_rank)
+                sending.append(self.chains[name].isend(grads[name], edge=edge, direction=Direction.BACKWARD))
+            for bridge in info.bridge_comms_as_dest_module or ():
+                if bridge.backward:
+                    handle = bridge.isend_backward(grads[bridge.src_module_name])
+                    sending += [] if handle is None else [handle]
+        return sending
+
+    def _check_entries(self, tensors: Tensors, needed: set[str], known: set[str]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise ShapeError(
+                f"a multi-module communicator exchanges dicts by module name, got {type(tensors).__name__}"
+            )
+        if not needed <= set(tensors) <= known:
+            raise MissingTensorError(
+                f"rank {self.rank} was given tensors for {sorted(tensors)}; it needs {sorted(needed)}"
+                + (f" and may have {sorted(known - needed)}" if known - needed else "")
+            )
+
+
+def results(receiving: Mapping[str, Sequence[ReceiveHandle]]) -> Tensors:
+    """What arrived, by name; several gradients of one output are summed."""
+    received: Tensors = {}
+    for name, handles in receiving.items():
+        parts = [handle.result() for handle in handles]
+        if len(parts) > 1:
+            received[name] = sum(part.detach() for part in parts[1:]) + parts[0].detach()
+        elif parts:
+            received[name] = parts[0]
+    return received
+
+
+def wait_for(sending: Iterable[Handle]) -> None:
+    """Wait until all of it has left."""
+    for handle in sending:
+        handle.wait()
+
+
+def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:
+    """What is expected for one entry: of a dict its own, of one shape that of stages inside of modules."""
+    if isinstance(shapes, Mapping):
+        return shapes.get(name)
+    return shapes if inside else None

@@ -1,0 +1,165 @@
+"""Modules on grids as one pipeline: which stage lies where, and how long the pipeline is. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_mapping, as_text, as_tuple, check_grid
+from pipegrid.bridges.errors import LaneTotalsError, StageError
+from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
+from pipegrid.bridges.reshard.links import Links
+from pipegrid.bridges.reshard.side import GridLike, Placement, as_placements
+from pipegrid.bridges.reshard.sizes import as_axis_of, axis_names
+from pipegrid.bridges.reshard.strategy import AUTO_LEADER_BYTES, Choice, Strategy
+
+
+@frozen(kw_only=True)
+class EdgeOptions:
+    """How one edge between modules differs from the default; the names are those of `BridgeCommunicator`.
+
+    ``tensor_ndim`` and ``dim_mapping`` override the source module's; ``src_placements`` and
+    ``dest_placements`` add to those of the modules.
+
+    Raises:
+        BridgeError: a value of another kind. What depends on the modules is checked by the communicator.
+    """
+
+    strategy: Strategy = "direct"
+    leader_below: int = AUTO_LEADER_BYTES
+    links: Links | None = None
+    backward: bool = True
+    comm_dtype: Any = None
+    tensor_ndim: int | None = None
+    dim_mapping: Mapping[str, int] | None = None
+    src_placements: Mapping[str, Placement] | None = None
+    dest_placements: Mapping[str, Placement] | None = None
+    src_lanes: tuple[int, ...] | None = None
+    dest_lanes: tuple[int, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        Choice(self.strategy, self.leader_below, self.links)
+        as_flag(self.backward, "backward of an edge")
+        if self.tensor_ndim is not None:
+            axis_names(self.tensor_ndim)
+        if self.dim_mapping is not None:
+            as_axis_of(self.dim_mapping)
+        as_placements(self.src_placements, "src_placements")
+        as_placements(self.dest_placements, "dest_placements")
+        for name, lanes in (("src_lanes", self.src_lanes), ("dest_lanes", self.dest_lanes)):
+            if lanes is not None:
+                as_integers(lanes, name, error=LaneTotalsError)
+
+
+def dim_size(grid: GridLike, name: str) -> int:
+    """Size of a dim; 1 where the grid does not have it."""
+    return dict(zip(grid.dim_names, grid.shape, strict=True)).get(name, 1)
+
+
+def dim_stride(grid: GridLike, name: str) -> int:
+    """Ranks between neighbours along a dim."""
+    stride = 1
+    for dim, size in zip(grid.dim_names, grid.shape, strict=True):
+        if dim == name:
+            return stride
+        stride *= size
+    return 0
+
+
+def ranks_of(grid: GridLike) -> range:
+    """The ranks of the grid."""
+    return range(grid.rank_offset, grid.rank_offset + math.prod(grid.shape))
+
+
+def is_in(grid: GridLike, rank: int) -> bool:
+    """Whether the grid has the rank."""
+    return rank in ranks_of(grid)
+
+
+def place_of(grid: GridLike, rank: int, stage_dim: str = "pp") -> int:
+    """The coordinate of the rank along the pipeline dim."""
+    size = dim_size(grid, stage_dim)
+    return 0 if size == 1 else (rank - grid.rank_offset) // dim_stride(grid, stage_dim) % size
+
+
+def check_topology(topology: Mapping[str, Sequence[str] | None], grids: Mapping[str, GridLike]) -> None:
+    """Refuse modules without a grid, and grids without a module.
+
+    Raises:
+        ModuleGraphError: the two name different modules.
+    """
+    fed = as_mapping(topology, "topology", "modules to the modules that they feed", error=ModuleGraphError)
+    for name, grid in as_mapping(grids, "module_to_grid_map", "modules to grids", error=ModuleGraphError).items():
+        check_grid(grid, f"the grid of {name!r}", error=ModuleGraphError)
+    for name, dsts in fed.items():
+        for dst in () if dsts is None else as_tuple(dsts, f"what {name!r} feeds", "modules", error=ModuleGraphError):
+            as_text(dst, f"what {name!r} feeds", error=ModuleGraphError)
+    named = {*topology, *(dst for dsts in topology.values() for dst in dsts or ())}
+    if named != set(grids):
+        raise ModuleGraphError(
+            f"the topology names modules {sorted(named)}, the grid map {sorted(grids)}; missing grids: "
+            f"{sorted(named - set(grids))}, unused grids: {sorted(set(grids) - named)}"
+        )
+
+
+def module_graph(
+    topology: Mapping[str, Sequence[str] | None],
+    grids: Mapping[str, GridLike],
+    placement: Mapping[str, Sequence[int]],
+) -> ModuleGraph:
+    """The graph of stages: a module has as many as its placement has entries.
+
+    Raises:
+        ModuleGraphError: a cycle, an unknown module, a place that a grid does not have.
+    """
+    check_topology(topology, grids)
+    for name, given in placement.items():
+        size = dim_size(grids[name], "pp")
+        places = as_integers(given, f"stage_placement of {name!r}", error=ModuleGraphError)
+        if set(places) != set(range(size)):
+            raise ModuleGraphError(
+                f"module {name!r} has its stages on places {tuple(places)} of its pipeline of {size} ranks; every "
+                f"place from 0 to {size - 1} holds at least one stage"
+            )
+    return ModuleGraph(
+        {name: len(placement[name]) for name in grids},
+        {name: tuple(topology.get(name) or ()) for name in grids},
+    )
+
+
+def total_pipeline_stages(
+    topology: Mapping[str, Sequence[str] | None],
+    grids: Mapping[str, GridLike],
+    *,
+    rank: int | None = None,
+    module_name: str | None = None,
+) -> int:
+    """Pipeline ranks on the longest path; with ``rank``, up to and including the place of that rank.
+
+    Raises:
+        ModuleGraphError: the modules form a cycle, or nothing is a sink.
+        StageError: ``rank`` is in no module (or not in ``module_name``).
+    """
+    check_topology(topology, grids)
+    if not grids:
+        raise ModuleGraphError("the topology has no terminal node: it has no modules; declare at least one")
+    depth = {name: dim_size(grid, "pp") for name, grid in grids.items()}
+    graph = ModuleGraph(depth, {name: tuple(topology.get(name) or ()) for name in grids})
+    before: dict[str, int] = {}
+    for name in graph.order:
+        feeding = [src for src, dst in graph.edges if dst == name]
+        before[name] = max((before[src] + depth[src] for src in feeding), default=0)
+    if rank is None:
+        return max(before[name] + depth[name] for name in graph.sinks)
+    rank = as_integer(rank, "rank", least=0, error=StageError)
+    holding = [name for name, grid in grids.items() if is_in(grid, rank)]
+    if module_name is not None:
+        if module_name not in holding:
+            raise StageError(f"rank {rank} is not in module {module_name!r}; it is in {holding}")
+        holding = [module_name]
+    if not holding:
+        raise StageError(f"rank {rank} is in none of the modules {sorted(grids)}")
+    return max(before[name] + place_of(grids[name], rank) + 1 for name in holding)

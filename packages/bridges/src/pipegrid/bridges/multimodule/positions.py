@@ -1,0 +1,117 @@
+"""Which ranks act alike, and what that means for the edges between modules that share ranks. No torch.
+
+Modules on ranks of their own give every stage a position of its own. Where modules share ranks, a rank holds a stage
+of each: an encoder on the same ranks as a language model of two stages makes two positions, both with the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import field, frozen
+
+from pipegrid.bridges.checks import as_integers, as_kind, as_mapping, as_tuple, check_grid
+from pipegrid.bridges.errors import BridgeError
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.bridges.multimodule.modules import dim_size, place_of, ranks_of
+from pipegrid.bridges.reshard.side import GridLike, Side
+from pipegrid.transport.edge import Edge
+
+
+def _as_lists(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(as_integers(one, "a list of ranks, or of positions,") for one in as_tuple(value, "positions", "lists"))
+
+
+@frozen
+class Positions:
+    """The positions of a job: classes of ranks that hold the same stages.
+
+    Attributes:
+        ranks: per position its ranks, ascending. Positions stand in the order of the stages they hold, so that
+            stages with ranks of their own have their own number.
+        placement: per stage the positions that hold it, ascending.
+    """
+
+    ranks: tuple[tuple[int, ...], ...] = field(converter=_as_lists)
+    placement: tuple[tuple[int, ...], ...] = field(converter=_as_lists)
+
+
+def positions_of(
+    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
+) -> Positions:
+    """The positions of modules on ``grids``, whose stages lie at the places that ``stage_placement`` says.
+
+    Raises:
+        BridgeError: a module of the graph without a grid or without places, or places that its grid does not have.
+    """
+    as_kind(graph, "graph", ModuleGraph, "ModuleGraph(modules, edges) is one")
+    for what, given in (("grids", grids), ("stage_placement", stage_placement)):
+        missing = [name for name in graph.order if name not in as_mapping(given, what, "modules")]
+        if missing:
+            raise BridgeError(f"{what} lacks modules {missing} of the graph; it has {list(given)}")
+    for name in graph.order:
+        check_grid(grids[name], f"the grid of {name!r}")
+        places, depth = as_integers(stage_placement[name], f"the places of {name!r}"), dim_size(grids[name], "pp")
+        if set(places) != set(range(depth)) or len(places) != graph.depth(name):
+            raise BridgeError(
+                f"module {name!r} has {graph.depth(name)} stages on places {places} of {depth}; give each stage a "
+                f"place, and each place from 0 to {depth - 1} a stage"
+            )
+    held: dict[int, list[int]] = {}
+    for name in graph.order:
+        at_place: dict[int, list[int]] = {}
+        for index, place in enumerate(stage_placement[name]):
+            at_place.setdefault(place, []).append(graph.stage(name, index))
+        for rank in ranks_of(grids[name]):
+            held.setdefault(rank, []).extend(at_place[place_of(grids[name], rank)])
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(held):
+        alike.setdefault(tuple(sorted(held[rank])), []).append(rank)
+    ordered = sorted(alike)
+    placement = tuple(
+        tuple(position for position, stages in enumerate(ordered) if stage in stages)
+        for stage in range(graph.num_stages)
+    )
+    return Positions(tuple(tuple(alike[stages]) for stages in ordered), placement)
+
+
+def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
+    """The edge between stages that joins two modules: from the last stage of the one to the first of the other."""
+    return Edge(graph.stage(source, -1), graph.stage(destination, 0))
+
+
+def collective_edges(
+    graph: ModuleGraph, positions: Positions, sides: Iterable[tuple[str, str, Side, Side]]
+) -> tuple[Edge, ...]:
+    """The edges along which what crosses is a collective, ascending.
+
+    ``sides`` names each edge with its two sides: source module, destination module, source side, destination side.
+    """
+    position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
+    return tuple(
+        sorted(
+            edge_between(graph, source, destination)
+            for source, destination, here, there in sides
+            if _needs_collective(here, there, position_of)
+        )
+    )
+
+
+def _needs_collective(source: Side, destination: Side, position_of: Mapping[int, int]) -> bool:
+    """Whether what crosses this boundary is neither a message between positions nor stays where it is.
+
+    It is a collective where some rank is on both sides and the ranks do not need just what they have made; and
+    where copies on different positions complete each other's part, since they must come to that at one time.
+    """
+    sums = (*source.partial_groups, *destination.partial_groups)
+    if _held(source) == _held(destination) and not sums:
+        return False
+    if not set(source.ranks).isdisjoint(destination.ranks):
+        return True
+    together = (*source.classes.values(), *destination.classes.values(), *sums)
+    return any(len({position_of[rank] for rank in ranks}) > 1 for ranks in together)
+
+
+def _held(side: Side) -> object:
+    """What says which rank holds what."""
+    return side.base, side.dims, side.lane_weights

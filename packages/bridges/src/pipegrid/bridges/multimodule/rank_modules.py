@@ -1,0 +1,106 @@
+"""One rank's part in one module: its place, its lanes inside the module, and the bridges that end there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import define
+
+from pipegrid.bridges.bridge.communicator import BridgeCommunicator
+from pipegrid.bridges.checks import as_integer, as_kind
+from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.multimodule.modules import dim_stride, place_of
+from pipegrid.bridges.reshard.side import GridLike
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.opening import Lanes
+from pipegrid.transport.protocol import Handle, ReceiveHandle
+from pipegrid.transport.spec import LaneSpec
+
+
+def check_edge(edge: object, direction: object) -> None:
+    """Refuse what is no edge, or no direction along it.
+
+    Raises:
+        StageError: one of the two is something else.
+    """
+    as_kind(edge, "edge", Edge, "Edge(source stage, destination stage)", error=StageError)
+    as_kind(direction, "direction", Direction, "Direction.FORWARD or Direction.BACKWARD", error=StageError)
+
+
+class ModuleChain:
+    """The lanes between the stages of one module on one rank: `isend` and `irecv` by the module's own edges."""
+
+    def __init__(self, name: str, grid: GridLike, placement: Sequence[int], rank: int, *, backward: bool) -> None:
+        self.name, self.placement, self.backward = name, tuple(placement), backward
+        self._here = place_of(grid, rank)
+        self._grid, self._rank = grid, rank
+        self._lanes: Lanes | None = None
+
+    def _rank_of(self, stage: int) -> int:
+        return self._rank + (self.placement[stage] - self._here) * dim_stride(self._grid, "pp")
+
+    def spec(self, edge: Edge, direction: Direction) -> LaneSpec:
+        """The lane of one of the module's own edges, between this rank's copy of both stages."""
+        ends = self._rank_of(edge.source), self._rank_of(edge.destination)
+        first, second = ends if direction is Direction.FORWARD else ends[::-1]
+        return LaneSpec(first, second, f"{self.name}/{edge}/{direction.value}")
+
+    @property
+    def lane_specs(self) -> tuple[LaneSpec, ...]:
+        """The lanes that touch this rank."""
+        edges = [Edge(stage, stage + 1) for stage in range(len(self.placement) - 1)]
+        directions = Direction if self.backward else (Direction.FORWARD,)
+        specs = [self.spec(edge, direction) for edge in edges for direction in directions]
+        return tuple(spec for spec in specs if self._rank in spec.pair)
+
+    def attach(self, lanes: Lanes) -> None:
+        """Use these lanes."""
+        self._lanes = lanes
+
+    def _lane(self, edge: Edge, direction: Direction) -> Any:
+        spec = self.spec(edge, direction)
+        if self._lanes is None or spec not in self._lanes:
+            raise StageError(
+                f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, "
+                f"which is at place {self._here} of stages placed at {self.placement}"
+                + ("" if self.backward else "; the module was declared without backward")
+            )
+        return self._lanes[spec]
+
+    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
+        """Start sending along an edge of the module's own stage numbers."""
+        handle: Handle = self._lane(edge, direction).isend(payload)
+        return handle
+
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
+        """Start receiving along an edge of the module's own stage numbers."""
+        handle: ReceiveHandle = self._lane(edge, direction).irecv(shapes)
+        return handle
+
+
+@define
+class RankModuleInfo:
+    """This rank's part in one module.
+
+    Attributes:
+        pp_rank: its place in the module's pipeline.
+        pp_size: places in the module's pipeline.
+        p2p_communicator: lanes to the module's other places.
+        bridge_comms_as_src_module: bridges to the modules that this one feeds.
+        bridge_comms_as_dest_module: bridges from the modules that feed this one.
+        is_source_stage: this is a first stage of the whole pipeline.
+        is_terminal_stage: this is a last stage of the whole pipeline.
+    """
+
+    pp_rank: int
+    pp_size: int
+    p2p_communicator: ModuleChain | None = None
+    bridge_comms_as_src_module: list[BridgeCommunicator] | None = None
+    bridge_comms_as_dest_module: list[BridgeCommunicator] | None = None
+    is_source_stage: bool | None = True
+    is_terminal_stage: bool | None = True
+
+    def __attrs_post_init__(self) -> None:
+        as_integer(self.pp_size, "pp_size", least=1, error=StageError)
+        as_integer(self.pp_rank, "pp_rank", least=0, most=self.pp_size - 1, error=StageError)

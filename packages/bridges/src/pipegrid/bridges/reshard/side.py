@@ -1,0 +1,341 @@
+"""A side of a boundary: which rank of a grid holds which part of the tensor that crosses it. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import Literal, Protocol, TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.bridges.checks import (
+    as_integer,
+    as_integers,
+    as_kind,
+    as_mapping,
+    as_text,
+    as_tuple,
+    check_grid,
+    index_of,
+    shown,
+)
+from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError, WrongSideError
+from pipegrid.bridges.reshard.box import merge
+
+BATCH = "b"
+"""The name of the batch axis. The shards of a side along it are its data lanes."""
+
+Order = Literal["contiguous", "zigzag"]
+Interval = tuple[Fraction, Fraction]
+
+
+@frozen
+class Replicated:
+    """Ranks along the dim hold the same values, and their gradients are replicas of each other."""
+
+
+@frozen
+class Sharded:
+    """Ranks along the dim hold different parts of the axis named ``axis``.
+
+    ``order="zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n``
+    chunks and rank ``i`` holds chunks ``i`` and ``2n - 1 - i``.
+    """
+
+    axis: str
+    order: Order = "contiguous"
+
+    def __attrs_post_init__(self) -> None:
+        as_text(self.axis, "the axis of Sharded")
+        if not isinstance(self.order, str) or self.order not in {"contiguous", "zigzag"}:
+            raise BridgeError(f"order {shown(self.order)} is unknown; use 'contiguous' or 'zigzag'")
+
+
+@frozen
+class Partial:
+    """Ranks along the dim contribute partial sums.
+
+    On a source the activations are partial sums and every rank gets the whole gradient; on a destination
+    every rank gets the whole activation and the gradients are partial sums (for instance of ranks that each
+    work on their own piece of the sequence from one replicated input). The bridge sums them once.
+    """
+
+
+Placement: TypeAlias = Replicated | Sharded | Partial
+
+DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
+    "dp": Sharded(BATCH),
+    "cp": Sharded("s"),
+    "tp": Replicated(),
+}
+
+
+class GridLike(Protocol):
+    """The arithmetic of a grid: the first dim varies fastest."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Size of each dim."""
+        ...
+
+    @property
+    def dim_names(self) -> Sequence[str]:
+        """Name of each dim."""
+        ...
+
+    @property
+    def rank_offset(self) -> int:
+        """The first rank of the grid."""
+        ...
+
+
+@frozen
+class SideDim:
+    """One dim of the boundary: its size, the distance in ranks between neighbours, and what it does."""
+
+    name: str
+    size: int
+    stride: int
+    placement: Placement
+
+
+def _as_weights(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else as_integers(value, "lane sizes", error=LaneTotalsError)
+
+
+@frozen(slots=False)
+class Side:
+    """The ranks of one side of a boundary and what each holds.
+
+    ``dims`` stand major first: where two dims shard one axis, the later one cuts what the earlier one left.
+    The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``. ``lane_weights`` says in which
+    proportion the data lanes share the batch (equally, unless given): for instance samples per lane.
+
+    Make one with `boundary_side`.
+    """
+
+    name: str
+    base: int
+    dims: tuple[SideDim, ...]
+    lane_weights: tuple[int, ...] | None = field(default=None, converter=_as_weights, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        as_text(self.name, "the name of a side")
+        as_integer(self.base, f"the first rank of side {self.name!r}", least=0)
+        for dim in as_tuple(self.dims, f"the dims of side {self.name!r}", "SideDims"):
+            as_kind(dim, f"a dim of side {self.name!r}", SideDim, "boundary_side() makes a side of a grid")
+        if self.lane_weights is None:
+            return
+        if len(self.lane_weights) != self.num_lanes:
+            raise LaneTotalsError(
+                f"side {self.name!r} has {self.num_lanes} data lanes, got {len(self.lane_weights)} sizes: "
+                f"{self.lane_weights}; give one per lane"
+            )
+        if any(weight < 0 for weight in self.lane_weights) or not any(self.lane_weights):
+            raise LaneTotalsError(
+                f"side {self.name!r}: lane sizes {self.lane_weights} must be non-negative and not all zero"
+            )
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the boundary, ascending."""
+        return tuple(sorted(self._rank_at(coords) for coords in self._coords()))
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that some dim shards, major dim first."""
+        return tuple(dict.fromkeys(dim.placement.axis for dim in self.dims if isinstance(dim.placement, Sharded)))
+
+    def num_shards(self, axis: str) -> int:
+        """In how many parts the side holds ``axis``."""
+        return math.prod(size for size, _ in self.sharding(axis))
+
+    @property
+    def num_lanes(self) -> int:
+        """Data lanes: parts of the batch."""
+        return self.num_shards(BATCH)
+
+    def shard_of(self, rank: int, axis: str) -> int:
+        """Which part of ``axis`` the rank holds (major first).
+
+        Raises:
+            WrongSideError: the rank is not on the side.
+        """
+        as_text(axis, "axis")
+        coords = self._coords_at(rank)
+        index = 0
+        for dim, coord in zip(self.dims, coords, strict=True):
+            if isinstance(dim.placement, Sharded) and dim.placement.axis == axis:
+                index = index * dim.size + coord
+        return index
+
+    def lane_of(self, rank: int) -> int:
+        """The data lane of the rank; `WrongSideError` where it is not on the side."""
+        return self.shard_of(rank, BATCH)
+
+    def _coords_at(self, rank: int) -> tuple[int, ...]:
+        number = index_of(rank)
+        if number is None or number not in self.coords_of:
+            raise WrongSideError(f"rank {shown(rank)} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
+        return self.coords_of[number]
+
+    @cached_property
+    def classes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Ranks that hold the same part, ascending, by their shard index along each of `axes`."""
+        classes: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            classes.setdefault(self.class_of(rank), []).append(rank)
+        return {key: tuple(ranks) for key, ranks in classes.items()}
+
+    def class_of(self, rank: int) -> tuple[int, ...]:
+        """The shard index of the rank along each of `axes`.
+
+        Raises:
+            WrongSideError: the rank is not on the side.
+        """
+        self._coords_at(rank)
+        return tuple(self.shard_of(rank, axis) for axis in self.axes)
+
+    @cached_property
+    def partial_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks whose values are partial sums of each other; empty where no dim is `Partial`."""
+        if not any(isinstance(dim.placement, Partial) for dim in self.dims):
+            return ()
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for coords in self._coords():
+            key = tuple(
+                coord for dim, coord in zip(self.dims, coords, strict=True) if not isinstance(dim.placement, Partial)
+            )
+            groups.setdefault(key, []).append(self._rank_at(coords))
+        return tuple(sorted(tuple(sorted(ranks)) for ranks in groups.values()))
+
+    def intervals(self, axis: str, lane_units: Sequence[int] | None = None) -> tuple[tuple[Interval, ...], ...]:
+        """Per shard of ``axis``, the parts of [0, 1) it holds, in the order in which it stores them.
+
+        ``lane_units`` replaces `lane_weights` for the batch axis.
+        """
+        as_text(axis, "axis")
+        if lane_units is not None:
+            lane_units = as_integers(lane_units, "lane_units", error=LaneTotalsError)
+        weights = (lane_units if lane_units is not None else self.lane_weights) if axis == BATCH else None
+        if weights is not None and any(weights):
+            ends = [Fraction(0), *(Fraction(end, sum(weights)) for end in itertools.accumulate(weights))]
+            return tuple(((a, b),) for a, b in itertools.pairwise(ends))
+        return _shards(tuple(self.sharding(axis)))
+
+    def sharding(self, axis: str) -> list[tuple[int, Order]]:
+        """Size and order of each dim that shards ``axis``, major first."""
+        as_text(axis, "axis")
+        return [
+            (dim.size, dim.placement.order)
+            for dim in self.dims
+            if isinstance(dim.placement, Sharded) and dim.placement.axis == axis
+        ]
+
+    @cached_property
+    def coords_of(self) -> dict[int, tuple[int, ...]]:
+        """The coordinates of each rank of the boundary in `dims`."""
+        return {self._rank_at(coords): coords for coords in self._coords()}
+
+    def _coords(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*(range(dim.size) for dim in self.dims))
+
+    def _rank_at(self, coords: Sequence[int]) -> int:
+        return self.base + sum(c * dim.stride for c, dim in zip(coords, self.dims, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _shards(sharding: tuple[tuple[int, Order], ...]) -> tuple[tuple[Interval, ...], ...]:
+    """The parts of [0, 1) that each shard holds, where the dims of these sizes and orders cut it, major first."""
+    shards: list[tuple[Interval, ...]] = [((Fraction(0), Fraction(1)),)]
+    for size, order in sharding:
+        shards = [part for held in shards for part in _cut(held, size, order)]
+    return tuple(shards)
+
+
+def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Interval, ...]]:
+    """Cut what is stored one after another into ``parts`` parts of the same length."""
+    if order == "zigzag":
+        chunks = _cut(held, 2 * parts, "contiguous")
+        return [merge((*chunks[i], *chunks[2 * parts - 1 - i])) for i in range(parts)]
+    length = sum((b - a for a, b in held), Fraction(0)) / parts
+    pieces: list[tuple[Interval, ...]] = []
+    for part in range(parts):
+        low, high = part * length, (part + 1) * length
+        piece: list[Interval] = []
+        offset = Fraction(0)
+        for a, b in held:
+            start, stop = max(low, offset), min(high, offset + b - a)
+            if start < stop:
+                piece.append((a + start - offset, a + stop - offset))
+            offset += b - a
+        pieces.append(tuple(piece))
+    return pieces
+
+
+def as_placements(value: Mapping[str, Placement] | None, what: str) -> dict[str, Placement]:
+    """What dims do, by name; none in place of None."""
+    placements = {} if value is None else as_mapping(value, what, "dims to placements")
+    for dim, placement in placements.items():
+        as_kind(placement, f"{what}[{dim!r}]", (Replicated, Sharded, Partial), "Sharded('b'), for instance")
+    return placements
+
+
+def boundary_side(
+    grid: GridLike,
+    end: Literal["source", "destination"],
+    *,
+    placements: Mapping[str, Placement] | None = None,
+    name: str | None = None,
+    stage_dim: str = "pp",
+    stage: int | None = None,
+    lane_weights: Sequence[int] | None = None,
+) -> Side:
+    """The side of a boundary that ``grid`` forms: its last stage as a source, its first as a destination.
+
+    ``placements`` says what each dim of the grid does with the tensor; it adds to, and overrides,
+    ``dp: Sharded("b")``, ``cp: Sharded("s")``, ``tp: Replicated()``. Where several dims shard one axis, the
+    one that varies slowest over the ranks is the major one, and ``tp`` always cuts what the others left
+    (sequence parallelism inside a context-parallel rank). ``stage`` is the coordinate of the boundary along
+    ``stage_dim`` where it is not the last or the first (stages placed as a V).
+
+    Raises:
+        UndeclaredDimError: a dim of more than one rank that neither ``placements`` nor the defaults name.
+        LaneTotalsError: not one weight for each data lane.
+        BridgeError: an argument of another kind.
+    """
+    if not isinstance(end, str) or end not in {"source", "destination"}:
+        raise BridgeError(f"end is {shown(end)}; it must be 'source' or 'destination'")
+    name = end if name is None else as_text(name, "the name of a side")
+    check_grid(grid, f"the grid of side {name!r}")
+    as_text(stage_dim, "stage_dim")
+    placements = as_placements(placements, f"the placements of side {name!r}")
+    known = {**DEFAULT_PLACEMENTS, **placements}
+    unknown = sorted(set(placements) - set(grid.dim_names))
+    if unknown:
+        raise UndeclaredDimError(
+            f"side {name!r}: placements name dims {unknown} that the grid does not have; "
+            f"its dims are {list(grid.dim_names)}"
+        )
+    depth = dict(zip(grid.dim_names, grid.shape, strict=True)).get(stage_dim, 1)
+    if stage is not None and (index_of(stage) is None or not 0 <= stage < depth):
+        raise BridgeError(f"side {name!r}: there is no place {shown(stage)} along {stage_dim!r}, which has {depth}")
+    base, stride = grid.rank_offset, 1
+    dims: list[SideDim] = []
+    for dim, size in zip(grid.dim_names, grid.shape, strict=True):
+        if dim == stage_dim:
+            base += stride * ((size - 1 if end == "source" else 0) if stage is None else stage)
+        elif size > 1:
+            if dim not in known:
+                raise UndeclaredDimError(
+                    f"side {name!r}: nothing says what dim {dim!r} (size {size}) does with the tensor; declare "
+                    f"placements={{{dim!r}: Sharded('b')}} if its ranks are further data lanes, Replicated() if "
+                    f"they hold copies, Partial() if they hold partial sums"
+                )
+            dims.append(SideDim(dim, size, stride, known[dim]))
+        stride *= size
+    slowest_first = sorted(dims, key=lambda d: (d.name == "tp", -d.stride))
+    return Side(name, base, tuple(slowest_first), lane_weights=lane_weights)

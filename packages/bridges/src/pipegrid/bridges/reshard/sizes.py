@@ -1,0 +1,239 @@
+"""The sizes of what crosses a boundary: from parts of [0, 1) to rows. No torch."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property
+
+from attrs import field, frozen
+
+from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple, index_of, shown
+from pipegrid.bridges.errors import LaneTotalsError, ShapeError, UndeclaredDimError
+from pipegrid.bridges.reshard.box import Span, merge
+from pipegrid.bridges.reshard.side import BATCH, Interval, Side
+
+AxisNames = tuple[tuple[str, ...], ...]
+"""Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
+
+
+_MOST_AXES = 64  # as torch has it
+
+
+def as_axis_of(dim_mapping: object) -> dict[str, int]:
+    """The axis of each name."""
+    mapping = as_mapping(dim_mapping, "dim_mapping", "names of axes to axes", error=UndeclaredDimError)
+    for name, axis in mapping.items():
+        if index_of(axis) is None:
+            raise UndeclaredDimError(
+                f"dim_mapping puts {name!r} on axis {shown(axis)}; axes are integers, counted from 0"
+            )
+    return mapping
+
+
+def as_axes(value: object) -> AxisNames:
+    """Names of axes, as `axis_names` gives them: one of them is the batch's."""
+    axes = tuple(
+        as_tuple(names, "the names of an axis", "names", error=UndeclaredDimError)
+        for names in as_tuple(value, "axes", "names of each axis; axis_names() gives it", error=UndeclaredDimError)
+    )
+    for names in axes:
+        for name in names:
+            as_text(name, "the name of an axis", error=UndeclaredDimError)
+    if not any(BATCH in names for names in axes):
+        raise UndeclaredDimError(f"axes {axes} name no batch axis; add 'b': the axis that data lanes split")
+    return axes
+
+
+def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisNames:
+    """Names of the axes of a tensor of ``ndim`` axes from ``{"s": 1, "b": 0, "h": 2}`` (the default).
+
+    For a 2-d tensor, a mapping that names axes past the second means ``[b*s, h]``: the sequence is folded
+    into the batch axis, which comes first.
+
+    Raises:
+        UndeclaredDimError: no batch axis, an axis outside of the tensor, or two names for one axis of which
+            neither is the batch.
+    """
+    ndim = as_integer(
+        ndim, "tensor_ndim, the number of axes of a tensor,", least=1, most=_MOST_AXES, error=UndeclaredDimError
+    )
+    mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
+    if ndim == 2 and any(axis > 1 for axis in mapping.values()):
+        mapping = {"b": 0, "s": 0, "h": 1}
+    if BATCH not in mapping:
+        raise UndeclaredDimError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that data lanes split")
+    for name, axis in mapping.items():
+        if not 0 <= axis < ndim:
+            raise UndeclaredDimError(f"dim_mapping puts {name!r} on axis {axis}, but the tensor has axes 0..{ndim - 1}")
+    names: list[tuple[str, ...]] = []
+    for axis in range(ndim):
+        here = sorted((name for name, at in mapping.items() if at == axis), key=lambda name: name != BATCH)
+        if len(here) > 2 or (len(here) == 2 and here[0] != BATCH):
+            raise UndeclaredDimError(
+                f"dim_mapping folds {here} into axis {axis}; only one more axis can be folded into the batch"
+            )
+        names.append(tuple(here))
+    return tuple(names)
+
+
+def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return as_integers(shape, "shape", error=ShapeError)
+
+
+def _as_ints(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else as_integers(values, "lane sizes, or the rows of samples,", error=LaneTotalsError)
+
+
+@frozen(slots=False)
+class Sizes:
+    """How large the whole tensor is, and how its batch is shared out.
+
+    Attributes:
+        shape: extent of each axis of the whole tensor.
+        axes: names of the axes, see `axis_names`.
+        src_lanes: samples each source lane holds. Default: equal shares.
+        dst_lanes: samples each destination lane gets. Default: every source lane is cut where equal lanes (or
+            the sides' ``lane_weights``) would cut it, so each source rank knows its cuts from its own tensor.
+        samples: rows of each sample, in order over the whole batch, for packed tensors ``[tokens, h]``.
+            Default: a sample is one row.
+
+    Raises:
+        ShapeError: a shape of another number of axes, or with a negative extent.
+        UndeclaredDimError: axes without names, or without a batch.
+        LaneTotalsError: lanes or samples do not add up to the extent of the batch axis.
+    """
+
+    shape: tuple[int, ...] = field(converter=_as_shape)
+    axes: AxisNames = field(kw_only=True, converter=as_axes)
+    src_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
+    dst_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
+    samples: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ShapeError(f"shape {self.shape} has {len(self.shape)} axes, the edge names {self.axes}")
+        if any(extent < 0 for extent in self.shape):
+            raise ShapeError(f"extents are not negative, got {self.shape}")
+        if self.samples is not None and (sum(self.samples) != self.rows or min(self.samples, default=0) < 0):
+            raise LaneTotalsError(
+                f"the samples {self.samples} have {sum(self.samples)} rows, the batch axis has {self.rows}; "
+                f"per-sample counts are non-negative and add up to the rows"
+            )
+        for name, lanes in (("src_lanes", self.src_lanes), ("dst_lanes", self.dst_lanes)):
+            if lanes is not None and (sum(lanes) != self.units or min(lanes, default=0) < 0):
+                raise LaneTotalsError(
+                    f"{name}={lanes} hold {sum(lanes)} samples, the batch has {self.units}; lane sizes are "
+                    f"non-negative and add up to the batch"
+                )
+
+    @cached_property
+    def batch_axis(self) -> int:
+        """The axis that data lanes split."""
+        return next(axis for axis, names in enumerate(self.axes) if BATCH in names)
+
+    @property
+    def rows(self) -> int:
+        """Extent of the batch axis."""
+        return self.shape[self.batch_axis]
+
+    @property
+    def units(self) -> int:
+        """Samples in the batch; rows where a sample is one row."""
+        return self.rows if self.samples is None else len(self.samples)
+
+
+@frozen(slots=False)
+class BatchMap:
+    """A monotone map from parts of [0, 1) to samples: the breakpoints are the source's lanes.
+
+    Both directions of a boundary use one map, anchored at the side that made the activation. Rounding down is
+    monotone, so parts that tile [0, 1) become ranges of samples that tile the batch.
+    """
+
+    breaks: tuple[Fraction, ...]
+    starts: tuple[int, ...]
+
+    def __call__(self, point: Fraction) -> int:
+        """The first sample at or after ``point``."""
+        if point >= 1:
+            return self.starts[-1]
+        lane = bisect.bisect_right(self.breaks, point) - 1
+        low, high = self.breaks[lane], self.breaks[lane + 1]
+        units = self.starts[lane + 1] - self.starts[lane]
+        return self.starts[lane] + int(units * (point - low) / (high - low))
+
+
+def lane_intervals(
+    src: Side, dst: Side, sizes: Sizes
+) -> tuple[tuple[tuple[Interval, ...], ...], tuple[tuple[Interval, ...], ...]]:
+    """Per lane of either side, which part of the batch it holds."""
+    exact = sizes.dst_lanes is not None
+    if sizes.dst_lanes is not None and len(sizes.dst_lanes) != dst.num_lanes:
+        raise LaneTotalsError(
+            f"dst_lanes={sizes.dst_lanes}, but side {dst.name!r} has {dst.num_lanes} data lanes; give one size each"
+        )
+    return (
+        src.intervals(BATCH, source_units(src, sizes) if exact else None),
+        dst.intervals(BATCH, sizes.dst_lanes),
+    )
+
+
+def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
+    """Samples per source lane."""
+    if sizes.src_lanes is not None:
+        if len(sizes.src_lanes) != src.num_lanes:
+            raise LaneTotalsError(
+                f"src_lanes={sizes.src_lanes}, but side {src.name!r} has {src.num_lanes} data lanes; give one size each"
+            )
+        return sizes.src_lanes
+    total = src.lane_weights or (1,) * src.num_lanes
+    ends = [sizes.units * end // sum(total) for end in itertools.accumulate(total)]
+    return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
+
+
+def batch_map(src: Side, sizes: Sizes, lanes: Sequence[Sequence[Interval]]) -> BatchMap:
+    """The map that gives lane ``k`` of the source, whose part of [0, 1) is ``lanes[k]``, its own samples."""
+    units = source_units(src, sizes)
+    breaks = (lanes[0][0][0], *(held[0][1] for held in lanes))
+    for index, count in enumerate(units):
+        if count and breaks[index] == breaks[index + 1]:
+            raise LaneTotalsError(
+                f"lane {index} of side {src.name!r} has weight 0 but holds {count} samples; give it a weight"
+            )
+    return BatchMap(breaks, tuple(itertools.accumulate(units, initial=0)))
+
+
+def axis_spans(
+    names: tuple[str, ...],
+    extent: int,
+    held: Mapping[str, Sequence[Interval]],
+    *,
+    to_sample: BatchMap,
+    samples: Sequence[int] | None,
+) -> tuple[Span, ...]:
+    """The rows of one axis that a rank holds, given its parts of each name folded into the axis."""
+    whole = ((Fraction(0), Fraction(1)),)
+    if BATCH not in names:
+        parts = held.get(names[0], whole) if names else whole
+        return merge([(int(extent * a), int(extent * b)) for a, b in parts])
+    units = [(to_sample(a), to_sample(b)) for a, b in held.get(BATCH, whole)]
+    inner = held.get(names[1], whole) if len(names) == 2 else whole
+    if samples is None:
+        if tuple(inner) != whole:
+            raise LaneTotalsError(
+                f"axis {names} is folded and {names[1]!r} is sharded inside of each sample, so the rows of each "
+                f"sample must be known; give `samples`"
+            )
+        return merge(units)
+    starts = list(itertools.accumulate(samples, initial=0))
+    return merge(
+        [
+            (starts[unit] + int(samples[unit] * a), starts[unit] + int(samples[unit] * b))
+            for first, last in units
+            for unit in range(first, last)
+            for a, b in inner
+        ]
+    )

@@ -1,0 +1,1 @@
+"""Variable tensor parallelism: stages of one pipeline with different tensor-parallel sizes."""

@@ -1,0 +1,360 @@
+"""Variable tensor parallelism: one pipeline whose stages have different tensor-parallel sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+
+from pipegrid.bridges.vtp.edges import VTPEdges
+from pipegrid.bridges.vtp.peers import Ranks, require_stage
+from pipegrid.bridges.vtp.receive import VTPReceive
+from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.protocol import Handle
+
+_F, _B = Direction.FORWARD, Direction.BACKWARD
+Requests = dict[str, VTPReceive]
+
+
+class VTPCommunicator(VTPEdges):
+    """Traffic between the stages of a pipeline in which each stage has its own tensor-parallel size.
+
+    What crosses a boundary is held whole by every rank of a side (tensor parallelism) or cut along the sequence
+    (sequence parallelism, see `VTPTopology`). Copies share the sending and the receiving: each byte crosses once, and
+    the receiving copies complete each other in a group of the boundary's own. That completion starts when the slices
+    have landed, whether or not anybody waits, so that it overlaps the next receive. Sequence parts go straight to the
+    ranks that hold them on the other side.
+
+    Two faces, over the same lanes:
+
+    - of `pipegrid.transport.PipelineCommunicator`: `isend` and `irecv` along edges, which is what a runtime uses. In a
+      ring of P stages there is an edge ``P-1 > P`` for the way round, and stage 0 holds the plan's stages 0 and P.
+    - the functions that variable-TP training scripts know (``vtp_send_forward``, ``recv_forward_with_reqs``, ...), as
+      methods; shapes are those of this rank's own tensor.
+
+    Every rank of the topology constructs it with equal arguments: lanes and groups are made then, in one order.
+
+    Args:
+        topology: which ranks hold which stage.
+        config: a `P2PConfig`, or any object with some of its attributes; read once, here. With
+            ``variable_seq_lengths``, shapes may change from message to message.
+        backend: of lanes and groups; None is the default group's for ``device``.
+        device: where tensors live; None is the current GPU where the backend is NCCL, else the CPU.
+        label: tells apart communicators over the same ranks.
+
+    Raises:
+        VTPTopologyError: the world does not fit the topology, or this rank has no place in it.
+        P2PConfigError: settings that contradict each other, the topology or the device.
+        P2PTimeoutError: a rank did not come.
+    """
+
+    # -- where this rank stands -----------------------------------------------------------------------------
+
+    def is_vtp_stage_rank0(self) -> bool:
+        """Whether this rank is the first of its stage (and replica)."""
+        return self.rank == self.get_vtp_stage_ranks()[self.stage][0]
+
+    def get_vtp_size_list(self) -> list[int]:
+        """Tensor-parallel size of each stage."""
+        return list(self.topology.tp_sizes)
+
+    def get_vtp_stage_ranks(self) -> list[list[int]]:
+        """Per stage its ranks, those of this rank's replica."""
+        return [list(stage.ranks) for stage in self.topology.replica(self.replica)]
+
+    def get_vtp_my_stage_idx(self) -> int:
+        """The stage of this rank."""
+        return self.stage
+
+    # -- the functions of variable-TP scripts: no guards, asynchronous --------------------------------------
+
+    def vtp_send_forward(
+        self, tensor: torch.Tensor, *, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None
+    ) -> list[Handle] | None:
+        """Start sending this rank's share of an activation to the next stage; in a ring also from the last to stage 0.
+
+        ``group``, ``next_rank`` and ``prev_rank`` say who the neighbours are, as `Peers`: one value or a list.
+
+        Returns:
+            A handle per receiving rank; None on a rank with nothing to send (the last stage without a ring).
+        """
+        return self._start_send(tensor, _F, self._peers.next(group, next_rank, prev_rank))
+
+    def vtp_send_backward(
+        self, tensor: torch.Tensor, *, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None
+    ) -> list[Handle] | None:
+        """Start sending this rank's share of a gradient to the previous stage. As `vtp_send_forward`."""
+        return self._start_send(tensor, _B, self._peers.previous(group, next_rank, prev_rank))
+
+    def vtp_recv_forward(
+        self,
+        tensor_shape: Sequence[int],
+        config: Any = None,
+        async_op: bool = False,
+        *,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> Any:
+        """Receive an activation of ``tensor_shape`` (this rank's part) in ``pipeline_dtype`` from the previous stage.
+
+        Returns:
+            The tensor; with ``async_op`` ``(tensor, {"recv_prev": work})``, where there is data in the tensor once
+            ``work.wait()`` has returned.
+
+        Raises:
+            P2PConfigError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
+            StageError: nothing comes here: stage 0 without a ring.
+        """
+        return self._receive_at_once(
+            tensor_shape, config, "recv_prev", async_op, self._peers.previous(group, next_rank, prev_rank)
+        )
+
+    def vtp_recv_backward(
+        self,
+        tensor_shape: Sequence[int],
+        config: Any = None,
+        async_op: bool = False,
+        *,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> Any:
+        """Receive a gradient from the next stage. As `vtp_recv_forward`; the work stands under ``"recv_next"``."""
+        return self._receive_at_once(
+            tensor_shape, config, "recv_next", async_op, self._peers.next(group, next_rank, prev_rank)
+        )
+
+    def _start_send(self, tensor: torch.Tensor, direction: Direction, edge: Edge | None) -> list[Handle] | None:
+        self._require_alive()
+        if edge is None:
+            return None
+        return list(self._of_edge(edge, direction, sends=True).isend(tensor, direction))
+
+    def _receive_at_once(self, shape: Any, config: Any, name: str, async_op: bool, edge: Edge | None) -> Any:
+        receive = self._start_receive(shape, self._settings(config), name, edge)
+        return (receive.tensor, {name: receive}) if async_op else receive.result()
+
+    def _start_receive(self, shape: Any, settings: P2PConfig, name: str, edge: Edge | None) -> VTPReceive:
+        self._require_alive()
+        if settings.pipeline_dtype is None:
+            subject = "pipeline_dtype" if name == "recv_prev" else "dtype"
+            raise P2PConfigError(f"{subject} must be provided if {name} is True: set pipeline_dtype in the config")
+        wanted = self._checked_shape(shape, name, required=True)
+        direction = _F if name == "recv_prev" else _B
+        edge = require_stage(edge, self.stage, name, ring=self.topology.ring)
+        return self._of_edge(edge, direction, sends=False).irecv(direction, wanted, settings.pipeline_dtype)
+
+    def _settings(self, config: Any) -> P2PConfig:
+        """The settings of one call: its own config's, where it gives one."""
+        if config is None or config is self.config:
+            return self.config
+        settings = as_config(config)
+        if self.config.pipeline_dtype not in (None, settings.pipeline_dtype) and settings.pipeline_dtype is not None:
+            raise P2PConfigError(
+                f"this call's pipeline_dtype is {settings.pipeline_dtype}, but the lanes were opened with "
+                f"{self.config.pipeline_dtype}; give the communicator's config, or make it with pipeline_dtype=None"
+            )
+        return settings
+
+    # -- the same with the guards of a schedule, waiting ----------------------------------------------------
+
+    def recv_forward_with_reqs(
+        self,
+        tensor_shape: Sequence[int] | None,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        wait_on_reqs: bool = True,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> tuple[torch.Tensor | None, Requests | None]:
+        """Receive an activation; nothing on stage 0, unless it acts as the end of a ring.
+
+        Returns:
+            ``(tensor, None)``, both None where there is nothing to receive. With ``wait_on_reqs=False``
+            ``(tensor, {"recv_prev": work})``, which batched communication does not allow.
+        """
+        if not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
+            return None, None
+        edge = self._peers.previous(group, next_rank, prev_rank)
+        return self._receive_with_reqs(tensor_shape, config, "recv_prev", edge, wait_on_reqs)
+
+    def recv_backward_with_reqs(
+        self,
+        tensor_shape: Sequence[int] | None,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        wait_on_reqs: bool = True,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> tuple[torch.Tensor | None, Requests | None]:
+        """Receive a gradient; nothing on the last stage, which in a ring is stage 0 as its end.
+
+        Returns:
+            As `recv_forward_with_reqs`, with ``"recv_next"``.
+        """
+        if not self.topology.tells_forward(self.stage, is_end_stage=is_end_stage):
+            return None, None
+        edge = self._peers.next(group, next_rank, prev_rank)
+        return self._receive_with_reqs(tensor_shape, config, "recv_next", edge, wait_on_reqs)
+
+    def _receive_with_reqs(
+        self, shape: Any, config: Any, name: str, edge: Edge | None, wait_on_reqs: bool
+    ) -> tuple[torch.Tensor | None, Requests | None]:
+        settings = self._settings(config)
+        if settings.batch_p2p_comm and not wait_on_reqs:
+            raise P2PUsageError(
+                "wait_on_reqs=False asks for requests to wait for later, and batch_p2p_comm=True for batches that are "
+                "waited for as a whole; set batch_p2p_comm=False"
+            )
+        with _timed(settings, "forward-recv" if name == "recv_prev" else "backward-recv"):
+            receive = self._start_receive(shape, settings, name, edge)
+            if wait_on_reqs:
+                return receive.result(), None
+        return receive.tensor, {name: receive}
+
+    @overload
+    def send_forward(self, output_tensor: torch.Tensor, is_last_stage: bool = False) -> None: ...
+
+    @overload
+    def send_forward(
+        self,
+        output_tensor: torch.Tensor,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> None: ...
+
+    def send_forward(  # type: ignore[misc]  # `config` in second place may be `is_last_stage`: told apart by type
+        self,
+        output_tensor: torch.Tensor,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        is_last_stage: bool = False,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> None:
+        """Send an activation on; nothing on the last stage, which in a ring is stage 0 as its end.
+
+        ``send_forward(tensor, is_last_stage)``, as `PipelineCommunicator` has it, works too: a bool in the place of
+        ``config`` is that.
+        """
+        if isinstance(config, bool):
+            config, is_last_stage = None, config
+        if is_last_stage or not self.topology.tells_forward(self.stage, is_end_stage=is_end_stage):
+            return
+        edge = self._peers.next(group, next_rank, prev_rank)
+        with _timed(self._settings(config), "forward-send"):
+            _wait(self._start_send(output_tensor, _F, edge))
+
+    @overload
+    def send_backward(self, input_tensor_grad: torch.Tensor, is_first_stage: bool = False) -> None: ...
+
+    @overload
+    def send_backward(
+        self,
+        input_tensor_grad: torch.Tensor,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> None: ...
+
+    def send_backward(  # type: ignore[misc]  # `config` in second place may be `is_first_stage`: told apart by type
+        self,
+        input_tensor_grad: torch.Tensor,
+        config: Any = None,
+        is_end_stage: bool = False,
+        *,
+        is_first_stage: bool = False,
+        group: Any = None,
+        next_rank: Ranks = None,
+        prev_rank: Ranks = None,
+    ) -> None:
+        """Send a gradient back; nothing on stage 0, unless it acts as the end of a ring. As `send_forward`."""
+        if isinstance(config, bool):
+            config, is_first_stage = None, config
+        if is_first_stage or not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
+            return
+        edge = self._peers.previous(group, next_rank, prev_rank)
+        require_stage(edge, self.stage, "send_backward", ring=self.topology.ring)
+        with _timed(self._settings(config), "backward-send"):
+            _wait(self._start_send(input_tensor_grad, _B, edge))
+
+    # -- the verbs of `PipelineCommunicator` ----------------------------------------------------------------
+
+    def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> torch.Tensor | None:
+        """The next activation; None on the first stage. Without a shape, whatever comes."""
+        return None if is_first_stage else self._received("forward-recv", self._irecv_next(_F, tensor_shapes))
+
+    def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> torch.Tensor | None:
+        """The next gradient; None on the last stage."""
+        return None if is_last_stage else self._received("backward-recv", self._irecv_next(_B, tensor_shapes))
+
+    def send_forward_recv_backward(
+        self, output_tensors: torch.Tensor, tensor_shapes: Any = None, is_last_stage: bool = False
+    ) -> torch.Tensor | None:
+        """Send an activation on and receive a gradient from the same stage, as one batch; None on the last stage."""
+        if is_last_stage:
+            return None
+        return self._exchange("forward-send-backward-recv", output_tensors, _F, tensor_shapes)
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: torch.Tensor, tensor_shapes: Any = None, is_first_stage: bool = False
+    ) -> torch.Tensor | None:
+        """Send a gradient back and receive an activation from the same stage; None on the first stage."""
+        if is_first_stage:
+            return None
+        return self._exchange("backward-send-forward-recv", input_tensor_grads, _B, tensor_shapes)
+
+    def _irecv_next(self, direction: Direction, shapes: Any) -> Callable[[], VTPReceive]:
+        name, edge = ("recv_prev", self._peers.previous()) if direction is _F else ("recv_next", self._peers.next())
+        found = require_stage(edge, self.stage, name, ring=self.topology.ring)
+        return lambda: self.irecv(edge=found, direction=direction, shapes=shapes)
+
+    def _received(self, timer: str, start: Callable[[], VTPReceive]) -> torch.Tensor:
+        with _timed(self.config, timer):
+            return start().result()
+
+    def _exchange(self, timer: str, tensor: torch.Tensor, sending: Direction, shapes: Any) -> torch.Tensor:
+        start = self._irecv_next(_B if sending is _F else _F, shapes)
+        edge = self._peers.next() if sending is _F else self._peers.previous()
+        with _timed(self.config, timer):
+            with self.batch():
+                receiving = start()
+                sent = self._start_send(tensor, sending, edge)
+            received = receiving.result()
+            _wait(sent)
+        return received
+
+
+def _wait(handles: Iterable[Handle] | None) -> None:
+    for handle in handles or ():
+        handle.wait()
+
+
+@contextmanager
+def _timed(settings: P2PConfig, name: str) -> Iterator[None]:
+    timers = settings.timers
+    if timers is not None:
+        timers(name, log_level=2).start()
+    try:
+        yield
+    finally:
+        if timers is not None:
+            timers(name).stop()

@@ -1,0 +1,103 @@
+"""Which boundary a call means: the topology's neighbours, or those that the caller names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from attrs import frozen
+
+from pipegrid.bridges.checks import as_integers
+from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.vtp.boundary import VTPBoundary
+from pipegrid.transport.edge import Edge
+
+Ranks: TypeAlias = int | Sequence[int] | None
+
+
+@frozen
+class Peers:
+    """The neighbours of ``rank`` in its replica of the pipeline, across ``boundaries``.
+
+    A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that stand beside this rank
+    in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
+    exchange their slices all the same, whichever of them are named.
+    """
+
+    rank: int
+    boundaries: tuple[VTPBoundary, ...]
+
+    def next(self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None) -> Edge | None:
+        """The edge on which activations leave this rank; None on the last stage without a ring.
+
+        Raises:
+            StageError: a rank was named that is not in a neighbouring stage of this replica.
+        """
+        named_next, _ = self._checked(group, next_rank, prev_rank)
+        return self._edge(named_next, "next")
+
+    def previous(self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None) -> Edge | None:
+        """The edge on which activations come to this rank; None on stage 0 without a ring.
+
+        Raises:
+            StageError: a rank was named that is not in a neighbouring stage of this replica.
+        """
+        _, named_previous = self._checked(group, next_rank, prev_rank)
+        return self._edge(named_previous, "previous")
+
+    def _checked(self, group: Any, next_rank: Ranks, prev_rank: Ranks) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if group is None and next_rank is None and prev_rank is None:
+            return (), ()
+        following, before = _as_ranks(next_rank), _as_ranks(prev_rank)
+        if group is not None:
+            beside = [self._beside(dist.get_process_group_ranks(one)) for one in _as_list(group)]
+            following = following or tuple(after for _, after in beside)
+            before = before or tuple(previous for previous, _ in beside)
+        # What is not used by this call is looked at all the same: a wrong rank is wrong.
+        for named, side in ((_as_ranks(next_rank), "next"), (_as_ranks(prev_rank), "previous")):
+            self._edge(named, side)
+        return following, before
+
+    def _edge(self, named: Sequence[int], side: str) -> Edge | None:
+        ends = [(b.edge, b.source.ranks, b.destination.ranks) for b in self.boundaries]
+        if side == "previous":
+            ends = [(edge, there, here) for edge, here, there in ends]
+        across = [(edge, there) for edge, here, there in ends if self.rank in here]
+        found = [edge for edge, there in across if set(named) <= set(there)]
+        if named and not found:
+            where = f"ranks {list(across[0][1])}" if across else "nowhere, at the end of a chain"
+            raise StageError(
+                f"rank {self.rank} was told that its {side} ranks are {list(named)}, but lanes lead to the "
+                f"neighbouring stage of its own replica only: {where}"
+            )
+        return found[0] if found else None
+
+    def _beside(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """The ranks before and after this one in the order of a pipeline group, cyclic."""
+        if self.rank not in ranks:
+            raise StageError(f"rank {self.rank} is not in the group of ranks {list(ranks)}; give a group that it is in")
+        index = ranks.index(self.rank)
+        return ranks[index - 1], ranks[(index + 1) % len(ranks)]
+
+
+def require_stage(edge: Edge | None, stage: int, what: str, *, ring: bool) -> Edge:
+    """The edge, which must be there.
+
+    Raises:
+        StageError: it is not.
+    """
+    if edge is None:
+        raise StageError(
+            f"{what} on stage {stage}: there is no stage on that side"
+            + ("" if ring else "; make the topology with ring=True, where the last stage goes round to stage 0")
+        )
+    return edge
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _as_ranks(value: Ranks | Iterable[int]) -> tuple[int, ...]:
+    return () if value is None else as_integers(_as_list(value), "next_rank or prev_rank", error=StageError)

@@ -1,0 +1,218 @@
+"""The layout whose most expensive stage is cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import attrs
+
+from pipegrid.layout import rules
+from pipegrid.layout.branch_and_bound import Found, RankLimit, overdrafts, own_caps, search
+from pipegrid.layout.checks import figure, flag, of_type, sizes_of_pipeline, whole_number
+from pipegrid.layout.errors import LayoutInfeasibleError
+from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_or_standard
+from pipegrid.layout.layout import PipelineParallelLayerLayout
+from pipegrid.layout.partition import Chain, best_partition, rightmost
+from pipegrid.layout.profile import Costs, Memories, Memory, model_layers, read_profile
+from pipegrid.layout.report import LayoutReport, Peaks, measure, peaks_of
+from pipegrid.layout.text import write_stage
+
+_WORK = 100_000  # stages to place in all nodes of a search together: seconds
+
+
+@attrs.frozen
+class Balance:
+    """A balanced layout, and how good it is known to be.
+
+    Attributes:
+        layout: the layout.
+        report: cost and memory of its stages.
+        lower_bound: no layout that keeps the rules and the limits has a cheaper bottleneck.
+        optimal: the layout is proven to have the least bottleneck and, among those, the least spread.
+
+    Raises:
+        LayoutError: a value is of another kind.
+    """
+
+    layout: PipelineParallelLayerLayout
+    report: LayoutReport
+    lower_bound: float
+    optimal: bool
+
+    def __attrs_post_init__(self) -> None:
+        of_type("layout of a Balance", self.layout, PipelineParallelLayerLayout, "balance() makes both")
+        of_type("report of a Balance", self.report, LayoutReport, "report() makes one of the layout")
+        figure("lower_bound", self.lower_bound)
+        flag("optimal", self.optimal)
+
+    @property
+    def gap(self) -> float:
+        """By what fraction the bottleneck may be above the least possible; 0 where it is proven to be the least."""
+        return self.report.bottleneck / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def balance(
+    costs: Costs,
+    pp: int,
+    vpp: int = 1,
+    *,
+    layers: str | Sequence[str] | None = None,
+    memory: Memories | None = None,
+    limit: float | Sequence[float] | None = None,
+    microbatches: int | None = None,
+    in_flight: Peaks | None = None,
+    nodes: int | None = None,
+    grammar: LayoutGrammar | None = None,
+) -> Balance:
+    """Cut a model into ``pp * vpp`` stages with the least bottleneck and, among those cuts, the least spread.
+
+    The bottleneck is the cost of the most expensive stage, the spread that minus the cost of the cheapest. The result
+    keeps the position rules: an embedding is on the first stage, a loss on the last, MTP layers are together on the
+    last chunk of a rank other than the first. Of several best layouts it is the one with the earliest cuts.
+
+    It is exact (see `pipegrid.layout.partition` for the method and its proof), except with ``vpp > 1`` and a limit,
+    where the chunks of a rank share its memory: then a branch and bound runs that is exact if it ends within
+    ``nodes``, and otherwise says how far from the optimum it may be (`Balance.gap`).
+
+    Args:
+        costs: forward plus backward time of each layer, in any unit. A mapping from kind to a number (each layer of
+            that kind) or to a list (one number for each), or a list with one number for each layer of the model.
+        pp: number of pp ranks.
+        vpp: number of chunks per rank.
+        layers: the model: a layout string without ``|`` (``"Et*61mL"``) or a list of kinds. By default a mapping of
+            costs gives the layers in its own order, a number counting as one layer; a list of costs, decoders.
+        memory: memory of each layer, in the form of ``costs``, with a `LayerMemory` or a number (memory per
+            microbatch in flight) for each.
+        limit: what the layers of a rank may take, in the unit of ``memory``; one number, or one per rank.
+        microbatches: microbatches per step, for how many are in flight under 1F1B; None for many.
+        in_flight: what is in flight under another schedule, in the form that `in_flight_1f1b` gives.
+        nodes: how many relaxations the branch and bound opens at most, for each of the two criteria; by default so
+            many that it takes seconds (half a minute for hundreds of stages).
+        grammar: the kinds that may stand in ``layers`` and ``costs``; by default the standard ones.
+
+    Raises:
+        LayoutInfeasibleError: no layout keeps the limit; names the tightest stage.
+        LayoutError: the input is malformed, or the order of the layers breaks a position rule.
+    """
+    grammar = grammar_or_standard(grammar)
+    pp, vpp = sizes_of_pipeline(pp, vpp)
+    stages = pp * vpp
+    nodes = max(4 * stages, _WORK // stages) if nodes is None else whole_number("nodes", nodes, least=0)
+    kinds = model_layers(costs, layers, grammar)
+    whole = PipelineParallelLayerLayout([kinds], 1, grammar=grammar)
+    rules.check_ends(whole)
+    rules.check_mtp(whole)
+    profile = read_profile(kinds, costs, memory, limit, pp=pp, grammar=grammar)
+    peaks = peaks_of(in_flight, pp, vpp, microbatches)
+    places = _places(kinds)
+    low, high = _bounds(kinds, places, pp, vpp)
+    nothing = [0] * len(kinds)
+    sizes = profile.memory or Memory(nothing, nothing, None, 1)
+    chain = Chain(
+        _cumulate(profile.cost, places), _cumulate(sizes.fixed, places), _cumulate(sizes.moving, places), low, high
+    )
+    ranks: list[RankLimit] = []
+    if sizes.limits is None:
+        partition = best_partition(chain, [{}] * stages)
+        found = Found(partition, partition.bottleneck if partition else None, optimal=True)
+    else:
+        ranks = [RankLimit(most, rank) for most, rank in zip(sizes.limits, peaks, strict=True)]
+        found = search(chain, ranks, nodes=nodes)
+    if found.partition is None or found.bottleneck_bound is None:
+
+        def text(start: int, end: int) -> str:
+            return write_stage(kinds[places[start] : places[end]], grammar)
+
+        raise _infeasible(chain, ranks, found, text=text, unit=sizes.unit)
+    cuts = [places[cut] for cut in found.partition.cuts]
+    layout = PipelineParallelLayerLayout([kinds[start:end] for start, end in pairwise(cuts)], pp, grammar=grammar)
+    return Balance(layout, measure(layout, profile, peaks), found.bottleneck_bound / profile.unit, found.optimal)
+
+
+def _cumulate(values: Sequence[int], places: Sequence[int]) -> list[int]:
+    """The sums of the values before each place."""
+    sums = [0, *accumulate(values)]
+    return [sums[place] for place in places]
+
+
+def _places(kinds: Sequence[str]) -> list[int]:
+    """Where the model may be cut: anywhere but between its MTP layers."""
+    mtp = [index for index, kind in enumerate(kinds) if kind == LayerType.mtp]
+    inside = range(mtp[0] + 1, mtp[-1] + 1) if mtp else range(0)
+    return [place for place in range(len(kinds) + 1) if place not in inside]
+
+
+def _bounds(kinds: Sequence[str], places: Sequence[int], pp: int, vpp: int) -> tuple[list[int], list[int]]:
+    """The position rules as bounds on the cuts: the first and the last index into ``places`` of each."""
+    stages, end = pp * vpp, len(places) - 1
+    low = [0] * stages + [end]
+    high = [0] + [end] * stages
+    if kinds[0] == LayerType.embedding:
+        low[1:stages] = [1] * (stages - 1)
+    if kinds[-1] == LayerType.loss and stages > 1:
+        high[stages - 1] = end - 1
+    if LayerType.mtp in kinds:
+        first = pp * (vpp - 1) + (pp > 1)  # the first stage that may hold MTP layers
+        before = places.index(kinds.index(LayerType.mtp))
+        if first > 0:
+            high[first] = min(high[first], before)
+    for cut in range(stages - 1, 0, -1):
+        high[cut] = min(high[cut], high[cut + 1])
+    return low, high
+
+
+def _infeasible(
+    chain: Chain, ranks: Sequence[RankLimit], found: Found, *, text: Callable[[int, int], str], unit: int
+) -> LayoutInfeasibleError:
+    """Say which stage is the tightest, by how much, and with how many microbatches in flight."""
+    if found.closest is None:
+        cuts, missing = _least_relief(chain, ranks)
+        caps = own_caps(ranks)
+        stage, flying = max(
+            ((stage, flying) for stage, limits in enumerate(caps) for flying in limits),
+            key=lambda one: chain.memory(cuts[one[0]], cuts[one[0] + 1], one[1]) - caps[one[0]][one[1]],
+        )
+        verdict, alone = "no layout keeps every rank under its limit", " by itself"
+    else:
+        cuts = list(found.closest)
+        overdrawn = overdrafts(chain, ranks, cuts)
+        rank = max(range(len(ranks)), key=lambda rank: overdrawn[rank][0])
+        missing, peak = overdrawn[rank]
+        by_stage = {
+            stage: chain.memory(cuts[stage], cuts[stage + 1], count)
+            for stage, count in zip(range(rank, chain.stages, len(ranks)), peak, strict=True)
+        }
+        stage = max(by_stage, key=lambda stage: by_stage[stage])
+        flying = peak[stage // len(ranks)]
+        alone = " together with the other chunks of its rank"
+        verdict = (
+            "no layout keeps every rank under its limit"
+            if found.optimal
+            else "no layout was found that keeps every rank under its limit, though there may be one; raise nodes"
+        )
+    held, allowed = text(cuts[stage], cuts[stage + 1]), ranks[stage % len(ranks)].limit
+    return LayoutInfeasibleError(
+        f"{verdict}: the tightest is stage {stage} (pp rank {stage % len(ranks)}, chunk {stage // len(ranks)}), which "
+        f"with {held!r} and {flying} microbatches in flight takes{alone} {(allowed + missing) / unit:.6g} of "
+        f"{allowed / unit:.6g}; raise the limit by {missing / unit:.6g}, or use more pp ranks or fewer microbatches "
+        "in flight",
+        stage=stage,
+        proven=found.optimal,
+    )
+
+
+def _least_relief(chain: Chain, ranks: Sequence[RankLimit]) -> tuple[list[int], int]:
+    """By how much all limits must rise for each stage to fit by itself, and cuts for which they then do."""
+    caps = own_caps(ranks)
+    short, enough = 0, max(chain.memory(0, len(chain.cost) - 1, flying) for limits in caps for flying in limits)
+    cuts = list(chain.high)  # with that much more, any cuts will do
+    while enough - short > 1:
+        middle = (short + enough) // 2
+        raised = [{flying: limit + middle for flying, limit in limits.items()} for limits in caps]
+        tried = rightmost(chain, raised, chain.cost[-1])
+        if tried is None:
+            short = middle
+        else:
+            cuts, enough = tried, middle
+    return cuts, enough

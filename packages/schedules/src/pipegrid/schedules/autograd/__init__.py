@@ -1,0 +1,1 @@
+"""Backward in two halves, and what it needs of torch's autograd."""

@@ -1,0 +1,244 @@
+"""A recorded graph, divided for a backward in two halves (see `split_backward` for the words).
+
+Every microbatch records nodes of its own, nearly always in the same pattern. So the graph is first written down as
+plain numbers, its *outline*; what follows from that alone, its *division*, is computed once for each outline. A graph
+of another pattern has another outline: what is remembered is never wrong, whatever the model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from attrs import frozen
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, Node
+
+from pipegrid.schedules.autograd.unsplittable import UNSPLITTABLE
+
+# Patterns that are remembered; stages whose shapes or branches vary have several.
+_DIVISIONS_KEPT = 32
+
+_NOWHERE = -1
+"""Where an edge leads that leads to no node."""
+
+
+class Outline(NamedTuple):
+    """A graph without its nodes, which are numbered in the order in which they are found.
+
+    Attributes:
+        kinds: each node's class.
+        edges: each node's edges: the node that one leads to, and to which of the outputs of its forward.
+        roots: edges into the graph.
+        inputs: the nodes of the inputs that were used.
+    """
+
+    kinds: tuple[type, ...]
+    edges: tuple[tuple[tuple[int, int], ...], ...]
+    roots: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+
+
+@frozen
+class Owner:
+    """A node whose weight half waits for W.
+
+    Attributes:
+        node: its number.
+        outputs: the outputs of the node's forward that were used; a gradient arrives for each.
+        sinks: where the gradients of its own parameters end: their accumulators.
+        height: nodes on the longest way to an input. Owners of one height cannot reach each other.
+    """
+
+    node: int
+    outputs: tuple[int, ...]
+    sinks: tuple[int, ...]
+    height: int
+
+
+@frozen
+class Whole:
+    """A node that runs whole at I.
+
+    Attributes:
+        node: its number.
+        entries: its edges that leave the trunk: their index, the node that they lead to, and to which output.
+        custom: whether it computes both halves anyway; a node of torch's own does so only where it is asked.
+    """
+
+    node: int
+    entries: tuple[tuple[int, int, int], ...]
+    custom: bool
+
+
+@frozen
+class Level:
+    """Owners of one height, for which W calls the engine once.
+
+    Attributes:
+        arrivals: which of the division's ``arrivals`` are theirs.
+        sinks: those of all of them.
+    """
+
+    arrivals: slice
+    sinks: tuple[int, ...]
+
+
+@frozen
+class Division:
+    """What I and W do with the nodes of a graph.
+
+    Attributes:
+        trunk: all nodes of the trunk; without any there are no owners either.
+        owners: in the order in which W runs them: the highest first, as in a whole backward.
+        whole: the nodes with edges out of the trunk that are no owners.
+        arrivals: the owners' outputs, each as a node and an output: I keeps the gradients that arrive there.
+        levels: the owners by height.
+        spent: nodes of the trunk that W does not run again.
+        refused: nodes of the trunk that cannot run while others are kept for later.
+    """
+
+    trunk: tuple[int, ...]
+    owners: tuple[Owner, ...]
+    whole: tuple[Whole, ...]
+    arrivals: tuple[tuple[int, int], ...]
+    levels: tuple[Level, ...]
+    spent: tuple[int, ...]
+    refused: tuple[int, ...]
+
+
+def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], Outline]:
+    """The nodes above ``roots``, and their pattern.
+
+    Args:
+        roots: where backwards start.
+        inputs: leaves that require grad, used or not.
+    """
+    identities = {id(tensor) for tensor in inputs}
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(root.node for root in roots))}
+    nodes = list(numbers)
+    edges: list[tuple[tuple[int, int], ...]] = []
+    found: list[int] = []
+    for number, node in enumerate(nodes):  # which grows meanwhile
+        below: list[tuple[int, int]] = []
+        for child, output in node.next_functions:
+            if child is None:
+                below.append((_NOWHERE, output))
+                continue
+            place = numbers.get(child)
+            if place is None:
+                place = numbers[child] = len(nodes)
+                nodes.append(child)
+            below.append((place, output))
+        # An accumulator knows the tensor that it is for.
+        if not below and id(getattr(node, "variable", None)) in identities:
+            found.append(number)
+        edges.append(tuple(below))
+    starts = tuple((numbers[root.node], root.output_nr) for root in roots)
+    return nodes, Outline(tuple(map(type, nodes)), tuple(edges), starts, tuple(found))
+
+
+@lru_cache(maxsize=_DIVISIONS_KEPT)
+def divide(outline: Outline) -> Division:
+    """Divide a graph into its trunk, which leads to the inputs, and what the trunk's nodes own."""
+    heights = _heights(outline)
+    trunk = tuple(node for node, height in heights.items() if height)
+    outputs: dict[int, set[int]] = {node: set() for node in trunk}
+    entries: dict[int, list[tuple[int, int, int]]] = {}
+    for node, output in outline.roots:
+        if node in outputs:
+            outputs[node].add(output)
+    for node in trunk:
+        for index, (child, output) in enumerate(outline.edges[node]):
+            if child == _NOWHERE:
+                continue
+            if heights[child]:
+                outputs[child].add(output)
+            else:
+                entries.setdefault(node, []).append((index, child, output))
+    sinks, sharing = _claims(outline, entries)
+    custom = {node for node in entries if _is_custom(outline.kinds[node])}
+    owners = [
+        Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]), heights[node])
+        for node in entries
+        if node not in custom and node not in sharing
+    ]
+    owners.sort(key=lambda owner: -owner.height)
+    waiting = {owner.node for owner in owners}
+    return Division(
+        trunk=trunk,
+        owners=tuple(owners),
+        whole=tuple(Whole(node, tuple(entries[node]), node in custom) for node in entries if node not in waiting),
+        arrivals=tuple((owner.node, output) for owner in owners for output in owner.outputs),
+        levels=tuple(_levels(owners)),
+        spent=tuple(node for node in trunk if node not in waiting),
+        refused=tuple(node for node in trunk if outline.kinds[node].__name__ in UNSPLITTABLE),
+    )
+
+
+def trunk_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> list[Node]:
+    """The nodes that lead from ``roots`` to ``inputs``."""
+    nodes, outline = outline_of(roots, inputs)
+    return [nodes[number] for number in divide(outline).trunk]
+
+
+def _heights(outline: Outline) -> dict[int, int]:
+    """Per node its height, those below it first: nodes on the longest way to an input, 0 where none is reached."""
+    inputs = set(outline.inputs)
+    heights: dict[int, int] = {}
+    seen: set[int] = set()
+    stack = [node for node, _ in outline.roots]
+    while stack:
+        node = stack[-1]
+        below = [child for child, _ in outline.edges[node] if child != _NOWHERE]
+        if node not in seen:
+            seen.add(node)
+            stack += [child for child in below if child not in seen]
+            continue
+        stack.pop()
+        if node not in heights:
+            highest = max((heights[child] for child in below), default=0)
+            heights[node] = highest + 1 if highest or node in inputs else 0
+    return heights
+
+
+def _claims(outline: Outline, entries: dict[int, list[tuple[int, int, int]]]) -> tuple[dict[int, list[int]], set[int]]:
+    """Per owner the sinks behind its entries, and those owners of which two reach the same node."""
+    claimed: dict[int, int] = {}
+    sinks: dict[int, list[int]] = {}
+    sharing: set[int] = set()
+    for owner, edges in entries.items():
+        sinks[owner] = []
+        stack = [node for _, node, _ in edges]
+        while stack:
+            node = stack.pop()
+            if node in claimed:
+                if claimed[node] != owner:
+                    sharing |= {owner, claimed[node]}
+                continue
+            claimed[node] = owner
+            below = [child for child, _ in outline.edges[node] if child != _NOWHERE]
+            if below:
+                stack += below
+            else:
+                sinks[owner].append(node)
+    return sinks, sharing
+
+
+def _levels(owners: Sequence[Owner]) -> list[Level]:
+    """The owners, which are in order, by height."""
+    levels: list[Level] = []
+    at = 0
+    for height in dict.fromkeys(owner.height for owner in owners):
+        same = [owner for owner in owners if owner.height == height]
+        count = sum(len(owner.outputs) for owner in same)
+        levels.append(Level(slice(at, at + count), tuple(sink for owner in same for sink in owner.sinks)))
+        at += count
+    return levels
+
+
+def _is_custom(kind: type) -> bool:
+    """Whether nodes of the class are custom Functions: of Python, or of C++, whose nodes have no class of their own."""
+    return issubclass(kind, FunctionCtx) or kind.__name__ == "CppFunction"

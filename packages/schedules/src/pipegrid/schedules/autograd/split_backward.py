@@ -1,0 +1,136 @@
+"""A backward in two halves: the gradients of a stage's inputs, which others wait for, and of its weights, later.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2, which names the halves B and W; here they are
+I and W. The model is not changed: the graph that autograd recorded is cut.
+
+The graph's *trunk* is every node from which an input of the stage can be reached. Beside it hang the parameters. A
+node of the trunk with an edge that leaves the trunk *owns* what lies behind that edge::
+
+    output <- tanh <- addmm <- layer_norm <- input        tanh: trunk
+                        |           |                     addmm owns what leads to its weight and bias
+                     weight       scale                   layer_norm owns its scale
+
+I runs the trunk. Of every owner the engine then computes only what flows on to the inputs, and the gradients that
+arrive at an owner are kept. W runs each owner once more, from those gradients to its own parameters and nowhere else:
+it computes the other half. So nothing is computed twice (but by the few operators of torch that make both halves in one
+kernel: PReLU, recurrent cells), and the engine itself accumulates into the parameters, so that their hooks fire as they
+do in a whole backward.
+
+Two kinds of owner cannot be run in halves, and run whole at I:
+
+- a custom `torch.autograd.Function` computes both halves whenever it runs (or accumulates into a ``main_grad`` itself);
+- nodes that share a parameter: from the upper of the two, the engine would go down the trunk to the other one.
+
+A stage without inputs that need a gradient has no trunk. Nobody waits for anything there, so all of it runs at W.
+
+Tensor hooks may run more often than in a whole backward, to the same effect on gradients: one on an activation that an
+owner made runs in each half, one on a parameter that several nodes of the trunk read directly runs twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from attrs import field, frozen
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.checkpoint import GraphExecGroup
+
+from pipegrid.schedules.autograd.engine import run_backward
+from pipegrid.schedules.autograd.partition import divide, outline_of
+from pipegrid.schedules.autograd.saved_tensors import keep_recomputed, release_saved
+
+
+class Call(NamedTuple):
+    """A call of the engine: from some edges to some sinks (none: wherever it leads)."""
+
+    edges: Sequence[GradientEdge]
+    gradients: Sequence[torch.Tensor]
+    sinks: Sequence[GradientEdge]
+
+
+@frozen
+class WeightHalf:
+    """What is left for W."""
+
+    calls: tuple[Call, ...] = ()
+    group: GraphExecGroup = field(factory=GraphExecGroup)
+
+
+def backward_inputs(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    refuse: Callable[[Iterable[Node]], None] | None = None,
+) -> tuple[Sequence[torch.Tensor | None], WeightHalf]:
+    """I: the gradients of ``inputs`` (None for one that was not used), and what is left for W.
+
+    Args:
+        roots: what the stage made (`torch.autograd.graph.get_gradient_edge`); the tensors may be gone.
+        gradients: one for each root.
+        inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
+        refuse: called before anything runs with the nodes that make the graph one that cannot be cut.
+    """
+    nodes, outline = outline_of(roots, inputs)
+    parts = divide(outline)
+    if parts.refused and refuse is not None:
+        refuse([nodes[node] for node in parts.refused])
+    if not parts.trunk:
+        return [None] * len(inputs), WeightHalf((Call(roots, gradients, ()),) if roots else ())
+    arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]
+    asked: list[GradientEdge] = []
+    leaving: list[tuple[GradientEdge, torch.Tensor]] = []
+    for part in parts.whole:
+        entries = [(index, GradientEdge(nodes[node], output)) for index, node, output in part.entries]
+        nodes[part.node].register_hook(_collector(entries, leaving))
+        if not part.custom:  # it computes the weight half only if somebody asks for it
+            asked += [edge for _, edge in entries]
+    for owner in parts.owners:
+        keep_recomputed(nodes[owner.node])
+    group = GraphExecGroup()
+    with group:
+        found = run_backward(
+            roots,
+            gradients,
+            inputs=[*inputs, *arriving, *asked],
+            keep_graph=bool(parts.owners),
+            accumulate=False,
+        )
+        if leaving:
+            run_backward([edge for edge, _ in leaving], [gradient for _, gradient in leaving])
+    if parts.owners:
+        for node in parts.spent:
+            release_saved(nodes[node])
+    arrived = found[len(inputs) : len(inputs) + len(arriving)]
+    calls: list[Call] = []
+    for level in parts.levels:
+        pairs = zip(arriving[level.arrivals], arrived[level.arrivals], strict=True)
+        starts = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+        if starts:
+            sinks = [GradientEdge(nodes[sink], 0) for sink in level.sinks]
+            calls.append(Call([edge for edge, _ in starts], [gradient for _, gradient in starts], sinks))
+    return found[: len(inputs)], WeightHalf(tuple(calls), group)
+
+
+def backward_weights(half: WeightHalf) -> None:
+    """W: accumulate into the parameters what I left. Once."""
+    with half.group:
+        for call in half.calls:
+            run_backward(call.edges, call.gradients, inputs=call.sinks)
+
+
+def _collector(
+    entries: Iterable[tuple[int, GradientEdge]], leaving: list[tuple[GradientEdge, torch.Tensor]]
+) -> Callable[[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]], None]:
+    """A hook that notes what a node hands to its entries."""
+
+    def collect(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Sequence[torch.Tensor | None]) -> None:
+        del grad_outputs
+        for index, edge in entries:
+            gradient = grad_inputs[index]
+            if gradient is not None:
+                leaving.append((edge, gradient))
+
+    return collect

@@ -1,0 +1,1 @@
+"""Gradients beside the schedule: reduction, norms, tied parameters, loss scale."""

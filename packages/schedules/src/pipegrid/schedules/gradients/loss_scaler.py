@@ -1,0 +1,134 @@
+"""Loss scaling over a whole job: every rank scales alike, and all ranks step or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+
+from pipegrid.schedules.arguments import as_number, require, require_integer
+from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError, from_state, to_state, updated
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
+from pipegrid.transport.opening import resolve_device
+
+
+def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
+    """``loss`` times the scale, in float32 where it is narrower.
+
+    Compute the loss in float32 (``output.float()``): the first gradient, the scale itself, is in the loss's type,
+    and float16 ends at 65504.
+
+    Raises:
+        LossScaleError: no state, or a loss that is no tensor.
+    """
+    require("state", state, LossScale, "give a LossScale", error=LossScaleError)
+    require("loss", loss, torch.Tensor, "give the loss as a tensor", error=LossScaleError)
+    wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+    return wide * state.scale
+
+
+@torch.no_grad()
+def unscale_gradients_(modules: Modules, scale: float, *, job_group: dist.ProcessGroup | None = None) -> bool:
+    """Divide this rank's gradients by ``scale``, and learn whether any of the job is not finite.
+
+    Every rank of the job calls it, once per step: after the reduction, so that sums that overflowed are seen, and
+    before clipping, so that the norm is that of the unscaled gradients. One all-reduce of one number; reading it is
+    the only time in a step that the host waits for the device, because what follows depends on it.
+
+    Args:
+        modules: all of this rank's, as in `reduce_gradients`; ``main_grad`` is read where a parameter keeps one.
+        scale: what the losses were multiplied by.
+        job_group: all ranks of the job; default: the default process group (one process without one).
+
+    Returns:
+        Whether a gradient anywhere in the job is infinite or NaN: the same on every rank.
+
+    Raises:
+        LossScaleError: a scale that is not positive and finite, or something else than a group.
+        StepArgumentError: ``modules`` holds what is no module.
+    """
+    scale = as_number("scale", scale, "give what the losses were multiplied by", above=0.0, error=LossScaleError)
+    _require_group(job_group)
+    gradients = [g for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]
+    found = torch.zeros((), dtype=torch.float32, device=_device(modules, job_group))
+    for gradient in gradients:
+        # Checked after dividing: with a scale below 1, a finite gradient may overflow here.
+        gradient.mul_(1.0 / scale)
+        found = torch.maximum(found, (~torch.isfinite(gradient).all()).float())
+    if dist.is_initialized():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=job_group)
+    return bool(found.item())
+
+
+def _require_group(group: Any) -> None:
+    remedy = "give a process group of all ranks of the job, or None for the default one"
+    require("job_group", group, (dist.ProcessGroup, type(None)), remedy, error=LossScaleError)
+
+
+def _device(modules: Modules, group: dist.ProcessGroup | None) -> torch.device:
+    """Where this rank's gradients are; on a rank without parameters, where the group's backend is."""
+    for _, parameter in parameters_of(modules):
+        return parameter.device
+    return resolve_device(None, None, group)[1] if dist.is_initialized() else torch.device("cpu")
+
+
+@define
+class LossScaler:
+    """Holds the loss scale from step to step. The same on every rank, because every rank learns of every overflow.
+
+    Give it to `PipelineConfig` as ``grad_scale_func``; after the step::
+
+        if scaler.unscale(modules):      # on every rank the same answer; the gradients are unscaled now
+            clip_grad_norm_(modules, collections, 1.0)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    Attributes:
+        state: the scale, how it moves, and its history.
+        job_group: all ranks of the job; default: the default process group.
+        skipped: steps that an overflow made all ranks skip.
+
+    Raises:
+        LossScaleError: one of them is of another kind.
+    """
+
+    state: LossScale = field(factory=LossScale)
+    job_group: dist.ProcessGroup | None = None
+    skipped: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        require("state", self.state, LossScale, "give a LossScale", error=LossScaleError)
+        _require_group(self.job_group)
+        require_integer("skipped", self.skipped, "give the steps skipped so far", least=0, error=LossScaleError)
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        """The scaled loss: ``grad_scale_func``."""
+        return scale_loss(self.state, loss)
+
+    def unscale(self, modules: Modules) -> bool:
+        """Unscale the gradients and settle, for the whole job, whether to step; the scale moves accordingly.
+
+        Returns:
+            True where all gradients of the job are finite. False: no rank may step; zero the gradients.
+        """
+        overflow = unscale_gradients_(modules, self.state.scale, job_group=self.job_group)
+        self.state = updated(self.state, overflow=overflow)
+        self.skipped += overflow
+        return not overflow
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint; the same on every rank."""
+        return {**to_state(self.state), "skipped": self.skipped}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint, with the settings that this scaler has.
+
+        Raises:
+            LossScaleError: it is no checkpoint of a scaler.
+        """
+        state = from_state(self.state, saved)
+        remedy = "give what state_dict() returned"
+        self.skipped = require_integer("skipped", saved.get("skipped", 0), remedy, least=0, error=LossScaleError)
+        self.state = state

@@ -1,0 +1,264 @@
+"""The output layer whose weight gradient waits until the last backward has sent its gradient on.
+
+The last stage is the first to finish a backward, and every other stage waits for it. Its largest product, the
+weight gradient over the whole vocabulary, is needed by nobody before the reduction: `output_linear` puts aside what
+it takes, and `finish_embedding_wgrad_compute` computes it in the cooldown, when this stage has nothing else to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipegrid.schedules.arguments import require, shown
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients.main_grad import add_gradient
+from pipegrid.schedules.megatron.config import option
+from pipegrid.schedules.megatron.counts import size_of
+
+
+class DeferralError(ValueError):
+    """A model does not have what deferred weight gradients need."""
+
+
+def output_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    module: Any,
+    config: Any,
+    tp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T + bias``, for the output layer of a model whose weight gradient may be deferred.
+
+    With ``config.defer_embedding_wgrad_compute``, the backward leaves the weight's gradient out, and appends the
+    input to ``module.embedding_activation_buffer`` and the output's gradient to ``module.grad_output_buffer`` (lists),
+    both in the backward, so that they match whatever the schedule's order. With ``config.wgrad_deferral_limit`` of n
+    above 0, only while fewer than n microbatches wait there.
+
+    Over tp, ``weight`` is this rank's rows (its part of the vocabulary), the output stays sharded along its last axis,
+    and the gradient of ``x`` is summed over ``tp_group``. With ``config.sequence_parallel``, ``x`` is sharded along
+    its first axis: gathered in the forward, and again for the weight's gradient (only the shard is kept); its gradient
+    is reduce-scattered.
+
+    Args:
+        x: ``(..., hidden)``; with sequence parallelism ``(sequence / tp, ..., hidden)``.
+        weight: ``(vocabulary / tp, hidden)``.
+        bias: ``(vocabulary / tp)``; its gradient is never deferred.
+        module: has the two buffers.
+        config: ``defer_embedding_wgrad_compute``, ``wgrad_deferral_limit``, ``sequence_parallel``.
+        tp_group: None is one rank.
+
+    Returns:
+        ``(..., vocabulary / tp)``.
+
+    Raises:
+        DeferralError: deferral is set and ``module`` lacks a buffer.
+        StepArgumentError: no tensors, or shapes that do not go together.
+    """
+    _require_linear(x, weight, bias)
+    deferred = bool(option(config, "defer_embedding_wgrad_compute"))
+    if deferred:
+        _require_buffers(module)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    group = None if size_of("tp_group", tp_group) == 1 else tp_group
+    shared = group is not None and bool(option(config, "sequence_parallel"))
+    limit = int(option(config, "wgrad_deferral_limit")) if deferred else None
+    output: torch.Tensor = _OutputLinear.apply(x, weight, bias, group, shared, module, limit)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _require_linear(x: Any, weight: Any, bias: Any) -> None:
+    named = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
+    for name, tensor in named.items():
+        require(name, tensor, torch.Tensor, "give a tensor", error=StepArgumentError)
+    fits = weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+        raise StepArgumentError(
+            f"shapes that do not go together: {shapes}; x is (..., hidden), weight (vocabulary / tp, hidden) and bias "
+            "(vocabulary / tp)"
+        )
+
+
+class _OutputLinear(torch.autograd.Function):
+    """Saves the input as it came (a shard, under sequence parallelism); ``limit`` None defers nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup | None,
+        shared: bool,
+        module: Any,
+        limit: int | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.shared, ctx.module, ctx.limit = group, shared, module, limit
+        whole = _gather(x, group) if shared else x
+        return torch.nn.functional.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_x = of_weight = of_bias = None
+        if needs_x:
+            of_x = gradient.matmul(weight)
+            if ctx.shared:
+                of_x = _reduce_scatter(of_x, ctx.group)
+            elif ctx.group is not None:
+                dist.all_reduce(of_x, group=ctx.group)
+        if needs_weight:
+            if ctx.limit is not None and (ctx.limit == 0 or len(ctx.module.grad_output_buffer) < ctx.limit):
+                ctx.module.embedding_activation_buffer.append(x.detach())
+                ctx.module.grad_output_buffer.append(gradient)
+            else:
+                of_weight = _weight_gradient(_gather(x, ctx.group) if ctx.shared else x, gradient)
+        if needs_bias:
+            of_bias = gradient.flatten(0, -2).sum(dim=0)
+        return of_x, of_weight, of_bias, None, None, None, None
+
+
+def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.flatten(0, -2).t().matmul(x.flatten(0, -2))
+
+
+def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The shards of all ranks, one after the other along the first axis."""
+    whole, handle = _start_gather(x, group)
+    handle.wait()
+    return whole
+
+
+def _start_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
+    # torch 2.13 renames both collectives and warns about the old names; 2.11 has the old ones only.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    whole = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
+    return whole, gather(whole, x.contiguous(), group=group, async_op=True)
+
+
+def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This rank's shard, along the first axis, of the sum over ranks."""
+    shard = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(shard, x.contiguous(), group=group)
+    return shard
+
+
+def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
+    """Before a step, forget what an aborted one may have left behind.
+
+    Args:
+        config: ``defer_embedding_wgrad_compute``.
+        model: this rank's stage, or its chunks: the last one has the output layer.
+        is_last_stage: whether this rank has the output layer.
+
+    Returns:
+        The module with the buffers, for `finish_embedding_wgrad_compute`; None where nothing is deferred.
+
+    Raises:
+        DeferralError: deferral is set, and neither the model nor anything that it wraps has the buffers.
+    """
+    if not is_last_stage or not option(config, "defer_embedding_wgrad_compute"):
+        return None
+    if isinstance(model, (list, tuple)) and not model:
+        raise DeferralError("model is an empty list; give this rank's chunks, of which the last has the output layer")
+    chunk = model[-1] if isinstance(model, (list, tuple)) else model
+    inner = chunk
+    while inner is not None and not hasattr(inner, "embedding_activation_buffer"):
+        inner = getattr(inner, "module", None)
+    _require_buffers(chunk if inner is None else inner)
+    inner.embedding_activation_buffer.clear()
+    inner.grad_output_buffer.clear()
+    return inner
+
+
+@torch.no_grad()
+def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_stage: bool, tp_group: Any) -> None:
+    """Compute the deferred weight gradients of the output layer, oldest first, and empty the buffers.
+
+    They are added to ``main_grad`` where the weight keeps one, else to ``grad``: with everything deferred, the same
+    sum in the same order as without. Under sequence parallelism, the next microbatch's input is gathered while
+    this one's product is computed. Calling it with empty buffers does nothing.
+
+    Args:
+        config: ``defer_embedding_wgrad_compute``, ``sequence_parallel``.
+        embedding_module: what `clear_embedding_activation_buffer` returned. Its weight is ``output_layer.weight``, or
+            where it has none what ``shared_embedding_or_output_weight()`` returns.
+        is_last_stage: whether this rank has the output layer.
+        tp_group: None is one rank.
+
+    Raises:
+        DeferralError: the two buffers hold different numbers of microbatches, or there is no weight.
+    """
+    if not is_last_stage or not option(config, "defer_embedding_wgrad_compute"):
+        return
+    _require_buffers(embedding_module)
+    inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
+    if len(inputs) != len(gradients):
+        raise DeferralError(
+            f"{type(embedding_module).__name__} holds {len(inputs)} inputs of its output layer and {len(gradients)} "
+            "gradients; each waits for its other half. Let output_linear alone fill the buffers"
+        )
+    if not inputs:
+        return
+    weight = _weight_of(embedding_module)
+    shared = size_of("tp_group", tp_group) > 1 and bool(option(config, "sequence_parallel"))
+    following = _start_gather(inputs[0], tp_group) if shared else None
+    while inputs:
+        x = inputs.pop(0)
+        if following is not None:
+            x, handle = following
+            handle.wait()
+            following = _start_gather(inputs[0], tp_group) if inputs else None
+        add_gradient(weight, _weight_gradient(x, gradients.pop(0)))
+
+
+def settle_deferral(config: Any, model: Any, *, is_last_stage: bool, tp_group: Any) -> Callable[[], None]:
+    """Clear the buffers for a new step; what is returned finishes it, and may be called again in vain.
+
+    It must have run when the weight's gradient is summed: before the ``REDUCE`` of a tied weight, and before the
+    data-parallel reduction.
+    """
+    module = clear_embedding_activation_buffer(config, model, is_last_stage)
+    if module is None:
+        return _nothing
+    return partial(finish_embedding_wgrad_compute, config, module, is_last_stage, tp_group)
+
+
+def _nothing() -> None:
+    """Nothing was deferred."""
+
+
+def _require_buffers(module: Any) -> None:
+    for name in ("embedding_activation_buffer", "grad_output_buffer"):
+        if not isinstance(getattr(module, name, None), list):
+            what = type(module).__name__ if isinstance(module, torch.nn.Module) else shown(module)
+            raise DeferralError(
+                f"defer_embedding_wgrad_compute is set, but {what} has no list `{name}`; give the "
+                "module with the output layer both buffers ([]), and let it call output_linear"
+            )
+
+
+def _weight_of(module: Any) -> torch.nn.Parameter:
+    weight = getattr(getattr(module, "output_layer", None), "weight", None)
+    if weight is None and hasattr(module, "shared_embedding_or_output_weight"):
+        weight = module.shared_embedding_or_output_weight()
+    if not isinstance(weight, torch.nn.Parameter):
+        raise DeferralError(
+            f"{type(module).__name__} has neither output_layer.weight nor shared_embedding_or_output_weight(), so "
+            "there is no weight to add deferred gradients to"
+        )
+    return weight

@@ -1,0 +1,309 @@
+"""A parameter that several stages hold a copy of: checked to be equal at birth, and one gradient for all copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, field, frozen
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.arguments import require, require_items
+from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
+from pipegrid.schedules.gradients.tying import TyingError, shards_alike, stages_here, tie_groups
+from pipegrid.schedules.plan.plan import chain, require_graph
+from pipegrid.topology import HyperCommGrid, create_groups
+
+_CHUNK = 2**22
+"""Elements compared at a time: bounds what the check needs beside a large embedding."""
+_MAX_DIMS = 8
+
+
+@define
+class TieMark:
+    """What a tied parameter carries (``parameter.tied``), for those who finish its gradient.
+
+    Attributes:
+        name: of the tie.
+        over_lanes: its ``REDUCE`` sums over data lanes, too, so that the data-parallel reduction must not.
+        summed: the ``REDUCE`` of this step is done, and nothing has used its result yet.
+    """
+
+    name: str
+    over_lanes: bool
+    summed: bool = False
+
+
+def _as_stages(value: Iterable[int]) -> tuple[int, ...]:
+    return require_items("stages", value, int, "give the numbers of the stages that hold a copy", error=TyingError)
+
+
+def _as_copies(value: Iterable[torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:
+    return require_items("copies", value, torch.nn.Parameter, "give this rank's parameters", error=TyingError)
+
+
+def _require_own_kinds(name: Any, group: Any) -> None:
+    require("name", name, str, "give a name for the parameter", error=TyingError)
+    kinds = (dist.ProcessGroup, type(None))
+    require("group", group, kinds, "give the process group that holds a copy, or None", error=TyingError)
+
+
+@frozen(eq=False)
+class TiedParameters:
+    """This rank's part in a tied parameter; made by `tie_parameters` on every rank of the pipeline.
+
+    Attributes:
+        name: also that of its group in the plan.
+        stages: the stages that hold a copy, the same on every rank.
+        copies: this rank's; none on ranks that do not hold one of the stages.
+        group: all ranks that sum with this one; None where there is nothing to sum with, or no copy.
+        contributes: whether this rank's gradient counts, or is a tensor-parallel replica of one that does.
+    """
+
+    name: str
+    stages: tuple[int, ...] = field(converter=_as_stages)
+    copies: tuple[torch.nn.Parameter, ...] = field(converter=_as_copies, default=())
+    group: dist.ProcessGroup | None = None
+    contributes: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        _require_own_kinds(self.name, self.group)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradient over all copies: what a ``REDUCE`` of this name does (``reducers={name: tied.reduce}``).
+
+        Every copy has the same bits afterwards. A copy without a gradient counts as zero, and has one from then on.
+        """
+        if not self.copies:
+            return
+        first = self.copies[0]
+        total = torch.zeros_like(first, dtype=accumulation_dtype(first))
+        for copy in self.copies if self.contributes else ():
+            gradient = accumulated(copy)
+            if gradient is not None:
+                total.add_(gradient)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        for copy in self.copies:
+            set_accumulated(copy, total)
+            mark_of(copy).summed = True
+
+
+def mark_of(parameter: torch.nn.Parameter) -> Any:
+    """The parameter's `TieMark`; None for one that is not tied."""
+    return getattr(parameter, "tied", None)
+
+
+def tie_parameters(
+    name: str,
+    copies: Mapping[int, torch.nn.Parameter],
+    *,
+    stages: Sequence[int],
+    grids: Mapping[str, HyperCommGrid] | HyperCommGrid | None = None,
+    graph: ModuleGraph | int | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+) -> TiedParameters:
+    """Tie the copies of a parameter that ``stages`` hold: check that they are equal, and sum their gradients as one.
+
+    Collective: every rank of the pipeline calls it, in the same order among several ties; on a rank without a copy it
+    costs nothing. Give the result to `PipelineConfig` (``tied_parameters``), or to a plan and a runtime yourself:
+    ``with_reduce(plan, {tied.name: tied.stages})`` and ``reducers={tied.name: tied.reduce}``.
+
+    With ``grids``, one all-reduce of a group of its own sums over stages and data lanes (dp x cp) together, and
+    `reduce_gradients` only divides: all copies keep the same bits, whatever the numbers of lanes of their modules.
+    With ``group``, it sums over the stages of one data lane, and `reduce_gradients` over the lanes after that: for
+    wrappers that do the latter, and for groups that are there already.
+
+    Args:
+        name: a group name, unique in the plan.
+        copies: this rank's, by stage; empty where it holds none of the stages.
+        stages: global numbers of all stages that hold one.
+        grids: the grid of each module, or the one grid of a pipeline of one module.
+        graph: the modules; or how many stages a pipeline of one module has. Default: the pp size of the one grid.
+        group: in place of ``grids``: the ranks that hold a copy on this data lane and tp rank (``embd`` or
+            ``pos_embd`` of a collection), in the order of stages; None on a rank without a copy.
+        timeout: of the group's creation and its operations; None is the backend's default.
+
+    Raises:
+        TyingError: stages, grids and copies do not fit each other; copies differ in shape, dtype or value (on every
+            rank that holds one; the message names the ranks and the difference); a parameter that is tied already; an
+            argument of another kind.
+    """
+    _require_own_kinds(name, group)
+    stages = _as_stages(stages)
+    require("copies", copies, Mapping, "give a dict of this rank's parameters by stage", error=TyingError)
+    _as_copies(copies.values())
+    if grids is not None:
+        remedy = "give a dict of the modules' grids, or the one grid"
+        require("grids", grids, (HyperCommGrid, Mapping), remedy, error=TyingError)
+    if graph is not None and not isinstance(graph, int):
+        require_graph(graph, error=TyingError)
+    if timeout is not None:
+        require("timeout", timeout, timedelta, "give a datetime.timedelta, or None", error=TyingError)
+    rank = dist.get_rank()
+    if len(set(stages)) != len(stages) or len(stages) < 2:
+        raise TyingError(
+            f"tied parameter {name!r} has the stages {list(stages)}; name each of the two or more that hold it once"
+        )
+    if grids is not None:
+        if group is not None:
+            raise TyingError(f"tied parameter {name!r} was given grids and a group; give one of the two")
+        if isinstance(grids, HyperCommGrid):
+            depth = grids.dim_size("pp") if "pp" in grids.dim_names else 1
+            graph = chain(depth) if graph is None else graph
+            names = (chain(graph) if isinstance(graph, int) else graph).order
+            grids = dict.fromkeys(names, grids)
+        if graph is None:
+            raise TyingError(f"tied parameter {name!r} was given grids of several modules and no graph; pass graph=...")
+        graph = chain(graph) if isinstance(graph, int) else graph
+        found = tie_groups(name, stages, graph, grids)
+        _require_copies(name, copies, stages_here(stages, graph, grids, rank), rank)
+        _require_whole(name, copies, alike=shards_alike(stages, graph, grids))
+        made = create_groups((tie.spec for tie in found if len(tie.spec.ranks) > 1), timeout=timeout)
+        own = next((tie for tie in found if rank in tie.spec.ranks), None)
+        if own is None:
+            return TiedParameters(name, sorted(stages))
+        tied = TiedParameters(
+            name, sorted(stages), _distinct(copies), made.get(own.spec), contributes=rank in own.contributing
+        )
+        replica, over_lanes = rank not in own.first, True
+    else:
+        if group is None and copies:
+            raise TyingError(
+                f"tied parameter {name!r} has a copy on rank {rank}, but neither grids nor a group to sum it in; pass "
+                "grids=... (or group=collection.embd)"
+            )
+        _require_copies(name, copies, [stage for stage in stages if stage in copies], rank)
+        if not copies:
+            return TiedParameters(name, sorted(stages))
+        tied = TiedParameters(name, sorted(stages), _distinct(copies), group)
+        replica, over_lanes = min(stages) not in copies, False
+    _mark(tied, replica=replica, over_lanes=over_lanes)
+    _require_equal(tied)
+    return tied
+
+
+def _distinct(copies: Mapping[int, torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:
+    """Stages of one rank may share the very parameter: autograd sums that itself."""
+    return tuple({id(copies[stage]): copies[stage] for stage in sorted(copies)}.values())
+
+
+def _require_copies(name: str, copies: Mapping[int, torch.nn.Parameter], held: Sequence[int], rank: int) -> None:
+    if set(copies) != set(held):
+        raise TyingError(
+            f"tied parameter {name!r}: rank {rank} holds the stages {sorted(held)} of it, but gave copies for "
+            f"{sorted(copies)}; give the copy of each stage that it holds"
+        )
+    for stage, copy in copies.items():
+        mark = mark_of(copy)
+        if mark is not None and mark.name != name:
+            raise TyingError(
+                f"tied parameter {name!r}: the copy of stage {stage} is tied as {mark.name!r} already; tie all copies "
+                "of one parameter under one name"
+            )
+        if hasattr(copy, "device_mesh"):
+            raise TyingError(
+                f"tied parameter {name!r}: the copy of stage {stage} is a DTensor, whose shards this sum does not know"
+            )
+        if copy.dim() > _MAX_DIMS:
+            raise TyingError(f"tied parameter {name!r}: the copy of stage {stage} has {copy.dim()} axes; at most 8")
+
+
+def _require_whole(name: str, copies: Mapping[int, torch.nn.Parameter], *, alike: bool) -> None:
+    for stage, copy in copies.items():
+        if not alike and getattr(copy, "tensor_model_parallel", False):
+            raise TyingError(
+                f"tied parameter {name!r}: the copy of stage {stage} is sharded over tp, and the modules that hold it "
+                "have different tp sizes, so no shard equals another; give them equal tp sizes, or hold it whole"
+            )
+
+
+def _mark(tied: TiedParameters, *, replica: bool, over_lanes: bool) -> None:
+    for index, copy in enumerate(tied.copies):
+        copy.tied = TieMark(tied.name, over_lanes)  # type: ignore[attr-defined]
+        copy.tied_replica = replica or index > 0  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _require_equal(tied: TiedParameters) -> None:
+    """All members learn every member's difference, so all of them raise, with one message."""
+    first = tied.copies[0]
+    ranks = [dist.get_rank()] if tied.group is None else dist.get_process_group_ranks(tied.group)
+    forms = _gathered(_form_of(tied.copies), tied.group)
+    for rank, form in zip(ranks, forms, strict=True):
+        if int(form[0]) or not torch.equal(form, forms[0]):
+            raise TyingError(
+                f"the copies of tied parameter {tied.name!r} differ: {_form(forms[0])} on rank {ranks[0]}, "
+                f"{_form(form)} on rank {rank}"
+            )
+    flats = [copy.detach().reshape(-1) for copy in tied.copies]
+    difference = torch.zeros((), dtype=torch.float64, device=first.device)
+    for start in range(0, first.numel(), _CHUNK):
+        reference = flats[0][start : start + _CHUNK].clone()
+        if tied.group is not None:
+            dist.broadcast(reference, ranks[0], group=tied.group)
+        for flat in flats:
+            difference = torch.maximum(difference, _difference(flat[start : start + _CHUNK], reference))
+    differences = torch.stack(_gathered(difference, tied.group)).tolist()
+    if any(differences):
+        apart = [f"rank {rank} by {value:.6g}" for rank, value in zip(ranks, differences, strict=True) if value]
+        raise TyingError(
+            f"the copies of tied parameter {tied.name!r} differ from that of rank {ranks[0]}: {', '.join(apart)}; "
+            "initialize them alike (one seed), or broadcast one of them first"
+        )
+
+
+def _difference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The largest absolute difference; infinite where one is NaN and the other is not, or infinities differ."""
+    same = (values == reference) | (values.isnan() & reference.isnan())
+    apart = (values.double() - reference.double()).abs().nan_to_num(nan=float("inf"))
+    return torch.where(same, 0.0, apart).max()
+
+
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.complex128, torch.complex64),
+)
+
+
+def _form_of(copies: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Dtype, number of axes and sizes, as integers that travel; of several copies here, the first that is unlike."""
+    first = copies[0]
+    unlike = next((copy for copy in copies if (copy.shape, copy.dtype) != (first.shape, first.dtype)), None)
+    if unlike is not None:
+        first = unlike
+    dtype = _DTYPES.index(first.dtype) if first.dtype in _DTYPES else -1
+    sizes = [*first.shape, *[0] * (_MAX_DIMS - first.dim())]
+    return torch.tensor([int(unlike is not None), dtype, first.dim(), *sizes], device=copies[0].device)
+
+
+def _form(form: torch.Tensor) -> str:
+    unlike, dtype, dims, *sizes = form.tolist()
+    name = _DTYPES[dtype] if dtype >= 0 else "another dtype"
+    return f"{name} of shape {tuple(sizes[:dims])}" + (" (beside an unlike copy there)" if unlike else "")
+
+
+def _gathered(own: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    if group is None:
+        return [own]
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=group)
+    return gathered
+
+
+def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """By name the stages of each, hashable: what `lower` and `with_reduce` take, as pairs.
+
+    Raises:
+        TyingError: a name twice, or something that `tie_parameters` has not made.
+    """
+    tied = require_items("tied", tied, TiedParameters, "give what tie_parameters(...) returned", error=TyingError)
+    pairs = tuple((each.name, each.stages) for each in tied)
+    if len(dict(pairs)) != len(pairs):
+        raise TyingError(f"tied parameters have the names {[name for name, _ in pairs]}; each name once")
+    return pairs

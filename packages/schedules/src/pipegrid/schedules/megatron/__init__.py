@@ -1,0 +1,1 @@
+"""The step functions with Megatron's names: build the plan, run it."""

@@ -1,0 +1,215 @@
+"""One forward of one stage and its loss, with the seeds' names. The backward is in `backward_steps`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipegrid.schedules.arguments import require, require_function, require_integer
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.megatron.autocasting import autocast
+from pipegrid.schedules.megatron.config import option, unwrapped_attribute
+from pipegrid.schedules.runtime.payloads import describe
+
+_MODEL = "give a torch.nn.Module"
+
+
+class LossError(ValueError):
+    """A loss function returned something that cannot be a loss."""
+
+
+def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
+    """Tell every module of ``model`` that has a ``current_microbatch`` which one runs now.
+
+    Raises:
+        StepArgumentError: no module, or no number of a microbatch.
+    """
+    require("model", model, torch.nn.Module, _MODEL, error=StepArgumentError)
+    require_integer("microbatch_id", microbatch_id, "microbatches count from 0", least=0, error=StepArgumentError)
+    for module in model.modules():
+        if hasattr(module, "current_microbatch"):
+            setattr(module, "current_microbatch", microbatch_id)  # noqa: B010 -- a plain attribute, not a parameter
+
+
+def forward_step(
+    forward_step_func: Callable[..., tuple[Any, Callable[[Any], Any]]],
+    data_iterator: Any,
+    model: torch.nn.Module,
+    num_microbatches: int,
+    input_tensor: Any,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Any, torch.Tensor]:
+    """Run ``forward_step_func`` on one microbatch; on the last stage, its loss function too.
+
+    ``input_tensor`` (a tensor, a list of tensors, or a dict by module) is handed to the model's
+    ``set_input_tensor``. A first stage ignores it and reads ``data_iterator``.
+
+    Returns:
+        What the stage hands on (on the last stage the scaled loss; a list where ``input_tensor`` was a list)
+        and the number of tokens its loss counted (0 elsewhere).
+
+    Raises:
+        StepArgumentError: an argument of another kind, or ``forward_step_func`` did not return ``(output, loss_func)``.
+            Only the last stage calls ``loss_func``, so that others may return None in its place.
+        LossError: the loss function's result is none of the three documented forms.
+    """
+    remedy = "give a function f(data_iterator, model) that returns (output, loss_func)"
+    require_function("forward_step_func", forward_step_func, remedy, error=StepArgumentError)
+    require("model", model, torch.nn.Module, _MODEL, error=StepArgumentError)
+    if is_first_microbatch:
+        start = unwrapped_attribute(model, "set_is_first_microbatch")
+        if start is not None:
+            start()
+    if current_microbatch is not None:
+        name, remedy = "current_microbatch", "microbatches count from 0"
+        require_integer(name, current_microbatch, remedy, least=0, error=StepArgumentError)
+        set_current_microbatch(model, current_microbatch)
+    as_list = isinstance(input_tensor, list)
+    set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
+    if set_input_tensor is not None:
+        set_input_tensor(input_tensor if as_list or isinstance(input_tensor, dict) else [input_tensor])
+    elif input_tensor is not None and any(item is not None for item in _values(input_tensor)):
+        raise StepArgumentError(
+            f"{type(model).__name__} has no set_input_tensor(input_tensor), but this stage receives an activation; "
+            "give it the method (it is called before each forward with what arrived)"
+        )
+    extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
+    with autocast(config, model):
+        result = forward_step_func(data_iterator, model, *extra)
+    output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
+    output, num_tokens = forward_step_calc_loss(
+        model,
+        output,
+        loss_func,
+        config,
+        vp_stage,
+        collect_non_loss_data,
+        num_microbatches,
+        forward_data_store,
+        cp_group_size,
+        is_last_stage,
+    )
+    if as_list and not isinstance(output, list):
+        output = [output]
+    return output, num_tokens
+
+
+def _output_and_loss(result: Any, *, is_last_stage: bool) -> tuple[Any, Any]:
+    """Taken apart only where it is a pair: an activation whose first axis is 2 comes apart as well."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        found = describe(result)
+    elif not callable(result[1]) and (is_last_stage or result[1] is not None):
+        found = f"({describe(result[0])}, {describe(result[1])})"
+    else:
+        return result[0], result[1]
+    raise StepArgumentError(
+        f"forward_step_func returned {found}; it returns (output, loss_func), and loss_func is called with the output "
+        "on the last stage: return model(...), loss_func"
+    )
+
+
+def _values(payload: Any) -> list[Any]:
+    if isinstance(payload, dict):
+        return list(payload.values())
+    return list(payload) if isinstance(payload, (list, tuple)) else [payload]
+
+
+def forward_step_calc_loss(
+    model: torch.nn.Module,
+    output_tensor: Any,
+    loss_func: Callable[..., Any],
+    config: Any,
+    vp_stage: int | None,
+    collect_non_loss_data: bool,
+    num_microbatches: int,
+    forward_data_store: list[Any],
+    cp_group_size: int | None = None,
+    is_last_stage: bool | None = None,
+) -> tuple[Any, torch.Tensor]:
+    """The loss of one microbatch, scaled so that the sum over microbatches is the step's loss.
+
+    ``loss_func(output_tensor)`` returns one of
+
+    - ``(loss, info)``: the loss is divided by the number of microbatches and multiplied by the cp size (each
+      cp rank returns its share of the mean, and the gradient reduction averages over cp as over dp);
+    - ``(loss, num_tokens, info)``: divided by ``max(num_tokens, 1)`` and the number of microbatches, unless
+      ``config.calculate_per_token_loss``: then it is a pure sum, finished by ``finalize_model_grads_func``.
+      ``num_tokens`` may be the sum of tokens' weights, which need not be whole;
+    - anything at all, with ``collect_non_loss_data``.
+
+    The user's loss tensor is not modified. ``info`` (or the anything) is appended to ``forward_data_store``.
+
+    Returns:
+        ``(output, num_tokens)``: the scaled loss on the last stage, ``output_tensor`` elsewhere.
+
+    Raises:
+        StepArgumentError: an argument of another kind.
+        LossError: the loss function's result is none of the documented forms.
+    """
+    del model
+    require_integer("num_microbatches", num_microbatches, "give those of a step", error=StepArgumentError)
+    if cp_group_size is not None:
+        require_integer(
+            "cp_group_size", cp_group_size, "give the ranks of cp, 1 or None without", error=StepArgumentError
+        )
+    remedy = "give a list, to which what the loss function says is appended"
+    require("forward_data_store", forward_data_store, list, remedy, error=StepArgumentError)
+    if is_last_stage is None:
+        raise StepArgumentError("is_last_stage is None; pass is_last_stage=True on the stage that has the loss")
+    num_tokens = torch.zeros((), dtype=torch.int64)
+    if not is_last_stage:
+        return output_tensor, num_tokens
+    require_function("loss_func", loss_func, "give a function of the output", error=StepArgumentError)
+    if collect_non_loss_data:
+        forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
+        return output_tensor, num_tokens
+    result = loss_func(output_tensor)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise LossError(
+            f"the loss function returned {describe(result)}; expected (loss, info) or (loss, num_tokens, info), or "
+            "anything at all with collect_non_loss_data=True"
+        )
+    loss, info = result[0], result[-1]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        where = "" if vp_stage is None else f" on chunk {vp_stage}"
+        raise LossError(
+            f"the loss{where} is {describe(loss)}; a loss is a tensor with one element: reduce it (mean or sum) in "
+            "the loss function"
+        )
+    if len(result) == 3:
+        num_tokens = _tokens(result[1])
+        if not option(config, "calculate_per_token_loss"):
+            # Weights are counted in float64, which must not widen the loss.
+            loss = (loss / torch.clamp(num_tokens.to(loss.device), min=1) / num_microbatches).to(loss.dtype)
+    elif option(config, "calculate_per_token_loss"):
+        raise LossError(
+            "calculate_per_token_loss is set, but the loss function returned (loss, info) without a number of tokens; "
+            "return (sum over tokens, num_tokens, info)"
+        )
+    else:
+        loss = loss * ((cp_group_size or 1) / num_microbatches)
+    forward_data_store.append(info)
+    return loss, num_tokens.detach()
+
+
+def _tokens(counted: Any) -> torch.Tensor:
+    """A number of tokens, to be added up exactly: whole ones as int64, weighted ones as float64."""
+    if not isinstance(counted, (int, float, torch.Tensor)) or (
+        isinstance(counted, torch.Tensor) and counted.numel() != 1
+    ):
+        raise LossError(
+            f"the loss function counted {describe(counted)} as num_tokens; return their number, or the sum of their "
+            "weights: an int, a float or a tensor with one element"
+        )
+    whole = isinstance(counted, int) if not isinstance(counted, torch.Tensor) else not counted.is_floating_point()
+    return torch.as_tensor(counted, dtype=torch.int64 if whole else torch.float64).reshape(())

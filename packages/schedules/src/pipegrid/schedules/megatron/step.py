@@ -1,0 +1,326 @@
+"""One step as the seeds' functions take it: models and iterators by stage in, the infos of the losses out."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from pipegrid.schedules.arguments import is_integer
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients.output_layer import settle_deferral
+from pipegrid.schedules.gradients.policy import Finish, settle_reduction, settle_ties
+from pipegrid.schedules.gradients.reduce import collection_of
+from pipegrid.schedules.gradients.tied import tied_stages
+from pipegrid.schedules.megatron.autocasting import require_autocast
+from pipegrid.schedules.megatron.config import checked_option, config_of, option
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
+from pipegrid.schedules.megatron.stage import SeedStage
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.runtime.runtime import PipelineRuntime, position_of
+
+Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""The name and the stages of each tied parameter."""
+
+
+def single(value: Any, name: str) -> Any:
+    """``value``, or the one item of a list.
+
+    Raises:
+        StepArgumentError: a list of several.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, torch.nn.Module):
+        return value
+    if len(value) != 1:
+        raise StepArgumentError(
+            f"{name} is a list of {len(value)}: without interleaving a rank has one chunk; pass one, not several"
+        )
+    return value[0]
+
+
+def run_step(
+    *,
+    plan: Callable[[Ties], Plan],
+    communicator: Any,
+    forward_step_func: Callable[..., Any],
+    data_iterators: Mapping[int, Any],
+    models: Mapping[int, Any],
+    num_microbatches: int,
+    forward_only: bool,
+    collect_non_loss_data: bool,
+    first_val_step: bool | None,
+    pg_collection: Any,
+    frozen: Collection[str] = (),
+    shapes: AnnouncedShapes | ExpectedShape | None = None,
+    interleaved: bool = False,
+) -> list[Any]:
+    """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
+
+    The config is the first model's. ``plan`` is called once the other arguments are known to be right, with the
+    name and the stages of each tied parameter.
+    """
+    config = config_of(next(iter(models.values())))
+    require_microbatches(num_microbatches)
+    _require_forward_step(forward_step_func, config)
+    if option(config, "overlap_moe_expert_parallel_comm") and not interleaved:
+        raise StepArgumentError(
+            "config.overlap_moe_expert_parallel_comm asks for one more microbatch in flight, which only interleaving "
+            "has: use forward_backward_pipelining_with_interleaving with two chunks or more, or unset it"
+        )
+    for model in models.values():
+        require_autocast(config, model)
+    if collect_non_loss_data and not forward_only:
+        raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
+    ties = () if forward_only else settle_ties(models=list(models.values()), config=config, stages=list(models))
+    agreed = plan(tied_stages(ties))
+    position = position_of(agreed, models)
+    finish: Finish | None = None
+    finish_output_layers: list[Callable[[], None]] = []
+    if not forward_only:
+        finish_output_layers = _deferrals(agreed, config, models, pg_collection)
+        finish = settle_reduction(
+            models=models,
+            config=config,
+            communicator=communicator,
+            graph=agreed.graph,
+            pg_collection=pg_collection,
+            frozen=frozen,
+        )
+        for sync, model in zip(_per_chunk(config, "param_sync_func", models), models.values(), strict=True):
+            if sync is not None:
+                sync(model.parameters())
+    chunks = _chunk_numbers(agreed, models)
+    stages = {
+        stage: SeedStage(
+            forward_step_func,
+            data_iterators[stage],
+            model,
+            config,
+            agreed.graph,
+            stage,
+            num_microbatches,
+            cp_group_size=_cp_size(pg_collection, agreed.graph.module_of(stage)[0]),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            window=_window(agreed, position),
+            forwards=_forwards(agreed, position, stage),
+            vp_stage=chunks.get(stage),
+            shapes=shapes,
+        )
+        for stage, model in models.items()
+    }
+    with contextlib.ExitStack() as no_sync:
+        hooks = [*option(config, "hooks")]
+        if not forward_only:
+            hooks += _syncing(agreed, config, models, no_sync)
+        runtime = PipelineRuntime(
+            agreed,
+            stages,
+            communicator,
+            hooks=hooks,
+            # A REDUCE of a tied weight needs the gradients that the output layer has put aside.
+            reducers={tie.name: partial(_in_turn, [*finish_output_layers, tie.reduce]) for tie in ties},
+            deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
+            deadline=option(config, "deadline"),
+            loss_scale=option(config, "grad_scale_func"),
+            monitor=option(config, "monitor"),
+        )
+        if forward_only:
+            runtime.eval()
+        else:
+            runtime.step()
+    _in_turn(finish_output_layers)
+    if finish is not None:
+        for stage, sync in zip(stages, _per_chunk(config, "grad_sync_func", models), strict=True):
+            if sync is not None and not _is_first_stage(agreed, stage):
+                sync(models[stage].parameters())
+        finish({number: stage.num_tokens for number, stage in stages.items()})
+    return [info for stage in stages.values() for info in stage.infos]
+
+
+def require_microbatches(num_microbatches: Any) -> None:
+    """Refuse what is no number of microbatches.
+
+    Raises:
+        StepArgumentError: no integer of at least 1.
+    """
+    if not is_integer(num_microbatches, least=1):
+        raise StepArgumentError(
+            f"num_microbatches={num_microbatches!r}: a step needs at least 1; give an integer, the same on every rank"
+        )
+
+
+def _require_forward_step(forward_step_func: Any, config: Any) -> None:
+    """It must take the arguments that it will be called with, of which the third depends on the config."""
+    if not callable(forward_step_func):
+        raise StepArgumentError(
+            f"forward_step_func is {forward_step_func!r}; give a function f(data_iterator, model) that returns "
+            "(output, loss_func)"
+        )
+    if checked_option(config, "num_microbatches_with_partial_activation_checkpoints") is None:
+        return
+    try:
+        signature = inspect.signature(forward_step_func)
+    except (TypeError, ValueError):  # some callables of C do not tell theirs
+        return
+    try:
+        signature.bind(None, None, True)
+    except TypeError:
+        raise StepArgumentError(
+            "config.num_microbatches_with_partial_activation_checkpoints is set, so forward_step_func is told as a "
+            f"third argument whether to checkpoint a microbatch, but it takes {signature}; give it "
+            "checkpoint_activations_microbatch, or unset the option"
+        ) from None
+
+
+def require_one_config(models: Mapping[int, Any]) -> None:
+    """Refuse models on one rank with different configs.
+
+    Raises:
+        StepArgumentError: they have different ones.
+    """
+    first, *others = [config_of(model) for model in models.values()]
+    if any(other is not first and other != first for other in others):
+        raise StepArgumentError(
+            "the models on this rank have different configs; a step has one: give them the same PipelineConfig"
+        )
+
+
+def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
+    """Which chunk of its module each stage is, where a module has several here."""
+    by_module: dict[str, list[int]] = {}
+    for stage in stages:
+        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
+    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
+
+
+def announce(
+    adjust: Callable[..., Any] | None,
+    models: Mapping[int, Any],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    collection: Any,
+) -> AnnouncedShapes | ExpectedShape | None:
+    """The shapes to check messages against, as `announced_shapes` or else `expected_shape` have them.
+
+    Config and groups are those of a step's ``models``, which are of one module.
+    """
+    sizes = {
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+        "decoder_seq_length": decoder_seq_length,
+        "config": config_of(next(iter(models.values()))),
+        "tp_group": getattr(collection, "tp", None),
+        "cp_group": getattr(collection, "cp", None),
+    }
+    return expected_shape(**sizes) if adjust is None else announced_shapes(adjust, **sizes)
+
+
+def _in_turn(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection: Any) -> list[Callable[[], None]]:
+    """What finishes the weight gradients that output layers put aside, for each stage with a loss."""
+    finish = []
+    for stage, model in models.items():
+        groups = None if pg_collection is None else collection_of(pg_collection, plan.graph.module_of(stage)[0])
+        is_last = all(edge.source != stage for edge in plan.graph.stage_edges)
+        finish.append(settle_deferral(config, model, is_last_stage=is_last, tp_group=getattr(groups, "tp", None)))
+    return finish
+
+
+def _per_chunk(config: Any, name: str, models: Mapping[int, Any]) -> list[Any]:
+    """An option that is one function for all chunks, or a list with one for each."""
+    value = option(config, name)
+    if not isinstance(value, (list, tuple)):
+        return [value] * len(models)
+    if len(value) != len(models):
+        raise StepArgumentError(
+            f"config.{name} is a list of {len(value)} and this rank has {len(models)} chunks; give one function for "
+            "all, or one for each"
+        )
+    return list(value)
+
+
+def _syncing(plan: Plan, config: Any, models: Mapping[int, Any], outside: contextlib.ExitStack) -> list[Any]:
+    """Hooks that keep the no-sync contexts, but for the last backward of each chunk, which reduces gradients."""
+    by_itself = [
+        stage
+        for stage, sync in zip(models, _per_chunk(config, "grad_sync_func", models), strict=True)
+        if sync is None or _is_first_stage(plan, stage)
+    ]
+    contexts = option(config, "no_sync_func")
+    if contexts is None:
+        return []
+    if isinstance(contexts, (list, tuple)):
+        per_chunk = _per_chunk(config, "no_sync_func", models)
+        return [
+            _Suspended(enter, _last(plan, [stage] if stage in by_itself else []), outside)
+            for stage, enter in zip(models, per_chunk, strict=True)
+        ]
+    return [_Suspended(contexts, _last(plan, by_itself), outside)]
+
+
+def _last(plan: Plan, stages: Iterable[int]) -> set[Action]:
+    # Without a pipeline the last backward follows the last forward, in which DDP decides whether to reduce.
+    kind = ActionKind.F if plan.graph.num_stages == 1 else ActionKind.B
+    return {Action(kind, stage, plan.num_microbatches - 1) for stage in stages}
+
+
+class _Suspended:
+    """A context that is left just before each of some actions, and entered again after it while others follow."""
+
+    def __init__(self, enter: Callable[[], Any], actions: set[Action], outside: contextlib.ExitStack) -> None:
+        self._enter, self._left = enter, set(actions)
+        self._context = outside.enter_context(contextlib.ExitStack())
+        self._context.enter_context(enter())
+        self._suspended = False
+
+    def before(self, action: Action) -> None:
+        if action in self._left:
+            self._left.remove(action)
+            self._suspended = True
+            self._context.close()
+
+    def after(self, action: Action) -> None:
+        del action
+        if self._suspended and self._left:
+            self._context.enter_context(self._enter())
+        self._suspended = False
+
+
+def _is_first_stage(plan: Plan, stage: int) -> bool:
+    return all(edge.destination != stage for edge in plan.graph.stage_edges)
+
+
+def _forwards(plan: Plan, position: int, stage: int) -> tuple[int, ...]:
+    """Per microbatch of ``stage``, how many forwards (of any stage) ``position`` has run before it."""
+    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
+    places = {action.microbatch: place for place, action in enumerate(forwards) if action.stage == stage}
+    return tuple(places[microbatch] for microbatch in range(plan.num_microbatches))
+
+
+def _window(plan: Plan, position: int) -> int:
+    """How many forwards ``position`` runs before its first backward: so many microbatches are in flight."""
+    count = 0
+    for action in plan.actions(position):
+        if action.kind is ActionKind.F:
+            count += 1
+        elif action.kind.is_compute:
+            break
+    return count
+
+
+def _cp_size(pg_collection: Any, module: str) -> int:
+    group = None if pg_collection is None else getattr(collection_of(pg_collection, module), "cp", None)
+    return 1 if group is None else int(group.size())

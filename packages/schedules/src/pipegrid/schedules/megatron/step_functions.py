@@ -1,0 +1,215 @@
+"""The seeds' step functions: build the plan, run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients.reduce import collection_of
+from pipegrid.schedules.megatron.counts import require_size, size_of
+from pipegrid.schedules.megatron.interleaving import forward_backward_pipelining_with_interleaving
+from pipegrid.schedules.megatron.place import Place, place_of, step_plan
+from pipegrid.schedules.megatron.step import announce, require_one_config, run_step, single
+
+__all__ = [
+    "StepArgumentError",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "get_forward_backward_func",
+    "place_of",
+    "step_plan",
+]
+
+ForwardStepFunc = Callable[..., Any]
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None, pg_collection: Any = None
+) -> Callable[..., list[Any]]:
+    """The step function for a pipeline of ``pp_size`` stages with ``vp_size`` chunks on each.
+
+    Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``.
+
+    Raises:
+        StepArgumentError: neither is given (there is no global parallel state to read), a size that is no integer of at
+            least 1, or chunks without a pipeline.
+    """
+    if pp_size is None and pg_collection is not None:
+        if not hasattr(pg_collection, "pp"):
+            raise StepArgumentError(
+                f"pg_collection is a {type(pg_collection).__name__} without a `pp` group, so that the pipeline size is "
+                "not known; pass pp_size=... (of several modules: the communicator's total_stages)"
+            )
+        pp_size = size_of("pg_collection.pp", pg_collection.pp)
+    if pp_size is None:
+        raise StepArgumentError(
+            "the pipeline size is not known: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
+            "with its `pp` group"
+        )
+    require_size("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
+    if vp_size is not None:
+        require_size("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
+    if vp_size is not None and vp_size > 1:
+        if pp_size == 1:
+            raise StepArgumentError(
+                f"vp_size={vp_size} with pp_size=1: chunks of one rank follow each other anyway; use vp_size=1 and one "
+                "model"
+            )
+        return forward_backward_pipelining_with_interleaving
+    if pp_size == 1:
+        return forward_backward_no_pipelining
+    return forward_backward_pipelining_without_interleaving
+
+
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    pg_collection: Any = None,
+) -> list[Any]:
+    """Forward and backward of every microbatch in turn, on one stage.
+
+    Arguments as in `forward_backward_pipelining_without_interleaving`; ``seq_length``, ``micro_batch_size`` and
+    ``decoder_seq_length`` describe messages, of which there are none here.
+
+    Returns:
+        The ``info`` of every microbatch's loss function.
+    """
+    del seq_length, micro_batch_size, decoder_seq_length
+    if adjust_tensor_shapes_fn is not None:
+        raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
+    return run_step(
+        plan=lambda ties: step_plan(ModuleGraph({"model": 1}), num_microbatches, ties),
+        communicator=None,
+        forward_step_func=forward_step_func,
+        data_iterators={0: single(data_iterator, "data_iterator")},
+        models={0: single(model, "model")},
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        pg_collection=pg_collection,
+    )
+
+
+def forward_backward_pipelining_without_interleaving(
+    *,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Iterator[Any] | list[Iterator[Any]] | Mapping[str, Iterator[Any]] | None,
+    model: torch.nn.Module | list[torch.nn.Module] | Mapping[str, torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+) -> list[Any]:
+    """One step of 1F1B (Narayanan et al. 2021, section 2.2.1), for one module or a graph of modules.
+
+    Args:
+        forward_step_func: ``f(data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func)``.
+            With several modules, ``output`` is a dict ``{module name: payload}``, and what the model's
+            ``set_input_tensor`` receives is a dict keyed by the modules it comes from.
+        data_iterator: read by ``forward_step_func`` on stages that need data; a list of one is taken as its item.
+            On a rank with several modules a dict by module, or one iterator that all of them read.
+        model: this rank's stage; a list of one is taken as its item. Its ``config`` is read (`PipelineConfig`). On a
+            rank with several modules a dict by module; they have one config.
+        num_microbatches: M, the same on every rank.
+        seq_length: tokens of a sample. Neighbours agree on shapes by themselves, so the sizes only serve a check: of
+            one module whose config has a ``hidden_size`` and fixed shapes, a stage that is about to send another shape
+            than ``(seq_length / cp / (tp with sequence parallelism), micro_batch_size, hidden_size)`` is told so.
+        micro_batch_size: samples of a microbatch, likewise.
+        decoder_seq_length: tokens of a sample on the decoder's side, likewise; both lengths are fine then.
+        forward_only: no backward, no gradients.
+        collect_non_loss_data: return what ``loss_func(output, non_loss_data=True)`` returns.
+        first_val_step: the first step of a validation phase.
+        adjust_tensor_shapes_fn: ``f(receive_shapes, send_shapes)``, given the shapes that ``seq_length`` and the
+            others imply; neighbours agree on shapes by themselves, so the result is what tensors are checked against.
+            For a pipeline of one module.
+        p2p_communicator: a `P2PCommunicator` or a `MultiModulePipelineCommunicator`.
+        pg_collection: this rank's process groups; with a ``dp`` or ``dp_cp`` group, gradients are reduced after
+            the last backward unless the model's wrapper does that or ``finalize_model_grads_func`` is set.
+
+    Returns:
+        On a last stage the ``info`` of every microbatch's loss function, in order; elsewhere an empty list.
+
+    Raises:
+        StepArgumentError: no communicator, chunks, an argument that would be ignored, or models that are not those
+            of this rank's modules.
+        ReductionError: the gradients could not be made right with what was given; nothing was sent.
+        GradientError: ``pg_collection`` is no collection of process groups.
+        PipelineError: the step failed; the message says where in the plan this rank stood.
+    """
+    if p2p_communicator is None:
+        raise StepArgumentError(
+            "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
+            "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
+        )
+    place = place_of(p2p_communicator)
+    if adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
+        raise StepArgumentError(
+            "adjust_tensor_shapes_fn knows one list of shapes, and the modules of a graph have one each. Remove it: "
+            "neighbours agree on the shapes of what is sent"
+        )
+    models = _models(place, model)
+    return run_step(
+        plan=lambda ties: step_plan(
+            place.graph,
+            num_microbatches,
+            ties,
+            placement=place.placement,
+            collectives=place.collectives,
+            frozen=place.frozen,
+        ),
+        communicator=p2p_communicator,
+        forward_step_func=forward_step_func,
+        data_iterators=place.by_stage(single(data_iterator, "data_iterator"), "data_iterator"),
+        models=models,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        pg_collection=pg_collection,
+        frozen=place.frozen,
+        shapes=None
+        if len(place.graph.modules) > 1
+        else announce(
+            adjust_tensor_shapes_fn,
+            models,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            collection=None if pg_collection is None else collection_of(pg_collection, place.modules[0]),
+        ),
+    )
+
+
+def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
+    """The model of each of this rank's stages."""
+    model = single(model, "model")
+    if len(place.stages) > 1 and not isinstance(model, Mapping):
+        raise StepArgumentError(
+            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them, "
+            "and data_iterator as a dict or as one iterator for all"
+        )
+    models = place.by_stage(model, "model")
+    require_one_config(models)
+    return models

@@ -1,0 +1,50 @@
+"""How far a device has come, seen from the side: on CUDA a wait returns to the host at once, the work does not."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from pipegrid.schedules.plan.actions import Action
+
+
+class Mark(Protocol):
+    """A point in a device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it. Never blocks."""
+        ...
+
+
+def cuda_mark() -> Mark:
+    """A mark after all that was issued to the current stream so far."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class DeviceMarks:
+    """A hook that marks the device's work after each action.
+
+    One thread runs actions, another asks: a deque's ends may be used from both without a lock.
+    """
+
+    def __init__(self, mark: Callable[[], Mark] = cuda_mark) -> None:
+        self._mark = mark
+        self._open: deque[tuple[Action, Mark]] = deque()
+
+    def before(self, action: Action) -> None:
+        """See `Hook`."""
+
+    def after(self, action: Action) -> None:
+        """See `Hook`."""
+        self._open.append((action, self._mark()))
+
+    def oldest(self) -> Action | None:
+        """The first action that the device has not finished; None where it has finished all that was issued."""
+        while self._open and self._open[0][1].query():
+            self._open.popleft()
+        return self._open[0][0] if self._open else None

@@ -1,0 +1,1 @@
+"""What every position of a pipeline does, as plain data: actions, plans, and their written forms."""

@@ -1,0 +1,1 @@
+"""Runs a verified plan on real stages."""

@@ -1,0 +1,106 @@
+"""A runtime hook that notes when each action ran: one rank's `Track` of a `Recording`.
+
+Times are the host's monotonic clock. On CUDA an action is noted when it was issued; the host runs ahead of the
+device there, so a track shows the order and the host's share, not the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from pipegrid.schedules.arguments import as_number, require, require_function
+from pipegrid.schedules.plan.actions import Action
+from pipegrid.schedules.plan.plan import Plan, require_plan
+from pipegrid.schedules.timeline.recording import Aside, Recorded, Track
+from pipegrid.schedules.timeline.timeline import TimelineError
+
+
+class Recorder:
+    """Notes every action's start and end; a message's from posting to completion.
+
+    Call `start`, run a step; then `track` says what this rank did. Tracks are plain data, fit for
+    `torch.distributed.all_gather_object`. So that tracks of several ranks share a zero, give all ranks of a host the
+    same ``zero``; across hosts, whose clocks have nothing in common, call `start` right after a barrier.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        require_function("clock", clock, "give a function of no arguments that returns seconds", error=TimelineError)
+        self._clock = clock
+        self._zero = clock()
+        self._since = 0.0
+        self._spans: dict[Action, tuple[float, float]] = {}
+        self._asides: list[Aside] = []
+
+    def start(self, zero: float | None = None) -> None:
+        """Forget what was noted, and count seconds from now, or from ``zero`` on the recorder's clock.
+
+        Raises:
+            TimelineError: ``zero`` is no number.
+        """
+        if zero is not None:
+            zero = as_number("zero", zero, "give seconds on the recorder's clock, or None", error=TimelineError)
+        self._spans = {}
+        self._asides = []
+        self._zero = self._clock() if zero is None else zero
+
+    @property
+    def now(self) -> float:
+        """Seconds since `start`."""
+        return self._clock() - self._zero
+
+    def before(self, action: Action) -> None:
+        """See `Hook`."""
+        del action
+        self._since = self.now
+
+    def after(self, action: Action) -> None:
+        """See `Hook`."""
+        self._spans[action] = (self._since, self.now)
+
+    def completed(self, action: Action) -> None:
+        """See `Hook`."""
+        self._spans[action] = (self._spans[action][0], self.now)
+
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Note something beside the plan: ``with recorder.aside("optimizer"): ...``.
+
+        Raises:
+            TimelineError: ``name`` is no text.
+        """
+        require("name", name, str, "say what is done", error=TimelineError)
+        start = self.now
+        try:
+            yield
+        finally:
+            self._asides.append(Aside(name, start, self.now))
+
+    @property
+    def computing(self) -> float:
+        """Seconds spent in forwards and backwards since `start`."""
+        return sum(end - start for action, (start, end) in self._spans.items() if action.kind.is_compute)
+
+    def track(self, plan: Plan, *, rank: int, position: int) -> Track:
+        """What was noted since `start`, by each action's place in ``plan``.
+
+        Raises:
+            TimelineError: an action was noted that ``position`` of ``plan`` does not have: another plan ran; or it is
+                no plan.
+            PlanError: there is no such position.
+        """
+        require_plan(plan, error=TimelineError)
+        place = {action: index for index, action in enumerate(plan.actions(position))}
+        for action in self._spans:
+            if action not in place:
+                raise TimelineError(
+                    f"{action} was recorded, and position {position} of the plan has no such action; give the plan "
+                    "that ran, and the position at which it ran here"
+                )
+        return Track(
+            rank,
+            position,
+            [Recorded(place[action], start, end) for action, (start, end) in self._spans.items()],
+            self._asides,
+        )

@@ -1,0 +1,347 @@
+"""Execute a verified plan: exactly its actions, in its order, through anything that speaks the protocol.
+
+The runtime decides nothing. A plan says what this rank's position does; a `Stage` says what a forward is; a
+`PipelineCommunicator` moves payloads along edges. At construction every action is bound to what it does, so that a
+step only calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from pipegrid.schedules.monitor.control import DisagreementError
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.plan import actions_of
+from pipegrid.schedules.runtime.agreement import StepAgreement
+from pipegrid.schedules.runtime.arguments import check_arguments
+from pipegrid.schedules.runtime.edge_queues import Inbox, Outbox, PostOffice
+from pipegrid.schedules.runtime.hooks import Hook, MessageHook
+from pipegrid.schedules.runtime.preflight import position_of, reducer_name, require_messenger, require_runnable
+from pipegrid.schedules.runtime.stage import Forwarded, Stage
+from pipegrid.schedules.runtime.stage_runner import StageWork
+from pipegrid.schedules.runtime.wrapped_stages import require_right_wrappers
+from pipegrid.transport.edge import Direction, Edge
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor.monitor import Monitor
+    from pipegrid.schedules.plan.plan import Plan
+    from pipegrid.transport.protocol import PipelineCommunicator
+
+__all__ = [
+    "Forwarded",
+    "Hook",
+    "MessageHook",
+    "PipelineError",
+    "PipelineRuntime",
+    "Stage",
+    "position_of",
+]
+
+
+class PipelineError(RuntimeError):
+    """A step failed. Says where in the plan this rank stood; the cause is chained."""
+
+
+@frozen
+class _Bound:
+    """An action, and what it does here. ``waits`` are for what it needs from elsewhere."""
+
+    action: Action
+    run: Callable[[], None]
+    waits: tuple[Callable[[], None], ...] = ()
+
+
+_Work = tuple[_Bound, ...]
+"""One action, or a batch that is issued together."""
+
+
+def _goes_forward(action: Action) -> bool:
+    """Whether an evaluation has the action: a forward, and what carries an activation."""
+    if action.kind is ActionKind.COLLECTIVE:
+        return action.direction is Direction.FORWARD
+    return action.kind in (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
+
+
+def _rank_of(communicator: Any) -> int | None:
+    """This rank, as the communicator knows it, or the default process group; None in one process."""
+    rank: int | None = getattr(communicator, "rank", None)
+    if rank is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return rank
+
+
+class PipelineRuntime:
+    """Runs one position of a plan, step after step.
+
+    Args:
+        plan: lowered and verified; the same on every rank.
+        stages: this rank's stages by global number: exactly those that one position of the plan holds.
+        communicator: moves payloads along the plan's edges.
+        hooks: called around every action, in order.
+        reducers: what a ``REDUCE`` does (tied parameters), by its group, or by stage where it has none.
+        deallocate_outputs: free the storage of an activation once it is sent, even where somebody still holds it.
+        reuse_buffers: a buffer that took an activation takes another one as soon as the backward of its microbatch is
+            done here, so that the plan's peak is all that is ever allocated. What a stage received must not be kept
+            beyond that, nor a view of it (in a log, say). Bridges between modules allocate all the same.
+        deadline: seconds that any one transfer may take; None leaves it to the communicator.
+        loss_scale: applied to a loss before its backward (mixed precision).
+        monitor: publishes where this rank stands, and says of a failure whose was the first.
+
+    Raises:
+        RuntimeArgumentError: something is not of the kind that is described above.
+        PlanMismatchError: no position holds exactly these stages; the plan has not been lowered, has actions that
+            cannot be run, or messages without a communicator; the reducers are not those that it asks for.
+        PlanError: the plan was not verified, and this position would not find what it needs; every fault is listed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, Stage],
+        communicator: PipelineCommunicator,
+        *,
+        hooks: Sequence[Hook] = (),
+        reducers: Mapping[int | str, Callable[[], None]] | None = None,
+        deallocate_outputs: bool = False,
+        reuse_buffers: bool = False,
+        deadline: float | None = None,
+        loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        check_arguments(plan, stages, hooks, reducers, loss_scale, deadline, monitor)
+        self.plan = plan
+        self.position = position_of(plan, stages)
+        self._communicator = communicator
+        self._monitor = monitor
+        self._hooks = (*hooks, *(() if monitor is None or monitor.marks is None else (monitor.marks,)))
+        self._reducers = dict(reducers or {})
+        require_runnable(plan, self.position, communicator, self._reducers)
+        require_messenger(plan, self.position, communicator)
+        self._office = PostOffice(communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
+        self._open_boxes(stages)
+        self._works = {
+            number: self._work(number, stage, deallocate_outputs, reuse_buffers, loss_scale)
+            for number, stage in stages.items()
+        }
+        self._program: tuple[_Work, ...] = tuple(
+            tuple(map(self._bind, actions_of(step))) for step in plan.positions[self.position]
+        )
+        forwards = (tuple(bound for bound in work if _goes_forward(bound.action)) for work in self._program)
+        self._forwards = tuple(work for work in forwards if work)
+        outside = {edge for edge, _ in (*self._inboxes, *self._outboxes) if edge not in self._local_edges}
+        self._rank = _rank_of(communicator)
+        self._agreement = StepAgreement(plan, communicator, tuple(sorted(outside)), self._rank)
+        self._stages, self._wrappers_checked = stages, False
+        self._running = self._program
+        self._cursor = 0
+        self._failure: str | None = None
+
+    # What is bound at construction
+
+    def _open_boxes(self, stages: Mapping[int, Stage]) -> None:
+        """An inbox for whatever arrives at this position, and an outbox for whatever leaves a stage of it."""
+        self._inboxes: dict[tuple[Edge, Direction], Inbox] = {}
+        self._outboxes: dict[tuple[Edge, Direction], Outbox] = {}
+        self._local_edges: set[Edge] = set()
+        for edge in self.plan.graph.stage_edges:
+            ways = [(edge.source, edge.destination, Direction.FORWARD)]
+            if edge in self.plan.gradient_edges:
+                ways.append((edge.destination, edge.source, Direction.BACKWARD))
+            if edge.source in stages and edge.destination in stages and edge not in self.plan.collective_edges:
+                self._local_edges.add(edge)
+            for source, destination, direction in ways:
+                inbox = None
+                local = edge in self._local_edges
+                if destination in stages:
+                    inbox = self._inboxes[edge, direction] = Inbox(edge, direction, self._office, local=local)
+                if source in stages:
+                    self._outboxes[edge, direction] = Outbox(edge, direction, self._office, inbox if local else None)
+
+    def _work(
+        self,
+        number: int,
+        stage: Stage,
+        deallocate: bool,
+        reuse: bool,
+        loss_scale: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> StageWork:
+        edges = self.plan.graph.stage_edges
+        into, out = [e for e in edges if e.destination == number], [e for e in edges if e.source == number]
+        gradients = self.plan.gradient_edges
+        trains = number not in self.plan.forward_only
+        arriving = [self._inboxes[edge, Direction.FORWARD] for edge in into]
+        # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
+        # one that was handed over on this position may be needed longer, by the W of the stage that has it.
+        returned = all(edge in gradients and edge not in self._local_edges for edge in out)
+        for inbox in arriving:
+            inbox.lends = reuse and trains and returned and not inbox.local
+        return StageWork(
+            number,
+            stage,
+            self.plan.num_microbatches,
+            arriving=arriving,
+            leaving=[self._outboxes[edge, Direction.FORWARD] for edge in out],
+            gradients_in=[self._inboxes[edge, Direction.BACKWARD] for edge in out if edge in gradients],
+            gradients_out=[self._outboxes[edge, Direction.BACKWARD] for edge in into if edge in gradients],
+            trains=trains,
+            splits=any(a.kind is ActionKind.I and a.stage == number for a in self.plan.actions(self.position)),
+            deallocate=deallocate,
+            loss_scale=loss_scale,
+        )
+
+    def _bind(self, action: Action) -> _Bound:
+        kind, microbatch = action.kind, action.microbatch
+        if kind is ActionKind.REDUCE:
+            return _Bound(action, self._reducers[reducer_name(action)])
+        assert microbatch is not None  # Action's own validation: only REDUCE and COLLECTIVE may omit it
+        if action.edge is not None and action.direction is not None:
+            way = action.edge, action.direction
+            if kind is ActionKind.COLLECTIVE:
+                boxes = self._outboxes.get(way), self._inboxes.get(way)
+                room = () if boxes[0] is None else (boxes[0].make_room,)
+                return _Bound(action, partial(self._office.exchange, microbatch, action, *boxes), room)
+            if kind.is_send:
+                outbox = self._outboxes[way]
+                return _Bound(action, partial(outbox.send, microbatch, action), (outbox.make_room,))
+            return _Bound(action, partial(self._inboxes[way].receive, microbatch, action))
+        work = self._works[action.stage]
+        verbs = {
+            ActionKind.F: (work.forward, work.arriving),
+            ActionKind.B: (work.backward, work.gradients_in),
+            ActionKind.I: (work.backward_inputs, work.gradients_in),
+            ActionKind.W: (work.backward_weights, ()),
+        }
+        verb, needed = verbs[kind]
+        # What an action needs from elsewhere is waited for before it counts as started, so that a recorded
+        # timeline shows computing as computing and waiting as waiting.
+        waits = tuple(partial(box.wait, microbatch) for box in needed if not box.local)
+        return _Bound(action, partial(verb, microbatch), waits)
+
+    # What a step does
+
+    @property
+    def where(self) -> str:
+        """This rank's place in the plan, in words."""
+        if self._cursor >= len(self._running):
+            return f"position {self.position}, past its last action"
+        work = " ".join(str(bound.action) for bound in self._running[self._cursor])
+        return f"position {self.position}, step {self._cursor + 1} of {len(self._running)}: {work}"
+
+    def step(self) -> None:
+        """Run the plan once: every forward and every backward of this position.
+
+        Raises:
+            DisagreementError: a neighbour runs another plan, or evaluates; or, with a monitor, any rank does. Whoever
+                comes second to the step sends nothing.
+            PipelineError: something failed; the message says at which action, and what must be rebuilt. Or an
+                earlier step failed, and it was not.
+            ReductionError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
+        """
+        if not self._wrappers_checked:
+            require_right_wrappers(self.plan, self.position, self._stages)
+            self._wrappers_checked = True
+        self._run(self._program, grad=True)
+
+    def eval(self) -> None:
+        """Run only the plan's forwards and their communication, without gradients.
+
+        A verified plan stays free of deadlock when its backwards are left out: what remains keeps its order.
+
+        Raises:
+            DisagreementError, PipelineError: as `step`.
+        """
+        self._run(self._forwards, grad=False)
+
+    def _run(self, program: tuple[_Work, ...], *, grad: bool) -> None:
+        if self._failure is not None:
+            raise PipelineError(f"this runtime failed before: {self._failure}.{self._remedy}")
+        self._begin(grad=grad)
+        self._running, self._cursor = program, 0
+        watched = False
+        try:
+            if self._monitor is not None:
+                self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
+            watched = True
+            self._agreement.begin("a step" if grad else "an evaluation")
+            with torch.set_grad_enabled(grad):
+                for self._cursor, work in enumerate(program):
+                    for bound in work:
+                        for wait in bound.waits:
+                            wait()
+                    if len(work) > 1:
+                        with self._communicator.batch():
+                            for bound in work:
+                                self._execute(bound)
+                    elif self._hooks:
+                        self._execute(work[0])
+                    else:
+                        work[0].run()
+                self._cursor = len(program)
+                for outbox in self._outboxes.values():
+                    outbox.settle()
+        except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
+            if not watched and isinstance(error, Exception):
+                raise  # the monitor's own: the job has failed elsewhere, and nothing was sent
+            told = self._failed(error, watched=watched)
+            if told is error:
+                raise
+            raise told from error
+        if self._monitor is not None:
+            self._monitor.end()
+
+    def _begin(self, *, grad: bool) -> None:
+        """Nothing of an earlier step survives."""
+        for inbox in self._inboxes.values():
+            inbox.begin()
+        for outbox in self._outboxes.values():
+            outbox.begin()
+        for work in self._works.values():
+            work.begin(training=grad)
+
+    @property
+    def _remedy(self) -> str:
+        if self._communicator is None:
+            return " No message is under way: rebuild the runtime before the next one"
+        return (
+            " Lanes may hold messages of the broken step: rebuild the communicator and the runtime before the next one"
+        )
+
+    def _abort(self, reason: str) -> None:
+        """Tell the others, who wait for messages that will not come, why, instead of letting them time out."""
+        abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
+        if abort is not None:
+            abort(reason)
+
+    def _failed(self, error: BaseException, *, watched: bool) -> BaseException:
+        """End what a failed step has begun; the error to raise."""
+        if isinstance(error, DisagreementError):
+            failure = str(error)
+        else:
+            rank = "" if self._rank is None else f" on rank {self._rank}"
+            failure = f"the step failed{rank} at {self.where}: {type(error).__name__}: {error}"
+        self._failure = failure
+        self._begin(grad=False)  # so that what the step held is not held until the runtime goes
+        others = ""
+        if self._monitor is not None and watched:
+            others = self._monitor.failed(failure)
+        else:
+            self._abort(failure)
+        if isinstance(error, DisagreementError) or not isinstance(error, Exception):
+            return error
+        different = self._agreement.look_again()
+        if different is not None:
+            self._failure = f"{different}. This rank had begun: it stood at {self.where}"
+            return DisagreementError(f"{self._failure}{others}")
+        return PipelineError(f"{failure}.{self._remedy}{others}")
+
+    def _execute(self, bound: _Bound) -> None:
+        for hook in self._hooks:
+            hook.before(bound.action)
+        bound.run()
+        for hook in self._hooks:
+            hook.after(bound.action)

@@ -1,0 +1,231 @@
+"""What one stage computes, and what it holds between a forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from attrs import define, field
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from pipegrid.schedules.autograd.deallocate import freeable
+from pipegrid.schedules.autograd.engine import run_backward
+from pipegrid.schedules.autograd.partition import trunk_of
+from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
+from pipegrid.schedules.autograd.unsplittable import require_splittable
+from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.megatron.backward import gradient_of, require_deallocatable
+from pipegrid.schedules.runtime.edge_queues import Inbox, Outbox, Parcel
+from pipegrid.schedules.runtime.payloads import flatten, map_tensors
+from pipegrid.schedules.runtime.stage import Forwarded, Stage
+from pipegrid.schedules.runtime.stage_checks import changed_in_place, check_loss, check_outputs, ended
+
+if TYPE_CHECKING:
+    from pipegrid.transport.edge import Edge
+    from pipegrid.transport.protocol import Payload
+
+
+class Root(NamedTuple):
+    """Where a backward starts: at an output, of which no more is left."""
+
+    edge: GradientEdge
+    shape: torch.Size
+
+
+@define
+class Live:
+    """A microbatch between its forward and its backward: where the backward starts, and where it ends.
+
+    The outputs themselves are not here: the graph keeps those that it needs, and the others go once they are sent.
+    """
+
+    inputs: list[Payload]
+    roots: list[list[Root | None]]
+    loss: torch.Tensor | None
+
+
+@define(eq=False)
+class StageWork:
+    """The computes of stage ``number``, each for a microbatch.
+
+    Attributes:
+        arriving: an inbox for the activations of each incoming edge.
+        leaving: an outbox for those of each outgoing edge.
+        gradients_in: inboxes for the gradients that come back, one per outgoing edge that carries one.
+        gradients_out: outboxes for those that go back, one per incoming edge that carries one.
+        trains: whether the stage runs a backward.
+        splits: whether the plan runs that in halves.
+    """
+
+    number: int
+    stage: Stage
+    num_microbatches: int
+    arriving: Sequence[Inbox]
+    leaving: Sequence[Outbox]
+    gradients_in: Sequence[Inbox]
+    gradients_out: Sequence[Outbox]
+    trains: bool
+    splits: bool
+    deallocate: bool
+    loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
+    training: bool = False
+    live: dict[int, Live] = field(factory=dict, init=False)
+    halves: dict[int, WeightHalf] = field(factory=dict, init=False)
+    _looked_at: bool = field(default=False, init=False)
+    _differentiated: frozenset[Edge] = field(init=False)
+    _outgoing: frozenset[Edge] = field(init=False)
+    _lending: tuple[Inbox, ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._differentiated = frozenset(box.edge for box in self.gradients_out)
+        self._outgoing = frozenset(box.edge for box in self.leaving)
+        self._lending = tuple(box for box in self.arriving if box.lends)
+
+    def begin(self, *, training: bool) -> None:
+        """Forget what an earlier step left."""
+        self.training = training and self.trains
+        self.live.clear()
+        self.halves.clear()
+
+    def forward(self, microbatch: int) -> None:
+        """``F``."""
+        inputs = {}
+        for inbox in self.arriving:
+            payload = inbox.take(microbatch)
+            # Where no gradient goes back, none is computed either.
+            inputs[inbox.edge] = payload if inbox.edge in self._differentiated else map_tensors(payload, _detached)
+        try:
+            if self.training == torch.is_grad_enabled():
+                produced = self.stage.forward(microbatch, inputs)
+            else:  # a stage that runs no backward keeps no graph
+                with torch.set_grad_enabled(self.training):
+                    produced = self.stage.forward(microbatch, inputs)
+        except StopIteration as error:
+            raise ended(self.number, microbatch, self.num_microbatches) from error
+        except RuntimeError as error:
+            refused = changed_in_place(error, self.number, microbatch)
+            if refused is None:
+                raise
+            raise refused from error
+        check_outputs(produced, self._outgoing, self.number, microbatch)
+        if self.training:
+            self._keep(microbatch, inputs, produced)
+        parcel = self._parcel(produced) if self.training and self.deallocate else None
+        for outbox in self.leaving:
+            outbox.put(microbatch, produced.outputs[outbox.edge], parcel)
+
+    def _keep(self, microbatch: int, inputs: Mapping[Edge, Payload], produced: Forwarded) -> None:
+        if not self.leaving and produced.loss is None:
+            raise PlanMismatchError(
+                f"the forward of stage {self.number} returned no loss for microbatch {microbatch}, and nothing "
+                "consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
+            )
+        if produced.loss is not None:
+            check_loss(produced.loss, self.number, microbatch)
+        live = Live(
+            [inputs[box.edge] for box in self.gradients_out],
+            [[_root(tensor) for tensor in flatten(produced.outputs[box.edge])] for box in self.gradients_in],
+            produced.loss,
+        )
+        self.live[microbatch] = live
+        if self.splits and not self._looked_at:
+            self._looked_at = True
+            roots = [root.edge for part in live.roots for root in part if root is not None]
+            if live.loss is not None:
+                roots.append(get_gradient_edge(live.loss))
+            self._refuse(trunk_of(roots, _differentiable(live.inputs)))
+
+    def _refuse(self, trunk: Iterable[Node]) -> None:
+        """Say which module made a graph that cannot be cut: after the first forward, or at the I of a later one."""
+        require_splittable(trunk, self.number, getattr(self.stage, "model", None))
+
+    def _parcel(self, produced: Forwarded) -> Parcel | None:
+        """The outputs that leave by message, whose storage goes when they have left."""
+        sent = [produced.outputs[box.edge] for box in self.leaving if box.sends]
+        # An input passed straight on is a leaf: its storage is not ours.
+        tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
+        for tensor in tensors.values():
+            require_deallocatable(tensor)
+        roots = [*flatten(list(produced.outputs.values())), produced.loss]
+        starts = [root for root in roots if root is not None and root.requires_grad]
+        return Parcel(len(sent), freeable(list(tensors.values()), starts))
+
+    def backward(self, microbatch: int) -> None:
+        """``B``: both halves at once."""
+        live = self.live.pop(microbatch)
+        roots, gradients = self._starts(live, microbatch)
+        if roots:
+            run_backward(roots, gradients)
+        for box, payload in zip(self.gradients_out, live.inputs, strict=True):
+            box.put(microbatch, map_tensors(payload, gradient_of))
+        for inbox in self._lending:
+            inbox.give_back(microbatch)
+
+    def backward_inputs(self, microbatch: int) -> None:
+        """``I``."""
+        live = self.live.pop(microbatch)
+        roots, gradients = self._starts(live, microbatch)
+        inputs = _differentiable(live.inputs)
+        found, self.halves[microbatch] = backward_inputs(roots, gradients, inputs, refuse=self._refuse)
+        # As in a whole backward: an input that was not used has a gradient all the same, of zeros.
+        by_input = {
+            id(tensor): torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(inputs, found, strict=True)
+        }
+        for box, payload in zip(self.gradients_out, live.inputs, strict=True):
+            box.put(microbatch, map_tensors(payload, lambda tensor: by_input.get(id(tensor))))
+
+    def backward_weights(self, microbatch: int) -> None:
+        """``W``."""
+        backward_weights(self.halves.pop(microbatch))
+        for inbox in self._lending:
+            inbox.give_back(microbatch)
+
+    def _starts(self, live: Live, microbatch: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """The edges at which a backward starts, and the gradient of each: the stage's own loss, and its outputs."""
+        roots: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        if live.loss is not None:
+            loss = live.loss
+            if self.loss_scale is not None:
+                loss = self.loss_scale(loss)
+                check_loss(loss, self.number, microbatch, scaled=True)
+            roots.append(get_gradient_edge(loss))
+            gradients.append(torch.ones_like(loss))
+        for box, ends in zip(self.gradients_in, live.roots, strict=True):
+            arrived = flatten(box.take(microbatch))
+            if len(arrived) != len(ends):
+                raise PlanMismatchError(
+                    f"edge {box.edge} carried {len(ends)} tensors forward, but {len(arrived)} gradients came back"
+                )
+            for root, gradient in zip(ends, arrived, strict=True):
+                if root is None or gradient is None:
+                    continue
+                if gradient.shape != root.shape:  # the engine might sum it up
+                    raise PlanMismatchError(
+                        f"edge {box.edge} carried a tensor of shape {tuple(root.shape)} forward for microbatch "
+                        f"{microbatch}, but a gradient of shape {tuple(gradient.shape)} came back"
+                    )
+                roots.append(root.edge)
+                gradients.append(gradient)
+        return roots, gradients
+
+
+def _root(tensor: torch.Tensor | None) -> Root | None:
+    return Root(get_gradient_edge(tensor), tensor.shape) if tensor is not None and tensor.requires_grad else None
+
+
+def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:
+    """The tensors of some payloads that require grad, each once."""
+    found = {
+        id(tensor): tensor
+        for payload in payloads
+        for tensor in flatten(payload)
+        if tensor is not None and tensor.requires_grad
+    }
+    return list(found.values())
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()

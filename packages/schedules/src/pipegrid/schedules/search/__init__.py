@@ -1,0 +1,1 @@
+"""Plans for measured costs under a memory cap."""

@@ -1,0 +1,174 @@
+"""Named schedules and `greedy` side by side, at the same costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attrs import frozen
+
+from pipegrid.schedules.arguments import require_items
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.registry import SCHEDULES
+from pipegrid.schedules.generators.shapes import check_sizes
+from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.search.greedy import greedy
+from pipegrid.schedules.search.limits import as_limit
+from pipegrid.schedules.search.list_scheduler import SLACK
+from pipegrid.schedules.simulate.costs import Costs, OtherCutError, require_costs
+from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.schedules.timeline.timeline import amount, time_text
+
+
+@frozen
+class Row:
+    """The figures of one schedule (see `Simulation`); ``fits`` says whether its peak keeps to the cap."""
+
+    schedule: str
+    plan: Plan
+    makespan: float
+    bubble_of_makespan: float
+    bubble_of_span: float
+    peak_until_weight: float
+    peak_until_input: float
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        """The schedule, and its chunks where it has more than one."""
+        return self.schedule if self.plan.num_chunks == 1 else f"{self.schedule} ({self.plan.num_chunks} chunks)"
+
+
+COMPARED = (*(name for name, schedule in SCHEDULES.items() if schedule.trains), "greedy")
+"""The schedules that `compare` knows."""
+
+
+def compare(
+    num_positions: int,
+    num_microbatches: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    num_chunks: int = 2,
+    names: Iterable[str] | None = None,
+) -> list[Row]:
+    """Every training schedule of the catalogue, and `greedy`, fastest first; those over the cap last.
+
+    ``costs`` are those of the model cut into one slice per position where numbers are single, or of
+    consecutive slices where they are lists; schedules with more stages cut it further. ``names`` restricts
+    the table. ``num_chunks`` is for the schedules that take any number. Where costs are given per edge, schedules
+    that cut the model into other stages are left out.
+
+    Raises:
+        PlanError: a size below 1, a cap that is none, or a name that is not in the catalogue.
+        CostsError: costs per edge that are those of no schedule.
+    """
+    costs = Costs() if costs is None else costs
+    require_costs(costs)
+    limit = as_limit(memory_limit)
+    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    remedy = f"give a list of names of schedules, of {', '.join(COMPARED)}"
+    wanted = COMPARED if names is None else require_items("names", names, str, remedy, error=PlanError)
+    unknown = sorted(set(wanted) - set(COMPARED))
+    if unknown:
+        raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(COMPARED)}")
+    rows: list[Row] = []
+    refusal: OtherCutError | None = None
+    for name in (name for name in COMPARED if name in wanted):
+        try:
+            plans = (
+                _greedy(num_positions, num_microbatches, costs, memory_limit, {1, num_chunks, 2})
+                if name == "greedy"
+                else [
+                    SCHEDULES[name].plan(
+                        num_positions,
+                        num_microbatches,
+                        num_chunks if SCHEDULES[name].chunks is None else None,
+                    )
+                ]
+            )
+            found = [_row(name, plan, costs, limit) for plan in plans]
+        except OtherCutError as error:
+            refusal = error
+            continue
+        rows += sorted(found, key=_rank)[:1]
+    if refusal is not None and not rows:
+        raise refusal
+    return sorted(rows, key=_rank)
+
+
+def _rank(row: Row) -> tuple[bool, float, float]:
+    return (not row.fits, row.makespan, row.peak_until_weight)
+
+
+def _greedy(
+    num_positions: int, num_microbatches: int, costs: Costs, memory_limit: float | None, chunks: set[int]
+) -> list[Plan]:
+    plans = []
+    for number in sorted(chunks):
+        num_stages = num_positions * number
+        try:
+            plan = greedy(
+                costs.cut_into(num_stages, slices=num_positions),
+                memory_limit,
+                num_positions=num_positions,
+                num_microbatches=num_microbatches,
+                num_stages=num_stages,
+            )
+        except (PlanError, OtherCutError):  # nothing fits under the cap with this many chunks, or the costs do not
+            continue
+        plans.append(plan)
+    return plans
+
+
+def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
+    cut = costs.cut_into(
+        plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside, edges=plan.graph.stage_edges
+    )
+    simulation = simulate(plan, cut)
+    peak = simulation.peak()
+    return Row(
+        name,
+        plan,
+        simulation.makespan,
+        simulation.bubble(),
+        simulation.bubble(of="span"),
+        peak,
+        simulation.peak(until="I"),
+        peak <= limit + SLACK,
+    )
+
+
+HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "until I")
+
+
+def comparison_table(rows: Sequence[Row], *, unit: str = "") -> str:
+    """``rows`` as a text table. Peaks are live microbatches; schedules over the memory cap are marked.
+
+    Raises:
+        PlanError: ``rows`` is not what `compare` returned.
+    """
+    rows = require_items("rows", rows, Row, "give what compare(...) returned", error=PlanError)
+    cells = [
+        HEADINGS,
+        *(
+            (
+                row.name,
+                time_text(row.makespan, unit),
+                f"{100 * row.bubble_of_makespan:.1f}%",
+                f"{100 * row.bubble_of_span:.1f}%",
+                amount(row.peak_until_weight) + ("" if row.fits else " (over)"),
+                amount(row.peak_until_input),
+            )
+            for row in rows
+        ),
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines) + "\n"

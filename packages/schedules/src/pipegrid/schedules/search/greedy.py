@@ -1,0 +1,216 @@
+"""The best plan we can find for measured costs under a memory cap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from attrs import frozen
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.schedules.generators.registry import SCHEDULES
+from pipegrid.schedules.generators.shapes import check_sizes, looped_placement, v_placement
+from pipegrid.schedules.plan.actions import Action
+from pipegrid.schedules.plan.parts import as_placement
+from pipegrid.schedules.plan.plan import Plan, chain, compute_plan, require_graph
+from pipegrid.schedules.search.limits import as_limit
+from pipegrid.schedules.search.list_scheduler import (
+    SLACK,
+    Problem,
+    list_schedule,
+    policies,
+    with_whole_backwards,
+)
+from pipegrid.schedules.simulate.costs import Costs, require_costs
+from pipegrid.schedules.simulate.simulation import activation_sizes, simulate
+
+
+@frozen
+class Candidate:
+    """A plan with its figures: where it comes from, its makespan, and its peak in the unit of the cap."""
+
+    origin: str
+    plan: Plan
+    makespan: float
+    peak: float
+
+
+def greedy(
+    costs: Costs,
+    memory_limit: float | None = None,
+    *,
+    num_positions: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+) -> Plan:
+    """A plan of computes for ``costs`` whose positions never hold more than ``memory_limit``.
+
+    A list scheduler with the measured times of F, I, W and messages is run under several dozen policies, on
+    each placement that suits the stages: one stage per position, round and round, or (with two per position)
+    down and back up; ``placement`` fixes it, and ``graph`` makes it a graph of modules. The named schedules
+    that keep to the cap compete, so the result is never worse than the best of them in simulation. Of equal
+    makespans, the lower peak wins. Deterministic: the same on every rank.
+
+    ``memory_limit`` is in the unit of ``costs.activation`` (by default microbatches, a chunk counting its
+    share of a position), counted from the F of a microbatch to the end of its W; None: unlimited.
+    ``num_stages`` defaults to what ``costs`` are given for, or one per position.
+
+    Source: the policies follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3 (automatic
+    schedules); the guarantee against memory deadlock is ours (see `list_scheduling`).
+
+    Raises:
+        PlanError: sizes below 1 or that contradict each other, or a cap under which not even one microbatch
+        at a
+            time fits (the least that works is named).
+        CostsError: costs for another number of stages.
+    """
+    best = min(
+        candidates(
+            costs,
+            memory_limit,
+            num_positions=num_positions,
+            num_microbatches=num_microbatches,
+            num_stages=num_stages,
+            placement=placement,
+            graph=graph,
+        ),
+        key=lambda candidate: (candidate.makespan, candidate.peak),
+    )
+    return best.plan
+
+
+def candidates(
+    costs: Costs,
+    memory_limit: float | None = None,
+    *,
+    num_positions: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+) -> Iterator[Candidate]:
+    """All plans that `greedy` chooses from: the named schedules under the cap, then the list scheduler's.
+
+    Arguments and errors are those of `greedy`. ``origin`` is a schedule's name, or ``"list"``.
+    """
+    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
+    require_costs(costs)
+    if graph is not None:
+        require_graph(graph)
+    if num_stages is None:
+        num_stages = graph.num_stages if graph is not None else (costs.stages or num_positions)
+    check_sizes(num_stages=num_stages)
+    if graph is None:
+        graph = chain(num_stages)
+    if graph.num_stages != num_stages:
+        raise PlanError(f"num_stages is {num_stages} and the graph has {graph.num_stages} stages")
+    if num_stages < num_positions:
+        raise PlanError(
+            f"{num_stages} stages cannot occupy {num_positions} positions; take fewer positions or cut the "
+            "model into more stages"
+        )
+    limit = as_limit(memory_limit)
+    placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
+    tried, least = 0, math.inf
+    for places in placements:
+        shape = _problem(graph, places, num_microbatches, costs, limit)
+        if shape.num_positions != num_positions:
+            raise PlanError(f"the placement has {shape.num_positions} positions and num_positions is {num_positions}")
+        needed = _least_memory(shape)
+        least = min(least, needed)
+        if needed > limit + SLACK:
+            continue
+        tried += 1
+        yield from _named(shape)
+        yield from _listed(shape)
+    if not tried:
+        raise PlanError(
+            f"memory_limit {memory_limit:g} does not hold one microbatch at a time; the least that works is {least:g}"
+        )
+
+
+def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ...], ...]]:
+    found = [looped_placement(num_positions, num_stages)]
+    if num_stages == 2 * num_positions and num_positions > 1:
+        found.append(v_placement(num_positions))
+    return [as_placement(places) for places in found]
+
+
+def _problem(
+    graph: ModuleGraph,
+    placement: tuple[tuple[int, ...], ...],
+    num_microbatches: int,
+    costs: Costs,
+    limit: float,
+) -> Problem:
+    num_positions = 1 + max((position for places in placement for position in places), default=0)
+    empty = compute_plan([()] * num_positions, graph=graph, placement=placement, num_microbatches=num_microbatches)
+    return Problem(graph, placement, num_microbatches, costs, activation_sizes(empty, costs), limit)
+
+
+def _least_memory(problem: Problem) -> float:
+    """What one microbatch holds on the position where it holds most: less than that cannot work."""
+    held = [0.0] * problem.num_positions
+    for stage, places in enumerate(problem.placement):
+        for position in places:
+            held[position] += problem.activation[stage]
+    return max(held)
+
+
+def _candidate(origin: str, plan: Plan, problem: Problem) -> Candidate | None:
+    simulation = simulate(plan, problem.costs)
+    peak = simulation.peak()
+    if peak > problem.memory_limit + SLACK:
+        return None
+    return Candidate(origin, plan, simulation.makespan, peak)
+
+
+def _named(problem: Problem) -> Iterator[Candidate]:
+    """The named schedules that have this graph and placement, and keep to the cap."""
+    plans: list[tuple[str, Plan]] = []
+    if len(problem.graph.modules) == 1:
+        chunks = -(-problem.graph.num_stages // problem.num_positions)
+        for schedule in SCHEDULES.values():
+            if schedule.trains and schedule.chunks in (None, chunks):
+                plan = schedule.plan(
+                    problem.num_positions,
+                    problem.num_microbatches,
+                    chunks,
+                    num_stages=problem.graph.num_stages,
+                )
+                plans.append((schedule.name, plan))
+    else:
+        plan = multi_module_1f1b(problem.graph, problem.num_microbatches, placement=problem.placement)
+        plans.append(("multi_module_1f1b", plan))
+    for name, plan in plans:
+        if plan.placement == problem.placement:
+            candidate = _candidate(name, plan, problem)
+            if candidate is not None:
+                yield candidate
+
+
+def _listed(problem: Problem) -> Iterator[Candidate]:
+    """What the list scheduler makes of it, under each policy, backwards whole where they might as well be."""
+    seen = set()
+    make = cache(Action)  # the same few thousand actions, over and over
+    for policy in policies(chunked=problem.graph.num_stages > problem.num_positions):
+        split = list_schedule(problem, policy)
+        for orders in (split, with_whole_backwards(split)):
+            key = tuple(map(tuple, orders))
+            if key in seen:
+                continue
+            seen.add(key)
+            plan = compute_plan(
+                [[make(*entry) for entry in order] for order in orders],
+                graph=problem.graph,
+                placement=problem.placement,
+                num_microbatches=problem.num_microbatches,
+            )
+            candidate = _candidate("list", plan, problem)
+            if candidate is not None:
+                yield candidate

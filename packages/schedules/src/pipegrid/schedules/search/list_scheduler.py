@@ -1,0 +1,309 @@
+"""A list scheduler: whenever a position is free, it does the best of what is ready, as a policy ranks it.
+
+Memory cannot deadlock it. Let ``m`` be the oldest microbatch with a forward to do on a position, and ``A``
+what one microbatch holds there in all its stages. A forward of a younger microbatch is admitted only if the
+younger ones then hold at most ``cap - A``. So once everything older than the oldest unfinished microbatch of
+the whole pipeline has drained (backwards need no memory), that microbatch finds room on every position.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeAlias
+
+from attrs import define, field, frozen
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.transport.edge import Edge
+
+SLACK = 1e-9  # memory is compared to the cap with this share of a microbatch to spare for rounding
+
+
+Order: TypeAlias = list[tuple[ActionKind, int, int]]
+"""What a position does: kind, stage, microbatch."""
+
+
+@frozen
+class Policy:
+    """How a free position chooses among what is ready.
+
+    ``first``: backwards, forwards, or each after the other. ``weights``: a ``W`` right after its ``I``, or
+    when nothing else is ready; then it may start if it ends no later than ``patience`` of its duration after
+    the next input arrives. ``deep``: among forwards, later stages first, otherwise older microbatches.
+    ``warmup``: forwards a stage may be ahead of its backwards, per step of distance to the sink (None: as
+    memory allows).
+    """
+
+    first: Literal["backward", "forward", "alternate"]
+    weights: Literal["at once", "idle"]
+    patience: float
+    deep: bool
+    warmup: float | None
+
+
+def policies(*, chunked: bool = True) -> Iterator[Policy]:
+    """All policies worth a try, a few dozen; ``chunked`` says whether a position has several stages."""
+    weights: tuple[tuple[Literal["at once", "idle"], float], ...] = (
+        ("at once", 1.0),
+        ("idle", 1.0),
+        ("idle", 0.5),
+        ("idle", 0.0),
+    )
+    firsts: tuple[Literal["backward", "forward", "alternate"], ...] = ("backward", "forward", "alternate")
+    for first, (when, patience), deep, warmup in itertools.product(
+        firsts, weights, (False, True) if chunked else (False,), (None, 1.0, 1.5, 2.0)
+    ):
+        yield Policy(first, when, patience, deep, warmup)
+
+
+@frozen
+class Problem:
+    """What is to be scheduled: a graph on positions, its costs, and the memory each position has.
+
+    ``activation``: per stage, the memory of one microbatch, in the unit of ``memory_limit`` (infinite: none).
+    """
+
+    graph: ModuleGraph
+    placement: tuple[tuple[int, ...], ...]
+    num_microbatches: int
+    costs: Costs
+    activation: tuple[float, ...]
+    memory_limit: float
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the placement."""
+        return 1 + max(position for places in self.placement for position in places)
+
+
+@define(eq=False)
+class _Unit:
+    """A stage on one of its positions, and how far it has come."""
+
+    stage: int
+    position: int
+    distance: int
+    size: float
+    durations: tuple[float, float, float]  # F, I, W
+    needs: int = 0  # inputs of a forward
+    gradients: int = 0  # and of a backward, its own forward included
+    # Per direction: the units that wait for a result, with time on the lane, latency, and the lane.
+    outputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
+    inputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
+    forwards_done: int = 0
+    backwards_done: int = 0
+    pending_weights: list[int] = field(factory=list)
+    # Per microbatch, inputs still missing, and when the last known one arrives.
+    missing_forward: list[int] = field(factory=list)
+    missing_backward: list[int] = field(factory=list)
+    forward_at: list[float] = field(factory=list)
+    backward_at: list[float] = field(factory=list)
+
+
+class _Run:
+    """One pass of the scheduler under one policy."""
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        self.problem = problem
+        self.policy = policy
+        self.units = _units(problem)
+        self.at: list[list[_Unit]] = [[] for _ in range(problem.num_positions)]
+        for unit in self.units:
+            self.at[unit.position].append(unit)
+        self.whole = [sum(unit.size for unit in units) for units in self.at]
+        # Memory held per position by each microbatch, to tell the oldest one's share from the rest.
+        self.held: list[list[float]] = [[0.0] * problem.num_microbatches for _ in self.at]
+        self.live = [0.0] * len(self.at)
+        self.busy_until = [0.0] * len(self.at)
+        self.did_forward = [False] * len(self.at)
+        self.orders: list[Order] = [[] for _ in self.at]
+        self.lane_free: dict[tuple[int, int, bool], float] = {}
+        self.events: list[tuple[float, int]] = [(0.0, position) for position in range(len(self.at))]
+
+    def play(self) -> list[Order]:
+        heapq.heapify(self.events)
+        while self.events:
+            now, position = heapq.heappop(self.events)
+            due = {position}
+            while self.events and self.events[0][0] <= now:
+                due.add(heapq.heappop(self.events)[1])
+            for free in sorted(due):
+                if self.busy_until[free] <= now:
+                    self._decide(free, now)
+        return self.orders
+
+    def _decide(self, position: int, now: float) -> None:
+        units = self.at[position]
+        backwards = [
+            (unit.backwards_done, unit)
+            for unit in units
+            if unit.backwards_done < self.problem.num_microbatches
+            and unit.missing_backward[unit.backwards_done] == 0
+            and unit.backward_at[unit.backwards_done] <= now
+        ]
+        forwards = [
+            (unit.forwards_done, unit)
+            for unit in units
+            if self._forward_known(unit)
+            and unit.forward_at[unit.forwards_done] <= now
+            and self._admits(unit, unit.forwards_done)
+        ]
+        first = self.policy.first
+        forward_first = first == "forward" or (first == "alternate" and not self.did_forward[position])
+        if backwards and not (forwards and forward_first):
+            microbatch, unit = min(backwards, key=lambda entry: (entry[0], -entry[1].stage))
+            self._start(unit, ActionKind.I, microbatch, now)
+        elif forwards:
+            microbatch, unit = min(
+                forwards,
+                key=lambda entry: (-entry[1].stage, entry[0]) if self.policy.deep else (entry[0], entry[1].stage),
+            )
+            self._start(unit, ActionKind.F, microbatch, now)
+        else:
+            self._fill(position, now)
+
+    def _fill(self, position: int, now: float) -> None:
+        """Nothing else is ready: do a ``W``, unless something that matters more arrives too soon."""
+        pending = [(unit.pending_weights[0], unit) for unit in self.at[position] if unit.pending_weights]
+        arrival = self._next_arrival(position, now)
+        if pending:
+            microbatch, unit = min(pending, key=lambda entry: (entry[0], -entry[1].stage))
+            if now + unit.durations[2] <= arrival + self.policy.patience * unit.durations[2]:
+                self._start(unit, ActionKind.W, microbatch, now)
+                return
+        if arrival < float("inf"):
+            heapq.heappush(self.events, (arrival, position))
+
+    def _next_arrival(self, position: int, now: float) -> float:
+        """When the next input that is known to be on its way, and may be used, gets here."""
+        soonest = float("inf")
+        for unit in self.at[position]:
+            if self._forward_known(unit) and self._admits(unit, unit.forwards_done):
+                at = unit.forward_at[unit.forwards_done]
+                if at > now:
+                    soonest = min(soonest, at)
+            m = unit.backwards_done
+            if m < self.problem.num_microbatches and unit.missing_backward[m] == 0 and unit.backward_at[m] > now:
+                soonest = min(soonest, unit.backward_at[m])
+        return soonest
+
+    def _forward_known(self, unit: _Unit) -> bool:
+        m = unit.forwards_done
+        return m < self.problem.num_microbatches and unit.missing_forward[m] == 0
+
+    def _admits(self, unit: _Unit, microbatch: int) -> bool:
+        warmup = self.policy.warmup
+        ahead = unit.forwards_done - unit.backwards_done
+        if warmup is not None and ahead > warmup * unit.distance:
+            return False
+        limit, position = self.problem.memory_limit + SLACK, unit.position
+        if self.live[position] + unit.size > limit:
+            return False
+        oldest = min(other.forwards_done for other in self.at[position])
+        if microbatch == oldest or limit == float("inf"):
+            return True
+        newest = max(other.forwards_done for other in self.at[position])
+        younger = sum(self.held[position][oldest + 1 : newest + 1]) + unit.size
+        return younger + self.whole[position] <= limit
+
+    def _start(self, unit: _Unit, kind: ActionKind, microbatch: int, now: float) -> None:
+        position = unit.position
+        forward, input_half, weight_half = unit.durations
+        duration = forward if kind is ActionKind.F else input_half if kind is ActionKind.I else weight_half
+        done = now + duration + self.problem.costs.overhead
+        self.orders[position].append((kind, unit.stage, microbatch))
+        if kind is ActionKind.F:
+            unit.forwards_done += 1
+            self.live[position] += unit.size
+            self.held[position][microbatch] += unit.size
+            self.did_forward[position] = True
+            unit.missing_backward[microbatch] -= 1
+            unit.backward_at[microbatch] = max(unit.backward_at[microbatch], done)
+            self._send(unit, microbatch, done, forward=True)
+        elif kind is ActionKind.I:
+            unit.backwards_done += 1
+            unit.pending_weights.append(microbatch)
+            self.did_forward[position] = False
+            self._send(unit, microbatch, done, forward=False)
+            if self.policy.weights == "at once":
+                self.busy_until[position] = done
+                self._start(unit, ActionKind.W, microbatch, done)
+                return
+        else:
+            unit.pending_weights.remove(microbatch)
+            self.live[position] -= unit.size
+            self.held[position][microbatch] -= unit.size
+        self.busy_until[position] = done
+        heapq.heappush(self.events, (done, position))
+
+    def _send(self, unit: _Unit, microbatch: int, done: float, *, forward: bool) -> None:
+        for other, occupied, latency, lane in unit.outputs if forward else unit.inputs:
+            arrives = done
+            if other.position != unit.position:
+                key = (*lane, forward)
+                self.lane_free[key] = max(self.lane_free.get(key, 0.0), done) + occupied
+                arrives = self.lane_free[key] + latency
+            missing, at = (
+                (other.missing_forward, other.forward_at) if forward else (other.missing_backward, other.backward_at)
+            )
+            missing[microbatch] -= 1
+            at[microbatch] = max(at[microbatch], arrives)
+            heapq.heappush(self.events, (at[microbatch], other.position))
+
+
+def _units(problem: Problem) -> list[_Unit]:
+    """Every stage on every position it lies on, wired along the edges."""
+    costs, count, num_stages = problem.costs, problem.num_microbatches, problem.graph.num_stages
+    durations = list(zip(*(costs.per_stage(name, num_stages) for name in ("F", "I", "W")), strict=True))
+    edges = problem.graph.stage_edges
+    latency, message, bandwidth = (costs.per_edge(n, edges) for n in ("latency", "message", "bandwidth"))
+    units: dict[tuple[int, int], _Unit] = {}
+    for stage, places in enumerate(problem.placement):
+        for position in places:
+            distance = problem.graph.distance_to_sink[stage]
+            units[stage, position] = _Unit(
+                stage, position, distance, problem.activation[stage], durations[stage], gradients=1
+            )
+
+    def wire(edge: Edge, source: int, destination: int) -> None:
+        before, after = units[edge.source, source], units[edge.destination, destination]
+        cost = (message[edge] / bandwidth[edge], latency[edge])
+        before.outputs.append((after, *cost, (source, destination)))
+        after.inputs.append((before, *cost, (destination, source)))
+        after.needs += 1
+        before.gradients += 1
+
+    for edge in edges:
+        sources, destinations = problem.placement[edge.source], problem.placement[edge.destination]
+        for source, destination in itertools.product(sources, destinations):
+            if source == destination or sources != destinations:
+                wire(edge, source, destination)
+    for unit in units.values():
+        unit.missing_forward = [unit.needs] * count
+        unit.missing_backward = [unit.gradients] * count
+        unit.forward_at = [0.0] * count
+        unit.backward_at = [0.0] * count
+    return list(units.values())
+
+
+def list_schedule(problem: Problem, policy: Policy) -> list[Order]:
+    """Per position, the order of ``F``, ``I`` and ``W`` that ``policy`` leads to."""
+    return _Run(problem, policy).play()
+
+
+def with_whole_backwards(orders: Iterable[Order]) -> list[Order]:
+    """``orders`` with every ``I`` that is directly followed by its own ``W`` written as one ``B``."""
+    merged = []
+    for order in orders:
+        result: Order = []
+        for kind, stage, microbatch in order:
+            if kind is ActionKind.W and result and result[-1] == (ActionKind.I, stage, microbatch):
+                result[-1] = (ActionKind.B, stage, microbatch)
+            else:
+                result.append((kind, stage, microbatch))
+        merged.append(result)
+    return merged

@@ -1,0 +1,1 @@
+"""What a plan costs: start and end of every action, bubbles, memory over time."""

@@ -1,0 +1,294 @@
+"""What a plan's actions cost: time per stage and kind, messages per edge, memory per stage."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from attrs import evolve, field, fields, frozen
+
+from pipegrid.schedules.arguments import Refusal, require, require_choice, require_integer, require_items
+from pipegrid.schedules.errors import PlanError, PlanSyntaxError
+from pipegrid.schedules.plan.json_reading import load_json
+from pipegrid.schedules.plan.words import parse_edge
+from pipegrid.transport.edge import Edge
+
+PerStage: TypeAlias = float | tuple[float, ...]
+"""One number for every stage, or one per stage."""
+
+PerEdge: TypeAlias = float | tuple[tuple[Edge, float], ...]
+"""One number for every edge, or pairs of an edge and its number."""
+
+
+class CostsError(ValueError):
+    """Costs that are negative, not numbers, or missing for a stage or an edge."""
+
+
+class OtherCutError(CostsError):
+    """Costs per edge for other edges than those of the model as it is cut into stages here."""
+
+
+# Converters leave what they do not know as it is, for `Costs` to say what is wrong with it.
+def _per_stage(value: Any) -> Any:
+    if isinstance(value, str | bytes | Mapping):
+        return value
+    try:
+        return tuple(value)
+    except TypeError:
+        return value
+
+
+def _per_edge(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        return value
+    try:
+        return tuple(sorted(value.items() if isinstance(value, Mapping) else value))
+    except TypeError:
+        return value
+
+
+PER_STAGE = ("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation")
+PER_EDGE = ("latency", "bandwidth", "message")
+_BESIDE = "give for each stage the number of stages on its position"
+
+
+@frozen
+class Costs:
+    """Times in any one unit (seconds, or multiples of a forward); numbers for all stages or one per stage.
+
+    ``F``, ``I`` and ``W`` are a forward and the two halves of a backward; ``B``, the whole backward, is by
+    default ``I + W``. A message along an edge arrives ``latency + message / bandwidth`` after both ends are
+    posted, and occupies its lane for ``message / bandwidth`` (``message`` in bytes, ``bandwidth`` in bytes
+    per unit of time; a gradient weighs what its activation does). ``REDUCE`` and ``COLLECTIVE`` are the times
+    of those. ``overhead`` is what every action costs its position in addition, compute or communication.
+    ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/n of a
+    microbatch, where ``n`` is the number of stages on its position.
+
+    Raises:
+        CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
+    """
+
+    F: PerStage = field(default=1.0, converter=_per_stage)
+    I: PerStage = field(default=1.0, converter=_per_stage)
+    W: PerStage = field(default=1.0, converter=_per_stage)
+    B: PerStage | None = field(default=None, converter=_per_stage)
+    latency: PerEdge = field(default=0.0, converter=_per_edge)
+    bandwidth: PerEdge = field(default=math.inf, converter=_per_edge)
+    message: PerEdge = field(default=0.0, converter=_per_edge)
+    REDUCE: PerStage = field(default=0.0, converter=_per_stage)
+    COLLECTIVE: PerStage = field(default=0.0, converter=_per_stage)
+    overhead: float = 0.0
+    activation: PerStage | None = field(default=None, converter=_per_stage)
+
+    def __attrs_post_init__(self) -> None:
+        for attribute in fields(Costs):
+            name, value = attribute.name, getattr(self, attribute.name)
+            if value is None and attribute.default is None:
+                continue
+            if not isinstance(value, tuple) or name == "overhead":
+                _check(name, value)
+                continue
+            if not value:
+                raise CostsError(f"{name} is empty; give one number, or one per stage or edge")
+            for entry in value:
+                if name in PER_EDGE:
+                    _check_pair(name, entry)
+                elif isinstance(entry, tuple):
+                    raise CostsError(
+                        f"{name} is given per edge ({entry[0]}); it is a cost of stages: one number, or one for each"
+                    )
+                else:
+                    _check(name, entry)
+
+    @property
+    def stages(self) -> int | None:
+        """For how many stages numbers are given; None where one number serves them all."""
+        lengths = {len(value) for name in PER_STAGE if isinstance(value := getattr(self, name), tuple)}
+        if len(lengths) > 1:
+            raise CostsError(f"costs are given for {sorted(lengths)} stages; give all of them for the same stages")
+        return lengths.pop() if lengths else None
+
+    def per_stage(self, name: str, num_stages: int) -> list[float]:
+        """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages.
+
+        Raises:
+            CostsError: no cost of stages, or one that is given for another number of them.
+        """
+        require_choice("name", name, PER_STAGE, error=CostsError)
+        require_integer("num_stages", num_stages, error=CostsError)
+        value = getattr(self, name)
+        if name == "B" and value is None:
+            halves = zip(self.per_stage("I", num_stages), self.per_stage("W", num_stages), strict=True)
+            return [i + w for i, w in halves]
+        if value is None:
+            raise CostsError(f"{name} is not given: each stage counts its share of its position")
+        if not isinstance(value, tuple):
+            return [float(value)] * num_stages
+        if len(value) != num_stages:
+            raise CostsError(f"{name} is given for {len(value)} stages; the plan has {num_stages}")
+        return [float(entry) for entry in value]
+
+    def per_edge(self, name: str, edges: Iterable[Edge]) -> dict[Edge, float]:
+        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``.
+
+        Raises:
+            CostsError: no cost of edges, or one that is not given for all of them.
+        """
+        require_choice("name", name, PER_EDGE, error=CostsError)
+        edges = require_items("edges", edges, Edge, "give a list of Edge(source, destination)", error=CostsError)
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return dict.fromkeys(edges, float(value))
+        known = dict(value)
+        missing = [str(edge) for edge in edges if edge not in known]
+        if missing:
+            raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
+        return {edge: float(known[edge]) for edge in edges}
+
+    def cut_into(
+        self,
+        num_stages: int,
+        *,
+        slices: int,
+        beside: Sequence[int] | None = None,
+        edges: Iterable[Edge] | None = None,
+    ) -> Costs:
+        """The same model cut into ``num_stages`` stages, of equal share or of 1/n each for n in ``beside``.
+
+        A single number is the cost of one of ``slices`` equal slices (one per position, say); numbers per
+        stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut: they must be for
+        the edges of the result, ``edges`` (by default those of a chain).
+
+        Raises:
+            OtherCutError: latency, bandwidth or message is given for other edges.
+            CostsError: a number that is no integer of at least 1.
+        """
+        counts = () if beside is None else require_items("beside", beside, int, _BESIDE, error=CostsError)
+        for what, count in (("num_stages", num_stages), ("slices", slices), *(("beside", count) for count in counts)):
+            require_integer(what, count, error=CostsError)
+        if edges is not None:
+            edges = require_items("edges", edges, Edge, "give a list of Edge(source, destination)", error=CostsError)
+        wanted = {Edge(stage, stage + 1) for stage in range(num_stages - 1)} if edges is None else set(edges)
+        for name in PER_EDGE:
+            value = getattr(self, name)
+            given = {edge for edge, _ in value} if isinstance(value, tuple) else wanted
+            if given != wanted:
+                raise OtherCutError(
+                    f"{name} is given per edge; a model cut anew has other edges ({_listed(wanted)}) than those given "
+                    f"({_listed(given)}): give one number, or one for each of them"
+                )
+
+        uneven = beside is not None and len(set(beside)) > 1
+        weights = [1 / number for number in beside] if beside is not None and uneven else [1.0] * num_stages
+        shares = [weight / math.fsum(weights) for weight in weights]
+
+        def cut(value: Any) -> Any:
+            if value is None or (not uneven and num_stages == (len(value) if isinstance(value, tuple) else slices)):
+                return value
+            if isinstance(value, tuple):
+                return _resampled(value, shares)
+            return tuple(value * slices * share for share in shares) if uneven else value * slices / num_stages
+
+        return evolve(self, **{name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")})
+
+
+def require_costs(costs: object, *, error: Refusal = CostsError) -> None:
+    """Refuse what is no `Costs`."""
+    require("costs", costs, Costs, "give Costs(F=..., I=..., W=...)", error=error)
+
+
+def _check(name: str, number: Any, where: str = "") -> None:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or (isinstance(number, float) and math.isnan(number)):
+        other = not isinstance(number, (str, int, float)) and hasattr(type(number), "__float__")
+        remedy = ": pass float(...) of it" if other else ""
+        raise CostsError(f"{name}{where} is {number!r}; a cost is a number{remedy}")
+    try:
+        value = float(number)
+    except OverflowError:
+        raise CostsError(f"{name}{where} is an integer of {int(number).bit_length()} bits; a cost is finite") from None
+    if name == "bandwidth":
+        if value <= 0:
+            raise CostsError(f"bandwidth{where} is {number}; it must be positive (infinite: free)")
+    elif value < 0 or math.isinf(value):
+        raise CostsError(f"{name}{where} is {number}; a cost is finite and not negative")
+
+
+def _check_pair(name: str, entry: Any) -> None:
+    if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], Edge):
+        raise CostsError(f"{name} holds {entry!r}; costs per edge are pairs of an Edge and a number")
+    _check(name, entry[1], f" of edge {entry[0]}")
+
+
+def _listed(edges: Iterable[Edge]) -> str:
+    first = sorted(edges)
+    return ", ".join(map(str, first[:8])) + (f" and {len(first) - 8} more" if len(first) > 8 else "") or "none"
+
+
+def _resampled(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    """``values``, each spread evenly over its equal slice of a line, summed over slices of ``shares`` instead."""
+    sums = []
+    ends = [math.fsum(shares[:index]) * len(values) for index in range(len(shares) + 1)]
+    for first, last in pairwise(ends):
+        total = 0.0
+        for at in range(math.floor(first), min(math.ceil(last), len(values))):
+            total += values[at] * (min(last, at + 1) - max(first, at))
+        sums.append(total)
+    return tuple(sums)
+
+
+def costs_to_json(costs: Costs) -> str:
+    """``costs`` as JSON: what is not the default, edges as ``"0>1"``.
+
+    Raises:
+        CostsError: they are no `Costs`.
+    """
+    require_costs(costs)
+    data: dict[str, Any] = {}
+    for attribute in fields(Costs):
+        value = getattr(costs, attribute.name)
+        if value == attribute.default:
+            continue
+        if isinstance(value, tuple) and isinstance(value[0], tuple):
+            value = {str(edge): number for edge, number in value}
+        data[attribute.name] = value
+    return json.dumps(data)
+
+
+def costs_from_json(text: str) -> Costs:
+    """Read `Costs` from a JSON object with its fields as keys, all optional.
+
+    A number stands for every stage or edge, a list for one stage each, an object such as ``{"0>1": 0.5}`` for
+    one edge each.
+
+    Raises:
+        CostsError: no JSON object, a key that is no field, or a value that is no cost.
+    """
+    require("text", text, str, "give the JSON itself, such as Path(...).read_text()", error=CostsError)
+    try:
+        data = load_json(text)
+    except PlanSyntaxError as error:
+        where = f"line {error.line}, column {error.column}"
+        raise CostsError(f"costs are no JSON ({where}): found {error.found}; expected {error.expected}") from None
+    if not isinstance(data, dict):
+        raise CostsError(f'costs are a JSON object such as {{"F": 1.0}}, not {data!r}')
+    names = [attribute.name for attribute in fields(Costs)]
+    for name, value in data.items():
+        if name not in names:
+            raise CostsError(f"{name!r} is no cost; the costs are {', '.join(names)}")
+        if isinstance(value, dict):
+            data[name] = [(_edge(name, key), number) for key, number in value.items()]
+        elif not isinstance(value, (int, float, list, type(None))):
+            raise CostsError(f"{name} is {value!r}; a cost is a number, a list or an object per edge")
+    return Costs(**data)
+
+
+def _edge(name: str, key: str) -> Edge:
+    try:
+        return parse_edge("".join(key.split()))
+    except PlanError:
+        message = f"{name} names the edge {key!r}; write source stage, '>', destination stage: '0>1'"
+        raise CostsError(message) from None

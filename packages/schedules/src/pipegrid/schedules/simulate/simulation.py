@@ -1,0 +1,175 @@
+"""What a plan takes: when each action starts and ends, how long positions idle, how much memory is live.
+
+The model: a position does one compute at a time, in its plan's order. A send or a receive only posts; a
+message starts once both its ends are posted and its lane's earlier messages have left, and the compute that
+needs it waits for it. `REDUCE` and `COLLECTIVE` in a group start when its last position arrives, and occupy
+them all.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Literal
+
+from attrs import field, frozen
+
+from pipegrid.schedules.arguments import require_choice, require_items
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.plan import Plan, require_plan, require_position
+from pipegrid.schedules.simulate.costs import Costs, require_costs
+from pipegrid.schedules.simulate.engine import Times, play
+
+_F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+
+
+@frozen(slots=False)
+class Simulation:
+    """``plan`` played through with ``costs``.
+
+    ``start`` and ``end`` hold, per position, the time of each action in the order of `Plan.actions`, in the
+    unit of the costs. For a message they are those of the transfer, at both ends, not of the posting.
+    """
+
+    plan: Plan
+    costs: Costs
+    start: Times = field(repr=False)
+    end: Times = field(repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        require_plan(self.plan)
+        require_costs(self.costs)
+        for name, times in (("start", self.start), ("end", self.end)):
+            remedy = "make a simulation with simulate(plan, costs)"
+            require_items(name, times, (tuple, list), remedy, error=PlanError)
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last action ends; the first starts at 0."""
+        return max((time for times in self.end for time in times), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per position, the time it computes (``F``, ``B``, ``I``, ``W``)."""
+        return tuple(math.fsum(end - start for start, end, _ in computes) for computes in self._computes)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[float, float], ...]:
+        """Per position, when its first compute starts and its last one ends; (0, 0) without any."""
+        return tuple((computes[0][0], computes[-1][1]) if computes else (0.0, 0.0) for computes in self._computes)
+
+    @cached_property
+    def _computes(self) -> tuple[tuple[tuple[float, float, Action], ...], ...]:
+        return tuple(
+            tuple(
+                (start, end, action)
+                for start, end, action in zip(starts, ends, self.plan.actions(position), strict=True)
+                if action.kind.is_compute
+            )
+            for position, (starts, ends) in enumerate(zip(self.start, self.end, strict=True))
+        )
+
+    def bubbles(self, *, of: Literal["makespan", "span"] = "makespan") -> tuple[float, ...]:
+        """Per position, the share of time in which it does not compute, between 0 and 1.
+
+        ``of="makespan"``: of the whole step. ``of="span"``: of the time between the position's own first
+        start and last end, so that waiting for the pipeline to fill and drain does not count.
+        """
+        return tuple(
+            1.0 - busy / length if length > 0 else 0.0
+            for busy, length in zip(self.busy, self._lengths(of), strict=True)
+        )
+
+    def bubble(self, *, of: Literal["makespan", "span"] = "makespan") -> float:
+        """The share of all positions' time (makespan, or own spans) in which they do not compute."""
+        whole = math.fsum(self._lengths(of))
+        return 1.0 - math.fsum(self.busy) / whole if whole > 0 else 0.0
+
+    def _lengths(self, of: str) -> list[float]:
+        require_choice("of", of, ("makespan", "span"), error=PlanError)
+        if of == "makespan":
+            return [self.makespan] * self.plan.num_positions
+        return [last - first for first, last in self.spans]
+
+    @cached_property
+    def activation(self) -> tuple[float, ...]:
+        """Per stage, the memory of one microbatch: ``costs.activation``, by default its share of a position."""
+        return activation_sizes(self.plan, self.costs)
+
+    def live(self, position: int, *, until: Literal["W", "I"] = "W") -> tuple[tuple[float, float], ...]:
+        """Live activations of ``position`` over time: ``(time, microbatches from then on)``.
+
+        A stage's microbatch is live from the start of its ``F`` until the end of its ``W`` (or ``B``); with
+        ``until="I"``, until the end of its ``I`` (or ``B``). A forward-only stage holds it during ``F``.
+        """
+        ends = _release_kinds(until)
+        require_position(position, self.plan)
+        points: list[tuple[float, float]] = []
+        held = 0.0
+        for start, end, action in self._computes[position]:
+            size = self.activation[action.stage]
+            if action.kind is _F:
+                held += size
+                points.append((start, held))
+                if action.stage in self.plan.forward_only:
+                    held -= size
+                    points.append((end, held))
+            elif action.kind in ends:
+                held -= size
+                points.append((end, held))
+        return tuple((time, round(value, 9)) for time, value in points)
+
+    def peaks(self, *, until: Literal["W", "I"] = "W") -> tuple[float, ...]:
+        """Per position, the most live activations at any time, in microbatches (see `live`)."""
+        return tuple(
+            max((value for _, value in self.live(position, until=until)), default=0.0)
+            for position in range(self.plan.num_positions)
+        )
+
+    def peak(self, *, until: Literal["W", "I"] = "W") -> float:
+        """The most live activations of any position at any time, in microbatches (see `live`)."""
+        return max(self.peaks(until=until))
+
+
+def _release_kinds(until: str) -> tuple[ActionKind, ActionKind]:
+    require_choice("until", until, ("W", "I"), error=PlanError)
+    return (_W if until == "W" else _I, _B)
+
+
+def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """Per stage, the memory of one microbatch: as ``costs`` say, by default its share of a position."""
+    if costs.activation is None:
+        return tuple(1.0 / beside for beside in plan.stages_beside)
+    return tuple(costs.per_stage("activation", plan.num_stages))
+
+
+def unit_costs(plan: Plan) -> Costs:
+    """F = I = W = 1 and B = 2 for a whole position, whose stages share that evenly. Communication is free.
+
+    So every position has the same work, also where some hold fewer stages: in a U, the head and the tail are
+    half a stage each.
+
+    Raises:
+        PlanError: it is no `Plan`.
+    """
+    require_plan(plan)
+    shares = tuple(1.0 / beside for beside in plan.stages_beside)
+    chunk = shares[0] if len(set(shares)) == 1 else shares
+    return Costs(F=chunk, I=chunk, W=chunk)
+
+
+def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
+    """Play ``plan`` through; ``costs`` default to `unit_costs`.
+
+    A plan of computes alone is taken to send each result at once and to receive ahead.
+
+    Raises:
+        PlanError: the plan gets stuck (`verify` says why), or an action is outside of it.
+        CostsError: the costs are for another number of stages, or lack an edge of the plan.
+    """
+    require_plan(plan)
+    costs = unit_costs(plan) if costs is None else costs
+    require_costs(costs)
+    start, end = play(plan, costs)
+    return Simulation(plan, costs, start, end)

@@ -1,0 +1,1 @@
+"""Planned, simulated and measured timelines, as SVG, text and Perfetto traces."""

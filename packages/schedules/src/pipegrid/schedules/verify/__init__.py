@@ -1,0 +1,1 @@
+"""The proof that a plan runs: every action once, dependencies met, lanes in order, no deadlock."""

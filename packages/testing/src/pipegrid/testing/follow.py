@@ -1,0 +1,297 @@
+"""One test on its ranks, as the pytest process follows it: messages in, verdict out."""
+
+from __future__ import annotations
+
+import selectors
+import shutil
+import signal
+import time
+from enum import Enum
+
+from attrs import define, evolve, field
+
+from pipegrid.testing.messages import (
+    AskStacks,
+    Cleaned,
+    CleanUp,
+    Exited,
+    FaultFired,
+    FaultPlanned,
+    Finished,
+    Job,
+    Position,
+    Stacks,
+    Started,
+    Stopped,
+)
+from pipegrid.testing.pool import START_LIMIT, Pool, Worker
+
+# After a first failure the other ranks get this long to end by themselves before their stacks are taken.
+GRACE = 2.0
+# How long a rank may take to say where it stands, by itself and then by a signal handler, and to destroy its groups.
+_STACKS_LIMIT = 4.0
+_SIGNAL_LIMIT = 5.0
+_CLEAN_LIMIT = 10.0
+# A signal handler that wrote nothing for so long has written all.
+_DUMP_PAUSE = 0.1
+
+
+class State(Enum):
+    """Where a rank's process is."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    DEAD = "dead"
+
+
+@define(eq=False)
+class RankRecord:
+    """All that is known of one rank of the test."""
+
+    rank: int
+    worker: Worker = field(repr=False)
+    state: State = State.STARTING
+    position: str | None = None
+    position_at: float = 0.0
+    finished: Finished | None = None
+    exit_code: int | None = None
+    stacks: str | None = None
+    output: str = ""
+    fault: FaultFired | None = None
+    ended_at: float | None = None
+    suspended: bool = False
+    cleaned: str | None = None
+    gone: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether the rank may still do something."""
+        return self.state in (State.STARTING, State.RUNNING)
+
+    @property
+    def expected_end(self) -> bool:
+        """Whether the rank ended, or hangs, the way that its planned fault wants."""
+        if self.fault is None:
+            return False
+        if self.fault.kind == "kill":
+            return self.exit_code == -signal.SIGKILL
+        if self.fault.kind == "stop":
+            return self.state is State.STOPPED
+        return self.fault.kind == "raise" and self.finished is not None and self.finished.injected
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank ended in any way but passing or as planned."""
+        if self.expected_end:
+            return False
+        if self.state is State.DEAD:
+            return True
+        return self.finished is not None and self.finished.outcome != "passed"
+
+
+@define(eq=False)
+class _Timed:
+    """A fault by time, still to come; ``resume`` ends a delay."""
+
+    at: float
+    record: RankRecord
+    plan: FaultPlanned
+    resume: bool = False
+
+
+@define(eq=False)
+class Run:
+    """What the ranks of one test did, once `run_test` returns."""
+
+    job: Job
+    records: list[RankRecord]
+    began: float | None = None
+    seconds: float = 0.0
+    ended_at: float = 0.0
+    timed_out: str | None = None
+    unfired: list[FaultPlanned] = field(factory=list)
+
+    def first_failure(self) -> RankRecord | None:
+        """The failed rank whose end was seen first."""
+        failed = [record for record in self.records if record.failed]
+        return min(failed, key=lambda record: record.ended_at or 0.0, default=None)
+
+
+def run_test(pool: Pool, job: Job) -> Run:
+    """Run ``job`` on ``job.world_size`` workers and follow them to the end, a failure or the deadline.
+
+    Workers that end the test cleanly go back into the pool; all those of a test with a failure or a fault are killed.
+    """
+    workers = pool.take(job.world_size)
+    run = Run(job=job, records=[RankRecord(rank=rank, worker=worker) for rank, worker in enumerate(workers)])
+    reusable: list[Worker] = []
+    try:
+        with selectors.DefaultSelector() as selector:
+            pool.watch(selector)
+            follower = _Follower(pool, run, selector)
+            for record in run.records:
+                record.worker.new_output()  # what the end of an earlier test left
+                selector.register(record.worker.channel.socket, selectors.EVENT_READ, record)
+                follower.tell(record, evolve(job, rank=record.rank))
+            follower.to_the_end()
+            reusable = follower.clean_up()
+            for record in run.records:
+                record.output += record.worker.new_output()
+    finally:
+        pool.discard([worker for worker in workers if worker not in reusable])
+        pool.give_back(reusable)
+        shutil.rmtree(job.directory, ignore_errors=True)  # the rest, if any, goes with the session's directory
+    return run
+
+
+@define(eq=False)
+class _Follower:
+    pool: Pool
+    run: Run
+    selector: selectors.BaseSelector
+    timed: list[_Timed] = field(factory=list)
+
+    def to_the_end(self) -> None:
+        """Follow the ranks until all have ended, or the deadline or the grace after a failure has passed."""
+        run = self.run
+        limit = time.monotonic() + START_LIMIT
+        why = f"not every rank had started after {START_LIMIT:.0f} s"
+        while any(record.open for record in run.records):
+            if run.began is None and not any(record.state is State.STARTING for record in run.records):
+                run.began = time.monotonic()
+                limit = run.began + run.job.deadline
+                why = f"the deadline of {run.job.deadline:g} s passed"
+            first = run.first_failure()
+            if first is not None and first.ended_at is not None and first.ended_at + GRACE < limit:
+                limit = first.ended_at + GRACE
+                why = ""
+            now = time.monotonic()
+            if now >= limit:
+                run.ended_at = now
+                run.timed_out = why or None
+                self._take_stacks()
+                break
+            self._fire_timed(now)
+            self._step(min([limit, *(timed.at for timed in self.timed)]) - now)
+        run.seconds = time.monotonic() - (run.began or time.monotonic())
+        run.unfired += [timed.plan for timed in self.timed if not timed.resume]
+
+    def clean_up(self) -> list[Worker]:
+        """Have the ranks of a test without trouble destroy their groups; the workers that did so whole."""
+        records = self.run.records
+        if any(
+            record.fault is not None or record.finished is None or record.finished.outcome != "passed"
+            for record in records
+        ):
+            return []
+        for record in records:
+            self.tell(record, CleanUp())
+        limit = time.monotonic() + _CLEAN_LIMIT
+        while any(record.cleaned is None and record.state is State.FINISHED for record in records):
+            now = time.monotonic()
+            if now >= limit:
+                break
+            self._step(limit - now)
+        return [record.worker for record in records if record.cleaned == ""]
+
+    def _take_stacks(self) -> None:
+        """Ask every open rank for its stacks; ask by a signal where the interpreter does not answer."""
+        asked = [record for record in self.run.records if record.open and not record.suspended]
+        for record in asked:
+            self.tell(record, AskStacks())
+        self._wait_for_stacks(asked, _STACKS_LIMIT)
+        mute = [record for record in asked if record.stacks is None and record.open]
+        for record in mute:
+            self.pool.signal(record.worker, signal.SIGUSR1)
+        if mute:
+            self._wait_for_dumps(mute)
+        for record in mute:
+            said = record.stacks or record.worker.dumped()
+            record.stacks = said or "no answer, neither from the interpreter nor from a signal handler"
+
+    def _wait_for_stacks(self, asked: list[RankRecord], seconds: float) -> None:
+        limit = time.monotonic() + seconds
+        while any(record.stacks is None and record.open for record in asked) and time.monotonic() < limit:
+            self._step(limit - time.monotonic())
+
+    def _wait_for_dumps(self, mute: list[RankRecord]) -> None:
+        """Wait until each rank has written its stacks and writes no more; no message tells of it."""
+        limit = time.monotonic() + _SIGNAL_LIMIT
+        before: list[str] | None = None
+        while time.monotonic() < limit:
+            dumps = [record.worker.dumped() for record in mute if record.open and record.stacks is None]
+            if dumps == before and all(dumps):
+                return
+            before = dumps
+            pause = time.monotonic() + _DUMP_PAUSE
+            while time.monotonic() < pause:
+                self._step(pause - time.monotonic())
+
+    def _step(self, seconds: float) -> None:
+        """Wait for news for at most ``seconds`` and take it in."""
+        for key, _ in self.selector.select(max(0.0, seconds)):
+            if key.data is not None:
+                self._hear(key.data)
+        for news in self.pool.news():
+            for record in self.run.records:
+                if record.worker.pid == news.pid:
+                    self._hear(record)  # its last words came before its end
+                    self._end(record, news)
+
+    def _end(self, record: RankRecord, news: Exited | Stopped) -> None:
+        if isinstance(news, Exited):
+            record.state = State.DEAD
+            record.exit_code = news.code
+            record.ended_at = record.ended_at or time.monotonic()
+        elif record.fault is None:
+            record.suspended = True  # not our doing: a failure, once the deadline passes
+        elif record.fault.kind == "stop" and record.state is State.RUNNING:
+            record.state = State.STOPPED
+
+    def _hear(self, record: RankRecord) -> None:
+        messages, gone = record.worker.channel.ready()
+        if gone and not record.gone:
+            record.gone = True
+            self.selector.unregister(record.worker.channel.socket)  # the template says how it ended
+        for message in messages:
+            if isinstance(message, Position):
+                record.position, record.position_at = message.text, time.monotonic()
+            elif isinstance(message, Started):
+                record.state = State.RUNNING
+            elif isinstance(message, FaultPlanned):
+                self.timed.append(_Timed(at=time.monotonic() + message.after, record=record, plan=message))
+            elif isinstance(message, FaultFired):
+                record.fault = message
+            elif isinstance(message, Finished):
+                record.finished = message
+                record.state = State.FINISHED
+                record.ended_at = time.monotonic()
+            elif isinstance(message, Stacks):
+                record.stacks = message.text
+            elif isinstance(message, Cleaned):
+                record.cleaned = message.left
+
+    def tell(self, record: RankRecord, message: object) -> None:
+        try:
+            record.worker.channel.send(message)
+        except (BrokenPipeError, ConnectionError):
+            self._hear(record)
+
+    def _fire_timed(self, now: float) -> None:
+        for timed in [timed for timed in self.timed if timed.at <= now]:
+            self.timed.remove(timed)
+            if timed.resume:
+                self.pool.signal(timed.record.worker, signal.SIGCONT)
+                continue
+            plan = timed.plan
+            if not timed.record.open:
+                self.run.unfired.append(plan)
+                continue
+            timed.record.fault = FaultFired(
+                kind=plan.kind, text=f"{plan.kind} on rank {timed.record.rank} after {plan.after} s"
+            )
+            self.pool.signal(timed.record.worker, signal.SIGKILL if plan.kind == "kill" else signal.SIGSTOP)
+            if plan.seconds is not None:
+                self.timed.append(_Timed(at=now + plan.seconds, record=timed.record, plan=plan, resume=True))

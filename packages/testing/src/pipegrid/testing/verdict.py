@@ -1,0 +1,114 @@
+"""What happened to a test on one rank, phase by phase, and what it comes to."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+from attrs import frozen
+
+from pipegrid.testing.faults import Fault, InjectedFault
+from pipegrid.testing.messages import Finished, Warned, is_plain
+from pipegrid.testing.stacks import of_the_test
+
+
+@frozen
+class _Failure:
+    """One failure of the test on this rank. ``when`` is the phase: setup, call, teardown, or the world around them."""
+
+    when: str
+    text: str
+    summary: str
+    injected: bool = False
+
+
+class RankTest:
+    """What happened to the test on this rank so far."""
+
+    def __init__(self) -> None:
+        self.failures: list[_Failure] = []
+        self.warnings: list[Warned] = []
+        self._sections: dict[str, str] = {}
+        self._properties: tuple[tuple[str, object], ...] = ()
+        self._skipped: str | None = None
+        self._xfailed: str | None = None
+
+    def add(self, report: pytest.TestReport, error: BaseException | None) -> None:
+        """Note one phase's report, made from ``error``."""
+        self._sections.update(report.sections)
+        # What is no plain data could not be read elsewhere; reports write a property's text anyhow.
+        self._properties = tuple(
+            (name, value if is_plain(value) else str(value)) for name, value in report.user_properties
+        )
+        if error is None:
+            return  # an xpass is the pytest process's to judge, once all ranks are known
+        if report.failed:
+            self.failures.append(
+                _Failure(report.when or "", report.longreprtext, _summary(error), injected=_is_injected(error))
+            )
+        elif hasattr(report, "wasxfail"):
+            self._xfailed = report.wasxfail.removeprefix("reason: ")
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self._skipped = reason.removeprefix("Skipped: ")
+
+    def add_error(self, error: BaseException) -> None:
+        """Note an exception from outside the test's phases."""
+        formatted = traceback.TracebackException.from_exception(error)
+        formatted.stack = of_the_test(formatted.stack)
+        self.failures.append(_Failure("world", "".join(formatted.format()), _summary(error)))
+
+    def check_faults(self, pending: tuple[Fault, ...]) -> None:
+        """Fail a test that passed without meeting the faults planned for it; one that was skipped met none."""
+        if pending and not self.failures and self._skipped is None and self._xfailed is None:
+            names = "; ".join(map(str, pending))
+            text = f"FaultError: planned, but the test ended without reaching it: {names}"
+            self.failures.append(_Failure("faults", text, text))
+
+    def finished(self) -> Finished:
+        """The test's end on this rank."""
+        text = summary = ""
+        if self.failures:
+            outcome = "failed"
+            summary = self.failures[0].summary
+            text = "\n".join(
+                failure.text if failure.when == "call" else f"in {failure.when}:\n{failure.text}"
+                for failure in self.failures
+            )
+        elif self._xfailed is not None:
+            outcome, text = "xfailed", self._xfailed
+        elif self._skipped is not None:
+            outcome, text = "skipped", self._skipped
+        else:
+            outcome = "passed"
+        return Finished(
+            outcome=outcome,
+            text=text,
+            summary=summary,
+            injected=bool(self.failures) and all(failure.injected for failure in self.failures),
+            sections=tuple(self._sections.items()),
+            warnings=tuple(self.warnings),
+            properties=self._properties,
+        )
+
+
+def _summary(error: BaseException) -> str:
+    """``error`` in one line."""
+    try:
+        text = str(error)
+    except Exception as broken:  # noqa: BLE001 (the error's own method; its traceback is to be shown all the same)
+        text = f"<its __str__ raised {type(broken).__name__}>"
+    lines = text.splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _is_injected(error: BaseException) -> bool:
+    """Whether ``error`` is an injected fault or was raised from one."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        if isinstance(at, InjectedFault):
+            return True
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
+    return False

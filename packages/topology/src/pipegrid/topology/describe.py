@@ -1,0 +1,83 @@
+"""Draw the world as a table, ranks x modules. No torch; rich where it is installed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from itertools import pairwise
+
+from pipegrid.topology._checks import as_flag, as_integer, as_kind, as_mapping
+from pipegrid.topology.errors import GridShapeError
+from pipegrid.topology.hyper_comm_grid import HyperCommGrid
+from pipegrid.topology.table import text_table
+
+_MAX_ROWS = 64
+
+
+def world_rows(
+    grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The header and the rows of the world's table.
+
+    A row is a rank with its coordinates in each module. A world of more than ``max_rows`` ranks has a row for
+    each stretch of ranks that hold the same modules, with the modules' sizes.
+    """
+    header = ("rank", *grids)
+    world_size = max(grid.world_size for grid in grids.values()) if grids else 0
+    if world_size <= max_rows:
+        return header, [(str(rank), *(_coords(grid, rank) for grid in grids.values())) for rank in range(world_size)]
+    bounds = {0, world_size}
+    for grid in grids.values():
+        bounds |= {grid.ranks.start, grid.ranks.stop}
+    return (f"{header[0]}s", *header[1:]), [
+        (
+            f"{start}..{stop - 1}",
+            *(_sizes(grid) if start in grid.ranks else "" for grid in grids.values()),
+        )
+        for start, stop in pairwise(sorted(bounds))
+    ]
+
+
+def _coords(grid: HyperCommGrid, rank: int) -> str:
+    return " ".join(f"{dim}{at}" for dim, at in grid.coords(rank).items()) if rank in grid.ranks else ""
+
+
+def _sizes(grid: HyperCommGrid) -> str:
+    return " ".join(f"{dim}={size}" for dim, size in zip(grid.dim_names, grid.shape, strict=True))
+
+
+def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS, color: bool = False) -> str:
+    """The world as a table, ranks x modules, for a terminal.
+
+    Drawn by rich where it is installed (the extra ``describe``), else in plain text.
+
+    Args:
+        grids: module name to grid, for example from `place`.
+        max_rows: a larger world is shown by stretches of ranks instead of rank by rank.
+        color: whether to use a terminal's colours; rich only.
+
+    Raises:
+        GridShapeError: something among ``grids`` that is no grid, or ``max_rows`` that is no number.
+    """
+    grids = as_mapping(grids, "grids", "module names to grids", error=GridShapeError)
+    for name, grid in grids.items():
+        as_kind(grid, f"the grid of {name!r}", HyperCommGrid, "place() makes them", error=GridShapeError)
+    as_integer(max_rows, "max_rows", least=0)
+    as_flag(color, "color", error=GridShapeError)
+    header, rows = world_rows(grids, max_rows=max_rows)
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        return text_table(header, rows)
+    table = Table()
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # As wide as it needs to be: a cut table says nothing.
+    width = sum(max(len(row[column]) for row in (header, *rows)) + 3 for column in range(len(header))) + 1
+    console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="standard" if color else None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")

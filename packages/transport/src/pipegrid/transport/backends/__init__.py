@@ -1,0 +1,1 @@
+"""What differs between backends: how a transfer starts and how its end is learned."""

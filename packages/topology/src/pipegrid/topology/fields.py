@@ -1,0 +1,216 @@
+"""Validation of attrs fields and function arguments, derived from their type annotations. No torch.
+
+The annotation is the rule: `num_positions: Count`, `ranks: tuple[Index, ...]`, `lanes: Literal["separate", "shared"]`.
+A class opts in with `@attrs.frozen(field_transformer=checked_fields(SomeError))`; a function checks a free scalar with
+`checked(value, Count, "num_positions", SomeError)`. Annotations without a rule are left to the type checker.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import attrs
+
+ErrorType: TypeAlias = Callable[[str], Exception]
+"""Makes the error to raise from its text."""
+
+_SHOWN = 80  # characters of a value that an error repeats
+
+
+def shown(value: object) -> str:
+    """The representation of a value for an error: one line, shortened, with the type where it is not obvious."""
+    text = " ".join(f"{value!r:.{_SHOWN}}".split())
+    return text if value is None or isinstance(value, (bool, int, float, str)) else f"{text} ({type(value).__name__})"
+
+
+@attrs.frozen
+class Rule:
+    """What a value must be: `convert` returns it in its one form or raises ValueError; `text` completes an error."""
+
+    convert: Callable[[Any], Any]
+    text: str
+
+
+def index_of(value: Any) -> int | None:
+    """``value`` as an int, None where it is none: integers of numpy and torch are integers, booleans are not."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises its own errors for tensors that are no index
+        return None
+
+
+def integer(least: int | None = None, most: int | None = None) -> Rule:
+    """An integer in the closed range from ``least`` to ``most``; None leaves an end open."""
+
+    def convert(value: Any) -> int:
+        number = value if type(value) is int else index_of(value)
+        if number is None or (least is not None and number < least) or (most is not None and number > most):
+            raise ValueError
+        return number
+
+    if least is None and most is None:
+        return Rule(convert, "an integer")
+    bound = f"at least {least}" if most is None else f"at most {most}" if least is None else f"{least} to {most}"
+    return Rule(convert, f"an integer of {bound}")
+
+
+def number(*, least: float = 0.0, above: float | None = None) -> Rule:
+    """A finite number of at least ``least``, or above ``above``; numbers of other libraries become floats."""
+
+    def convert(value: Any) -> float:
+        real = value if type(value) in (int, float) else _real(value)
+        try:
+            valid = math.isfinite(real) and (real >= least if above is None else real > above)
+        except OverflowError:  # an int beyond the range of a float
+            valid = False
+        if not valid:
+            raise ValueError
+        return real
+
+    return Rule(
+        convert, f"a finite number of at least {least:g}" if above is None else f"a finite number above {above:g}"
+    )
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, (bool, str, bytes)) or not hasattr(type(value), "__float__"):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several elements, for example
+        return math.nan
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+Count: TypeAlias = Annotated[int, integer(1)]
+"""A number of things, at least one."""
+Index: TypeAlias = Annotated[int, integer(0)]
+"""A position in a sequence, or a number of things that may be none."""
+Amount: TypeAlias = Annotated[float, number()]
+"""A cost, a time or a size: finite and not negative."""
+Seconds: TypeAlias = Annotated[float, number(above=0.0)]
+"""A duration above zero."""
+Name: TypeAlias = Annotated[str, Rule(_name, "a string that is not empty")]
+"""The name of a dim, a module, a group."""
+
+
+def checked(value: Any, annotation: Any, what: str, error: ErrorType) -> Any:
+    """``value`` in its one form, by the rule of ``annotation``.
+
+    Raises:
+        error: the value breaks the rule; the text says what, the value and the rule.
+    """
+    check = _check_of(annotation)
+    return value if check is None else check(value, what, error)
+
+
+def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any]]], list[attrs.Attribute[Any]]]:
+    """A `field_transformer` of attrs that validates every field by its annotation; a field's own converter runs first.
+
+    Raises (from the class that is built with it):
+        error: a field breaks its rule: "GPipe.num_positions is 0; it must be an integer of at least 1".
+    """
+
+    def transform(cls: type, attributes: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+        hints = get_type_hints(cls, localns={cls.__name__: cls}, include_extras=True)
+        own = vars(cls).get("__annotations__", {})  # inherited fields are checked by their own class
+        return [
+            attribute.evolve(converter=_converter(attribute, check, f"{cls.__name__}.{attribute.name}", error))
+            if attribute.name in own and (check := _check_of(hints[attribute.name])) is not None
+            else attribute
+            for attribute in attributes
+        ]
+
+    return transform
+
+
+Check: TypeAlias = Callable[[Any, str, ErrorType], Any]
+
+
+def _converter(attribute: attrs.Attribute[Any], check: Check, what: str, error: ErrorType) -> Any:
+    own: Any = attribute.converter
+
+    def convert(value: Any) -> Any:
+        return check(value if own is None else own(value), what, error)
+
+    return convert
+
+
+def _check_of(annotation: Any) -> Check | None:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _by_rules([one for one in arguments[1:] if isinstance(one, Rule)])
+    if origin is Literal:
+        return _by_choice(arguments)
+    if origin in (Union, types.UnionType) and type(None) in arguments:
+        rest = [one for one in arguments if one is not type(None)]
+        inner = _check_of(rest[0]) if len(rest) == 1 else None
+        return None if inner is None else _optional(inner)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        inner = _check_of(arguments[0])
+        return None if inner is None else _items(inner)
+    return None
+
+
+def _by_rules(rules: list[Rule]) -> Check | None:
+    if not rules:
+        return None
+    if len(rules) > 1:
+        raise TypeError(f"an annotation takes one Rule, not {len(rules)}")
+    convert, text = rules[0].convert, rules[0].text
+
+    def check(value: Any, what: str, error: ErrorType) -> Any:
+        try:
+            return convert(value)
+        except ValueError:
+            pass
+        raise error(f"{what} is {shown(value)}; it must be {text}")
+
+    return check
+
+
+def _by_choice(choices: tuple[Any, ...]) -> Check:
+    text = " or ".join(map(repr, choices))
+
+    def check(value: Any, what: str, error: ErrorType) -> Any:
+        # Equal is not enough: 1 == True.
+        if not any(type(value) is type(one) and value == one for one in choices):
+            raise error(f"{what} is {shown(value)}; it must be {text}")
+        return value
+
+    return check
+
+
+def _optional(inner: Check) -> Check:
+    def check(value: Any, what: str, error: ErrorType) -> Any:
+        return None if value is None else inner(value, what, error)
+
+    return check
+
+
+def _items(inner: Check) -> Check:
+    def check(value: Any, what: str, error: ErrorType) -> Any:
+        # A string lists its characters and a set has no order that all ranks agree on: neither is meant.
+        if not isinstance(value, (str, bytes, set, frozenset)):
+            try:
+                items = tuple(value)
+            except TypeError:  # also of a tensor without axes, which calls itself iterable
+                items = None
+            if items is not None:
+                return tuple([inner(item, f"{what}[{at}]", error) for at, item in enumerate(items)])
+        raise error(f"{what} is {shown(value)}; it must be a list or tuple")
+
+    return check

@@ -1,0 +1,81 @@
+"""Rules that stand in annotations are checked where data is made."""
+
+import math
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegrid.topology.fields import Amount, Count, Index, Name, Seconds, checked, checked_fields, integer
+
+
+class JobError(ValueError):
+    pass
+
+
+@attrs.frozen(field_transformer=checked_fields(JobError))
+class Job:
+    stages: Count
+    name: Name = "job"
+    ranks: tuple[Index, ...] = ()
+    lanes: Literal["separate", "shared"] = "separate"
+    limit: Amount | None = None
+    deadline: Seconds = 1.0
+    parent: "Job | None" = None
+    other: Any = None
+    depth: Annotated[int, integer(2, 4)] = 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"stages": 0}, "Job.stages is 0; it must be an integer of at least 1"),
+        ({"stages": True}, "Job.stages is True; it must be an integer of at least 1"),
+        ({"stages": 2.0}, "Job.stages is 2.0; it must be an integer of at least 1"),
+        ({"stages": None}, "Job.stages is None; it must be an integer of at least 1"),
+        ({"stages": torch.tensor(True)}, r"Job.stages is tensor\(True\) \(Tensor\); it must be an integer"),
+        ({"stages": 1, "name": ""}, "Job.name is ''; it must be a string that is not empty"),
+        ({"stages": 1, "ranks": (1, -1)}, r"Job.ranks\[1\] is -1; it must be an integer of at least 0"),
+        ({"stages": 1, "ranks": "12"}, "Job.ranks is '12'; it must be a list or tuple"),
+        ({"stages": 1, "ranks": {1}}, "Job.ranks is {1}"),
+        ({"stages": 1, "ranks": torch.tensor(1)}, r"Job.ranks is tensor\(1\)"),
+        ({"stages": 1, "lanes": "both"}, "Job.lanes is 'both'; it must be 'separate' or 'shared'"),
+        ({"stages": 1, "limit": -1}, "Job.limit is -1; it must be a finite number of at least 0"),
+        ({"stages": 1, "limit": math.nan}, "Job.limit is nan"),
+        ({"stages": 1, "limit": 10**400}, "Job.limit is 1000"),
+        ({"stages": 1, "limit": "5"}, "Job.limit is '5'"),
+        ({"stages": 1, "deadline": 0}, "Job.deadline is 0; it must be a finite number above 0"),
+        ({"stages": 1, "depth": 5}, "Job.depth is 5; it must be an integer of 2 to 4"),
+    ],
+)
+def test_a_field_that_breaks_its_rule_raises_the_class_error(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(JobError, match=f"^{text}"):
+        Job(**arguments)
+
+
+def test_values_take_their_one_form() -> None:
+    job = Job(torch.tensor(3), ranks=range(2), limit=Fraction(1, 2), parent=Job(1))
+    assert (type(job.stages), job.stages) == (int, 3)
+    assert job.ranks == (0, 1)
+    assert job.limit == 0.5
+    assert Job(1).limit is None
+
+
+def test_evolve_checks_again() -> None:
+    with pytest.raises(JobError, match=r"Job\.stages"):
+        attrs.evolve(Job(2), stages=-1)
+
+
+@given(st.integers() | st.floats() | st.text() | st.none() | st.booleans() | st.lists(st.integers()))
+def test_a_count_is_an_int_of_at_least_one_or_an_error(value: object) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    try:
+        assert checked(value, Count, "n", JobError) == value
+    except JobError:
+        assert not valid
+    else:
+        assert valid

@@ -7,6 +7,7 @@ A class opts in with `@attrs.frozen(field_transformer=checked_fields(SomeError))
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import types
@@ -126,7 +127,7 @@ def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any
 
     def transform(cls: type, attributes: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
         hints = get_type_hints(cls, localns={cls.__name__: cls}, include_extras=True)
-        own = vars(cls).get("__annotations__", {})  # inherited fields are checked by their own class
+        own = inspect.get_annotations(cls)  # inherited fields are checked by their own class
         return [
             attribute.evolve(converter=_converter(attribute, check, f"{cls.__name__}.{attribute.name}", error))
             if attribute.name in own and (check := _check_of(hints[attribute.name])) is not None

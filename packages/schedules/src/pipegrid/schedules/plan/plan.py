@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules.arguments import Refusal, is_integer, require, require_integer, require_items, shown
-from pipegrid.schedules.errors import Fault, PlanError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.actions import Action
 from pipegrid.schedules.plan.checks import check_creation_lists, check_shape
 from pipegrid.schedules.plan.parts import (
@@ -180,13 +180,6 @@ class Plan:
                 if edge in self.gradient_edges:
                     found.add(Lane(destination, source, Direction.BACKWARD))
         return tuple(sorted(found))
-
-    @cached_property
-    def own_faults(self) -> tuple[tuple[Fault, ...], ...]:
-        """Per position, what is wrong with its steps whatever those of the others are; `verify` finds more."""
-        from pipegrid.schedules.verify.position import own_faults
-
-        return own_faults(self)
 
     def __str__(self) -> str:
         from pipegrid.schedules.plan.text import to_text

@@ -10,6 +10,7 @@ from pipegrid.schedules.errors import PlanError, PlanMismatchError, RuntimeArgum
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import require_plan
 from pipegrid.schedules.runtime.collectives import check_collectives
+from pipegrid.schedules.verify.position import own_faults
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan
@@ -76,7 +77,7 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
                 "nobody would call them. Give the plan its groups (with_reduce, or lower(plan, tied=...)), or leave "
                 "them out"
             )
-    faults = plan.own_faults[position]
+    faults = own_faults(plan, position)
     if faults:
         raise PlanError(
             f"the plan cannot be run at position {position}; verify(plan) before running it, which finds this as well:",

@@ -207,13 +207,10 @@ class PositionCheck:
         return True
 
 
-def own_faults(plan: Plan) -> tuple[tuple[Fault, ...], ...]:
-    """Per position, what is wrong with its steps whatever those of the others are."""
-    marks = Marks(plan)
-    return tuple(
-        tuple(PositionCheck(Rules(marks, position, rendezvous=False), steps).faults)
-        for position, steps in enumerate(plan.positions)
-    )
+def own_faults(plan: Plan, position: int) -> tuple[Fault, ...]:
+    """The faults in the steps of one position that do not depend on the other positions."""
+    rules = Rules(Marks(plan), position, rendezvous=False)
+    return tuple(PositionCheck(rules, plan.positions[position]).faults)
 
 
 def _members(plan: Plan, name: str) -> tuple[int, ...]:

@@ -1,10 +1,20 @@
 """Which share of the batch a rank works on."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.topology import CoordinateError, GridShapeError, HyperCommGrid, data_lane, lane_samples, lane_sizes
+from pipegrid.topology import (
+    CoordinateError,
+    GridShapeError,
+    HyperCommGrid,
+    data_lane,
+    lane_bounds,
+    lane_samples,
+    lane_sizes,
+)
 
 
 def test_a_rank_works_on_the_lane_of_its_dp_coordinate():
@@ -26,6 +36,24 @@ def test_lanes_share_all_samples_as_evenly_as_can_be(samples, lanes):
     assert sum(sizes) == samples
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
+
+
+def test_the_first_lanes_have_one_sample_more():
+    assert lane_bounds(10, 4) == (0, 3, 6, 8, 10)
+    assert lane_bounds(2, 3) == (0, 1, 2, 2)
+    assert lane_bounds(0, 2) == (0, 0, 0)
+
+
+@given(st.integers(0, 100), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_bounds_sizes_and_samples_are_one_contract(samples, lanes):
+    bounds = lane_bounds(samples, lanes)
+    grid = HyperCommGrid([lanes], ["dp"], world_size=lanes)
+    assert [lane_samples(samples, grid, lane) for lane in range(lanes)] == [
+        range(*pair) for pair in itertools.pairwise(bounds)
+    ]
+    assert lane_sizes(samples, lanes) == tuple(stop - start for start, stop in itertools.pairwise(bounds))
+    assert all(start >= samples * lane / lanes for lane, start in enumerate(bounds))  # first lanes larger
 
 
 @given(st.integers(0, 40), st.permutations([("tp", 2), ("dp", 3), ("pp", 2)]))

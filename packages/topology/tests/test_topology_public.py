@@ -42,6 +42,7 @@ PUBLIC = {
     "describe",
     "destroy_groups",
     "from_device_mesh",
+    "lane_bounds",
     "lane_samples",
     "lane_sizes",
     "place",

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
-from pipegrid.topology.data_lanes import data_lane, lane_samples, lane_sizes
+from pipegrid.topology.data_lanes import data_lane, lane_bounds, lane_samples, lane_sizes
 from pipegrid.topology.describe import describe
 from pipegrid.topology.errors import (
     CoordinateError,
@@ -71,6 +71,7 @@ __all__ = [
     "describe",
     "destroy_groups",
     "from_device_mesh",
+    "lane_bounds",
     "lane_samples",
     "lane_sizes",
     "place",

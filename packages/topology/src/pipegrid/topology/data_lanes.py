@@ -1,8 +1,8 @@
-"""The data contract: which share of the batch a rank works on. No torch.
+"""The data contract: which samples of a batch each data lane has. No torch.
 
-The batch of a step is one sequence of samples. A module's data lanes (its dp replicas) take consecutive
-blocks of it, in the order of the lanes, so two modules with different numbers of lanes still agree which
-sample is which.
+A batch is one sequence of samples. A module's data lanes (its dp replicas) have consecutive blocks of it, in lane
+order; `lane_bounds` is the one definition of where a block begins. Loaders, losses and bridges all cut by it, so two
+modules with different numbers of lanes agree which sample is which.
 """
 
 from __future__ import annotations
@@ -39,15 +39,28 @@ def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: str | Itera
     return lane, lanes
 
 
-def lane_sizes(num_samples: int, lanes: int) -> tuple[int, ...]:
-    """How many samples each lane takes: as even as can be, the first lanes one more. Zero is legal.
+def lane_bounds(num_samples: int, lanes: int) -> tuple[int, ...]:
+    """The contract: lane ``i`` of ``lanes`` has the samples from ``bounds[i]`` up to ``bounds[i + 1]``.
+
+    Block sizes differ by at most one and the first ``num_samples % lanes`` lanes have one sample more:
+    ``lane_bounds(10, 4) == (0, 3, 6, 8, 10)``. A lane may be empty.
 
     Raises:
-        GridShapeError: a negative number of samples, no lanes, or more than any world has.
+        GridShapeError: a negative number of samples, no lanes, or more lanes than any world has ranks.
     """
     num_samples = as_integer(num_samples, "num_samples", least=0)
     lanes = as_integer(lanes, "the number of lanes", least=1, most=_MOST_LANES)
-    return tuple(num_samples // lanes + (lane < num_samples % lanes) for lane in range(lanes))
+    size, larger = divmod(num_samples, lanes)
+    return tuple(lane * size + min(lane, larger) for lane in range(lanes + 1))
+
+
+def lane_sizes(num_samples: int, lanes: int) -> tuple[int, ...]:
+    """Number of samples of each data lane, by `lane_bounds`.
+
+    Raises:
+        GridShapeError: as for `lane_bounds`.
+    """
+    return tuple(stop - start for start, stop in itertools.pairwise(lane_bounds(num_samples, lanes)))
 
 
 def lane_samples(

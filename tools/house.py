@@ -1,0 +1,318 @@
+"""Figures of the code base: lines, files, import circles, validation, public names, call depth, plans per step.
+
+    python tools/house.py [--no-run]
+
+A report, not a gate: the import contracts in pyproject.toml are the gate.
+``--no-run`` leaves out the figures that two ranks measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "testing")
+
+
+# ---- Static figures: read from the source text.
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the six packages, by dotted name."""
+    found = {}
+    for package in PACKAGES:
+        root = ROOT / "packages" / package / "src"
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def _imports(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Modules that a module imports when it is executed or called; imports for the type checker alone are left out."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            below = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (below & modules.keys()) or {node.module}
+    return {one for one in found if one in modules and one != name}
+
+
+def circles(modules: Mapping[str, Path]) -> list[list[str]]:
+    """Import circles, found one at a time: each is cut at its first arrow before the next is looked for."""
+    graph = {
+        name: {one for one in _imports(name, path, modules) if modules[one].name != "__init__.py"}
+        for name, path in modules.items()
+        if path.name != "__init__.py"
+    }
+    found = []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            circle = list(error.args[1])
+            found.append(circle)
+            graph[circle[1]].discard(circle[0])
+        else:
+            return found
+
+
+def _only_raises(body: list[ast.stmt]) -> bool:
+    return (
+        bool(body) and isinstance(body[-1], ast.Raise) and all(isinstance(one, (ast.Raise, ast.Assign)) for one in body)
+    )
+
+
+def _is_validator(function: ast.AST) -> bool:
+    """A function that raises or returns nothing: it makes no value and changes no state."""
+    if not isinstance(function, ast.FunctionDef) or function.name.startswith("__"):
+        return False
+    inner = list(ast.walk(function))
+    if not any(isinstance(one, ast.Raise) for one in inner):
+        return False
+    gives = (isinstance(one, ast.Return) and one.value is not None for one in inner)
+    yields = (isinstance(one, (ast.Yield, ast.YieldFrom)) for one in inner)
+    stores = (isinstance(one, (ast.Attribute, ast.Subscript)) and isinstance(one.ctx, ast.Store) for one in inner)
+    return not any((*gives, *yields, *stores))
+
+
+def _validating(tree: ast.Module) -> set[int]:
+    """Lines whose one purpose is to raise: `if ...: raise`, validators, calls of `check_*` and `require_*`."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        whole = isinstance(node, ast.If) and _only_raises(node.body) and not node.orelse
+        whole |= isinstance(node, ast.Raise) or _is_validator(node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            whole |= name.lstrip("_").startswith(("check", "require"))
+        if whole and isinstance(node, ast.stmt):
+            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def _code_lines(tree: ast.Module) -> set[int]:
+    """Lines that hold code: statements without docstrings."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            end = node.end_lineno if not hasattr(node, "body") else node.lineno
+            lines |= set(range(node.lineno, (end or node.lineno) + 1))
+    return lines
+
+
+def static_figures() -> Iterator[tuple[str, str, str]]:
+    """Name, figure and goal."""
+    modules = sources()
+    lines = dict.fromkeys(PACKAGES, 0)
+    folders: dict[Path, int] = {}
+    code = validation = raises = 0
+    for name, path in modules.items():
+        text = path.read_text()
+        lines[name.split(".")[1]] += text.count("\n")
+        if path.name != "__init__.py":
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+        tree = ast.parse(text)
+        code += len(_code_lines(tree))
+        validation += len(_validating(tree) & _code_lines(tree))
+        raises += sum(isinstance(node, ast.Raise) for node in ast.walk(tree))
+    yield "lines of source", f"{sum(lines.values()):,}", "about 25,000"
+    for package, count in lines.items():
+        inside = [(folder, files) for folder, files in folders.items() if f"packages/{package}/" in str(folder)]
+        largest, files = max(inside, key=lambda pair: pair[1])
+        goal = {"schedules": "about 10,000; 13 folders of 2 to 9 files"}.get(package, "")
+        cell = f"{count:,} in {sum(n for _, n in inside)} files, {len(inside)} folders; most in {largest.name}: {files}"
+        yield f"  {package}", cell, goal
+    found = circles(modules)
+    yield "import circles inside packages", str(len(found)), "0"
+    for circle in found:
+        yield "", " > ".join(one.removeprefix("pipegrid.") for one in circle), ""
+    yield "lines that only validate", f"{validation / code:.0%} of code ({raises} raise)", "under 10%"
+    counts = {name: len(importlib.import_module(f"pipegrid.{name}").__all__) for name in PACKAGES}
+    each = ", ".join(f"{name} {count}" for name, count in counts.items())
+    yield "public names", f"{sum(counts.values())} ({each})", "about 115"
+
+
+# ---- Figures of a run: two ranks on gloo.
+
+
+def _depth_of_send(step: Any) -> int | None:
+    """Python frames from ``step`` to the first call of a process group's ``send``, both ends counted once."""
+    depths: list[int] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and getattr(argument, "__name__", "") == "send":
+            depth = 0
+            while frame is not None and frame.f_code is not start:
+                depth, frame = depth + 1, frame.f_back
+            depths.append(depth + 1)
+
+    start = getattr(step, "__func__", step).__code__
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return min(depths) if depths else None
+
+
+def _counted(call: Any) -> dict[str, int]:
+    """How many plans are constructed and how many are verified while ``call`` runs."""
+    from pipegrid.schedules import Plan, verify
+
+    counts = {"plans": 0, "proofs": 0}
+    codes = {Plan.__init__.__code__: "plans", verify.__code__: "proofs"}
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        del argument
+        if event == "call" and frame.f_code in codes:
+            counts[codes[frame.f_code]] += 1
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def _rank(rank: int, store: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from pipegrid.bridges import MultiModulePipelineCommunicator
+    from pipegrid.schedules import (
+        Forwarded,
+        PipelineConfig,
+        PipelineRuntime,
+        forward_backward_pipelining_without_interleaving,
+        lower,
+        multi_module_1f1b,
+        one_f_one_b,
+    )
+    from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+    from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    weight = nn.Parameter(torch.ones(1, 1, 4))
+    edge = Edge(0, 1)
+
+    class Stage:
+        def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
+            del microbatch
+            y = (inputs[edge] if rank else torch.ones(1, 1, 4)) * weight
+            return Forwarded({}, y.sum()) if rank else Forwarded({edge: y})
+
+    figures: dict[str, Any] = {}
+
+    def measure(name: str, plan: Any, communicator: Any) -> None:
+        runtime = PipelineRuntime(plan, {rank: Stage()}, communicator)
+        for _ in range(2):  # shapes are agreed in the first step
+            runtime.step()
+        figures[name] = _depth_of_send(runtime.step)
+
+    options: dict[str, Any] = {"pipeline_dtype": torch.float32, "deadline": 60.0}
+    chain = P2PCommunicator(dist.group.WORLD, P2PConfig(**options), placement=(0, 1), tensor_shape=(1, 1, 4))
+    measure("chain", lower(one_f_one_b(2, 4)), chain)
+    chain.close()
+    grids = {
+        "images": HyperCommGrid([1, 1], ["dp", "pp"]),
+        "language": HyperCommGrid([1, 1], ["dp", "pp"], rank_offset=1),
+    }
+    config = PipelineConfig(**options)
+    bridge = MultiModulePipelineCommunicator(grids, {"images": ["language"]}, config)
+    measure("bridge", lower(multi_module_1f1b(bridge.graph, 4)), bridge)
+    bridge.destroy()
+
+    class Model(nn.Linear):
+        def set_input_tensor(self, received: Any) -> None:
+            (self.received,) = received  # None on the first stage
+
+    def forward_step(batches: Any, stage: Any) -> Any:
+        y = stage(stage.received if stage.received is not None else next(batches))
+        return y, lambda y: (y.sum(), None)
+
+    group = HyperCommGrid([2], ["pp"])
+    group.create_pg("pp")
+    model = Model(4, 4)
+    model.config = config  # type: ignore[assignment]  # the attribute that the step functions read
+    pipe = P2PCommunicator(group.get_pg("pp"), P2PConfig(**options))
+
+    def call() -> None:
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward_step,
+            data_iterator=iter([torch.ones(1, 1, 4)] * 4),
+            model=model,
+            num_microbatches=4,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=pipe,
+            pg_collection=ProcessGroupCollection(pp=group.get_pg("pp")),
+        )
+
+    figures["first"], figures["second"] = _counted(call), _counted(call)
+    pipe.close()
+    dist.destroy_process_group()
+    return figures
+
+
+def run_figures() -> Iterator[tuple[str, str, str]]:
+    """Name, figure and goal, measured by rank 0 of two."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--store", f"{folder}/store", "--rank"]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env={**os.environ})
+            for rank in (0, 1)
+        ]
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise SystemExit("a rank failed; its error is printed above")
+    figures = json.loads(outputs[0].splitlines()[-1])
+    yield "frames from step() to the backend's send, chain", str(figures["chain"]), "5"
+    yield "frames from step() to the backend's send, bridge", str(figures["bridge"]), "7"
+    for name in ("first", "second"):
+        counts, goal = figures[name], "2 plans, 1 proof" if name == "first" else "none"
+        yield f"{name} call of a step function", f"{counts['plans']} plans, {counts['proofs']} proofs", goal
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-run", action="store_true", help="only what is read from the source")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        print(json.dumps(_rank(options.rank, options.store)))
+        return
+    rows = [("", "now", "goal"), *static_figures(), *(() if options.no_run else run_figures())]
+    width = max(len(name) for name, _, _ in rows)
+    for name, figure, goal in rows:
+        print(f"{name:<{width}}  {figure}" + (f"   [{goal}]" if goal else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -233,6 +233,24 @@ def test_several_files_of_a_directory_share_its_conftest_on_ranks(pytester, monk
     result.assert_outcomes(passed=3)
 
 
+@pytest.mark.parametrize("arguments", [("a/tests", "b/tests"), ("b/tests", "a/tests", "c"), (".",)])
+def test_each_of_several_folders_has_the_fixtures_of_its_own_conftest_on_ranks(pytester, arguments):
+    for name in ("a/tests", "b/tests", "c"):
+        folder = pytester.path / name
+        folder.mkdir(parents=True)
+        (folder / "conftest.py").write_text(
+            f"import pytest\n@pytest.fixture\ndef of_{name[0]}(ranks):\n    return '{name} ' + str(ranks.rank)\n"
+        )
+        (folder / f"test_{name[0]}.py").write_text(
+            "import pytest\n\n@pytest.mark.ranks(2)\ndef test_it(ranks, request):\n"
+            f"    assert request.getfixturevalue('of_{name[0]}') == '{name} ' + str(ranks.rank)\n"
+            "    with pytest.raises(pytest.FixtureLookupError):\n"
+            f"        request.getfixturevalue('of_{'b' if name[0] != 'b' else 'a'}')\n"
+        )
+    result = pytester.runpytest(*arguments, "--import-mode=importlib")
+    result.assert_outcomes(passed=3 if len(arguments) != 2 else 2)
+
+
 def test_under_s_a_rank_that_keeps_the_interpreter_busy_in_c_shows_its_stack_in_the_report(pytester):
     pytester.makepyfile("""
         import ctypes

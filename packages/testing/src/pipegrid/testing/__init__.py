@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipegrid.testing.errors import PoolError
     from pipegrid.testing.faults import Fault, FaultError, InjectedFault
+    from pipegrid.testing.pool import PoolError
     from pipegrid.testing.ranks import Ranks
 
 __all__ = ["Fault", "FaultError", "InjectedFault", "PoolError", "Ranks"]
@@ -16,7 +16,7 @@ _HOMES = {
     "Fault": "faults",
     "FaultError": "faults",
     "InjectedFault": "faults",
-    "PoolError": "errors",
+    "PoolError": "pool",
     "Ranks": "ranks",
 }
 

@@ -19,7 +19,6 @@ from typing import IO, TypeVar
 
 from attrs import define, evolve, field
 
-from pipegrid.testing.errors import PoolError
 from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Hello, Ready, Signal, Stopped, frame
 
 _M = TypeVar("_M")
@@ -29,6 +28,10 @@ START_LIMIT = 180.0
 _CLOSE_LIMIT = 10.0
 # Imported before the fork where the pytest process has them: slow to import, often used, harmless to fork.
 _PRELOAD = ("hypothesis.strategies", "numpy")
+
+
+class PoolError(RuntimeError):
+    """The pool cannot provide rank processes: the template or a worker did not start."""
 
 
 @define(eq=False)

@@ -8,8 +8,7 @@ import math
 import pytest
 from attrs import frozen
 
-from pipegrid.testing.faults import FaultError, check_rank
-from pipegrid.testing.items import faults_of
+from pipegrid.testing.faults import Fault, FaultError, check_rank
 
 BACKENDS = ("gloo", "nccl")
 # The argument that `@pytest.mark.ranks(2, 4)` adds to the test's parameters.
@@ -48,6 +47,25 @@ def settings_of(item: pytest.Item) -> Settings:
     except (FaultError, TypeError) as error:
         raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.fault: {error}") from error
     return settings
+
+
+def name_in_file(item: pytest.Item) -> str:
+    """The item's name below its file, classes and parameters included.
+
+    A whole node id would not do: for files outside the root directory it depends on what else was collected.
+    """
+    chain = item.listchain()
+    inside = [node for node in chain if not isinstance(node, pytest.Session | pytest.Directory | pytest.File)]
+    return "::".join(node.name for node in inside)
+
+
+def faults_of(item: pytest.Item) -> list[Fault]:
+    """The faults that the test's ``fault`` marks plan, the innermost mark's first.
+
+    Raises:
+        FaultError: a mark that plans no possible fault.
+    """
+    return [Fault(*mark.args, **mark.kwargs) for mark in item.iter_markers("fault")]
 
 
 def _settings(

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from pipegrid.testing.items import faults_of, name_in_file
 from pipegrid.testing.messages import (
     AskStacks,
     Channel,
@@ -34,8 +33,8 @@ from pipegrid.testing.messages import (
     Warned,
 )
 from pipegrid.testing.ranks import Ranks
-from pipegrid.testing.stacks import stacks
-from pipegrid.testing.verdict import RankTest
+from pipegrid.testing.settings import faults_of, name_in_file
+from pipegrid.testing.verdict import RankTest, stacks
 from pipegrid.testing.world import end_world, loopback_only, make_world, watch_leaks
 
 # Dumps every stack from a signal handler, to a file of its own, for a thread that sits in C++ and keeps the GIL.
@@ -125,6 +124,18 @@ def argument_for(path: str, directory: Path) -> str:
     return str(Path(*nameable))
 
 
+def _conftest_directories(session: pytest.Session) -> list[Path]:
+    """The directories below the root directory whose conftests are loaded.
+
+    pytest gives a conftest's fixtures to its directory when that directory is collected, and at the end of a collection
+    drops those of directories that were not (9.1). A worker collects file by file, so its first collection takes in the
+    directories of all conftests that were loaded at its start.
+    """
+    paths = [Path(name) for name, _ in session.config.pluginmanager.list_name_plugin()]
+    directories = [path.parent for path in paths if path.name == "conftest.py"]
+    return [path for path in directories if path.is_relative_to(session.config.rootpath)]
+
+
 class RankSession:
     """The worker's side as a pytest plugin: it replaces collection and the loop over the items."""
 
@@ -133,7 +144,7 @@ class RankSession:
         self._inbox = inbox
         self._directory = Path.cwd()
         self._items: dict[str, dict[str, pytest.Item]] = {}
-        self._collected = self._directory
+        self._wanted: list[Path] = []
         self._directories: dict[Path, pytest.Collector] = {}
         self._collect_errors: list[str] = []
         self._test = RankTest()
@@ -166,14 +177,14 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collect_directory(self, path: Path) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
-        """Keep one collector for each directory: its conftest's fixtures belong to the first, of whatever file."""
+        """Keep one collector for each directory: its conftest's fixtures belong to the first one."""
         made = yield
         return None if made is None else self._directories.setdefault(path, made)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Leave everything but the file, where a directory above it had to be named for it."""
-        return None if self._collected.is_relative_to(collection_path) else True
+        """Ignore everything but the wanted paths, where a directory above them is the argument."""
+        return None if any(path.is_relative_to(collection_path) for path in self._wanted) else True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why a file could not be collected."""
@@ -222,8 +233,10 @@ class RankSession:
     def _find(self, session: pytest.Session, job: Job) -> pytest.Item:
         if job.path not in self._items:
             self._collect_errors.clear()
-            self._collected = Path(job.path)
-            items = session.perform_collect([argument_for(job.path, self._directory)])
+            self._wanted = [Path(job.path)]
+            if not self._items:
+                self._wanted += _conftest_directories(session)
+            items = session.perform_collect([argument_for(str(path), self._directory) for path in self._wanted])
             if self._collect_errors:
                 raise pytest.UsageError("this rank could not collect the test:\n" + "\n".join(self._collect_errors))
             self._items[job.path] = {name_in_file(item): item for item in items}

@@ -13,7 +13,7 @@ from pipegrid.transport import (
     P2PConfigError,
     P2PMismatchError,
     P2PUsageError,
-    issue,
+    batch,
     remote_lane,
     wire,
 )
@@ -112,11 +112,11 @@ class TestBatches:
     def test_a_verb_posts_its_messages_together_as_configured(self, ranks, monkeypatch, settings, sizes):
         posted = []
 
-        def post(parcels):
-            posted.append(len(parcels))
-            return wire.post(parcels)
+        def post(operations):
+            posted.append(len(operations))
+            return wire.post(operations)
 
-        for module in (issue, remote_lane):
+        for module in (batch, remote_lane):
             monkeypatch.setattr(module, "post", post)
         communicator = P2PCommunicator(dist.group.WORLD, config(**settings), tensor_shape=SHAPE)
         for verb in (communicator.send_forward_recv_forward, communicator.send_backward_recv_backward):

@@ -1,11 +1,11 @@
-"""Neighbours tell each other what they run: whoever comes second to a step sees a difference, and nobody waits."""
+"""Handshake tell each other what they run: whoever comes second to a step sees a difference, and nobody waits."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
-from pipegrid.transport.handshake import Neighbours, Talk
+from pipegrid.transport.handshake import Handshake, PeerHandshake
 
 
 class Plain:
@@ -28,7 +28,7 @@ def ends(store, *pairs):
     """Per rank its neighbours, for connections between those pairs of ranks."""
     ranks = sorted({rank for pair in pairs for rank in pair})
     return [
-        Neighbours(store, [Talk.between(rank, sum(pair) - rank, f"{pair}") for pair in pairs if rank in pair])
+        Handshake(store, [PeerHandshake.between(rank, sum(pair) - rank, f"{pair}") for pair in pairs if rank in pair])
         for rank in ranks
     ]
 
@@ -87,7 +87,7 @@ def test_the_neighbours_of_an_edge_are_the_ranks_at_its_ends(ranks, communicator
     P2PCommunicator(dist.group.WORLD, config).close()
     first, second = (P2PCommunicator(dist.group.WORLD, config) for _ in range(2))
     around = [Edge(stage, stage + 1) for stage in range(2) if ranks.rank in (stage, stage + 1)]
-    peers = {talk.peer for talk in first.neighbours(around).talks}
+    peers = {one.peer for one in first.neighbours(around).peers}
     assert peers == {rank for rank in range(3) if abs(rank - ranks.rank) == 1}
     # What is said over one communicator is not heard over another, nor what was said over one that is gone.
     first.neighbours(around).begin(f"rank {ranks.rank}")

@@ -27,11 +27,11 @@ class TestOpening:
         specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 2), LaneSpec(2, 0), LaneSpec(1, 1)]
         carried, seen = [], []
 
-        def post(parcels):
-            ((wire, _, sending),) = parcels
+        def post(operations):
+            ((wire, _, sending),) = operations
             wire.communicator.backend = Counted(wire.communicator.backend, seen)
             try:
-                outcomes = wire_post(parcels)
+                outcomes = wire_post(operations)
             finally:
                 wire.communicator.backend = wire.communicator.backend.backend
             carried.append((wire, sending))

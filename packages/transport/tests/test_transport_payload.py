@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.transport import P2PPayloadError, P2PUsageError, is_single_shape
-from pipegrid.transport.payload import carried, check_sendable, flatten, signature_of, unflatten
-from pipegrid.transport.receive_buffers import Wish, cook
-from pipegrid.transport.stats import Tally
+from pipegrid.transport.payload import (
+    ExpectedShape,
+    carried,
+    check_sendable,
+    flatten,
+    receive_buffers,
+    signature_of,
+    unflatten,
+)
+from pipegrid.transport.spec import Tally
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -148,59 +155,64 @@ class TestShapes:
     def test_not_single(self, x):
         assert not is_single_shape(x)
 
-    def test_a_wish_is_one_shape_or_a_list_with_none(self):
-        assert Wish.of([2, 3]) == Wish(True, ((2, 3),))
-        assert Wish.of([(2, 3), None, ()]) == Wish(False, ((2, 3), None, ()))
-        assert str(Wish.of([(2, 3), None])) == "[[2, 3], None]"
+    def test_an_expectation_is_one_shape_or_a_list_with_none(self):
+        assert ExpectedShape.of([2, 3]) == ExpectedShape(True, ((2, 3),))
+        assert ExpectedShape.of([(2, 3), None, ()]) == ExpectedShape(False, ((2, 3), None, ()))
+        assert str(ExpectedShape.of([(2, 3), None])) == "[[2, 3], None]"
 
     @pytest.mark.parametrize("shapes", [3, "ab", [2, None], {"a": (2,)}, [(2,), "x"]])
     def test_anything_else_is_refused(self, shapes):
         with pytest.raises(P2PUsageError, match="shapes of a receive are"):
-            Wish.of(shapes)
+            ExpectedShape.of(shapes)
 
 
-def recipe_for(payload, wish=None, dtype=None):
-    return cook(signature_of(*flatten(payload)), None if wish is None else Wish.of(wish), device=CPU, dtype=dtype)
+def buffers_for(payload, expected=None, dtype=None):
+    return receive_buffers(
+        signature_of(*flatten(payload)),
+        None if expected is None else ExpectedShape.of(expected),
+        device=CPU,
+        dtype=dtype,
+    )
 
 
-class TestRecipe:
+class TestReceiveBuffers:
     @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=5)), max_size=4))
     def test_buffers_are_like_what_was_announced(self, parts):
         payload = [tensors_of(shape, dtype) for dtype, shape in parts]
-        recipe = recipe_for(payload)
+        buffers = buffers_for(payload)
         tally = Tally()
         for _ in range(2):
-            buffers = recipe.buffers(tally)
-            assert [(b.shape, b.dtype, b.is_contiguous()) for b in buffers] == [
-                (p.shape, p.dtype, True) for p in payload
-            ]
-            recipe.keep()  # from now on from templates
+            made = buffers.take(tally)
+            assert [(b.shape, b.dtype, b.is_contiguous()) for b in made] == [(p.shape, p.dtype, True) for p in payload]
+            buffers.keep()  # from now on from templates
         assert tally.allocations == 2
 
     def test_floating_tensors_require_grad_and_others_do_not(self):
-        recipe = recipe_for([torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.complex64)])
-        assert [t.requires_grad for t in recipe.payload(recipe.buffers(Tally()))] == [True, False, True]
+        buffers = buffers_for(
+            [torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.complex64)]
+        )
+        assert [t.requires_grad for t in buffers.payload(buffers.take(Tally()))] == [True, False, True]
 
     def test_where_the_sender_marks_some_only_those_do(self):
-        recipe = recipe_for({"x": torch.zeros(1, requires_grad=True), "mask": torch.zeros(1)})
-        received = recipe.payload(recipe.buffers(Tally()))
+        buffers = buffers_for({"x": torch.zeros(1, requires_grad=True), "mask": torch.zeros(1)})
+        received = buffers.payload(buffers.take(Tally()))
         assert received["x"].requires_grad
         assert not received["mask"].requires_grad
 
     def test_buffers_given_back_are_used_again_without_their_past(self):
-        recipe = recipe_for(torch.zeros(3))
+        buffers = buffers_for(torch.zeros(3))
         tally = Tally()
-        buffers = recipe.buffers(tally)
-        (recipe.payload(buffers) * 2).sum().backward()
-        recipe.free.append(buffers)
-        again = recipe.payload(recipe.buffers(tally))
-        assert again.data_ptr() == buffers[0].data_ptr()
+        first = buffers.take(tally)
+        (buffers.payload(first) * 2).sum().backward()
+        buffers.free.append(first)
+        again = buffers.payload(buffers.take(tally))
+        assert again.data_ptr() == first[0].data_ptr()
         assert again.is_leaf
         assert again.grad is None
         assert tally.allocations == 1
 
     @pytest.mark.parametrize(
-        ("sent", "wish"),
+        ("sent", "expected"),
         [
             (torch.zeros(2, 3), (2, 3)),
             ([torch.zeros(2, 3)], (2, 3)),
@@ -209,16 +221,16 @@ class TestRecipe:
             (None, [None]),
         ],
     )
-    def test_a_wish_that_fits_decides_the_form(self, sent, wish):
-        recipe = recipe_for(sent, wish)
-        received = recipe.payload(recipe.buffers(Tally()))
-        if is_single_shape(wish):
-            assert received.shape == wish
+    def test_an_expected_shape_that_fits_decides_the_form(self, sent, expected):
+        buffers = buffers_for(sent, expected)
+        received = buffers.payload(buffers.take(Tally()))
+        if is_single_shape(expected):
+            assert received.shape == expected
         else:
-            assert [None if part is None else tuple(part.shape) for part in received] == list(wish)
+            assert [None if part is None else tuple(part.shape) for part in received] == list(expected)
 
     @pytest.mark.parametrize(
-        ("sent", "wish"),
+        ("sent", "expected"),
         [
             (torch.zeros(2, 3), (3, 2)),
             (torch.zeros(2, 3), (6,)),
@@ -228,14 +240,14 @@ class TestRecipe:
             ({"a": torch.zeros(2)}, (2,)),
         ],
     )
-    def test_a_wish_that_does_not_fit_has_no_recipe(self, sent, wish):
-        assert recipe_for(sent, wish) is None
+    def test_an_expected_shape_that_does_not_fit_has_no_buffers(self, sent, expected):
+        assert buffers_for(sent, expected) is None
 
     def test_where_shapes_vary_only_the_form_counts(self):
         signature = signature_of(*flatten([torch.zeros(2), torch.zeros(3)]))
-        for wish, fits in (([(), ()], True), ([(9,), None], True), ([()], False), ((), False)):
-            assert (cook(signature, Wish.of(wish), device=CPU, exact=False) is not None) == fits
+        for expected, fits in (([(), ()], True), ([(9,), None], True), ([()], False), ((), False)):
+            assert (receive_buffers(signature, ExpectedShape.of(expected), device=CPU, exact=False) is not None) == fits
 
     def test_nor_has_another_floating_dtype(self):
-        assert recipe_for(torch.zeros(2), dtype=torch.float16) is None
-        assert recipe_for(torch.zeros(2, dtype=torch.int8), dtype=torch.float16) is not None
+        assert buffers_for(torch.zeros(2), dtype=torch.float16) is None
+        assert buffers_for(torch.zeros(2, dtype=torch.int8), dtype=torch.float16) is not None

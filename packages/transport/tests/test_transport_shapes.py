@@ -142,9 +142,9 @@ def send_all(lane, *payloads):
         handle.wait()
 
 
-def receive_all(lane, *wishes):
-    for wish in wishes:
-        lane.irecv(wish).result()
+def receive_all(lane, *expectations):
+    for expected in expectations:
+        lane.irecv(expected).result()
 
 
 @pytest.mark.ranks(2)

@@ -24,9 +24,8 @@ from pipegrid.transport import (
     pipeline_lanes,
 )
 from pipegrid.transport.config import as_config
-from pipegrid.transport.message import Signature, TensorSpec, decode, encode, leaves
+from pipegrid.transport.message import ShapeContract, Signature, TensorSpec, decode, encode, leaves
 from pipegrid.transport.pipeline_lanes import direction_lane
-from pipegrid.transport.shape_contract import Agreement
 
 
 class TestLaneSpec:
@@ -242,7 +241,7 @@ def one(*shape):
 
 class TestAgreement:
     def test_agreed_once_needs_no_header_again_and_refuses_another_shape(self):
-        sender, receiver = (Agreement(LaneSpec(0, 1), "agreed") for _ in range(2))
+        sender, receiver = (ShapeContract(LaneSpec(0, 1), "agreed") for _ in range(2))
         assert receiver.receive() is None
         assert sender.send(one(2), 0)
         receiver.announce([one(2)], standing=True)
@@ -253,18 +252,18 @@ class TestAgreement:
             sender.send(one(3), 4)
 
     def test_renewed_starts_over(self):
-        sender = Agreement(LaneSpec(0, 1), "agreed")
+        sender = ShapeContract(LaneSpec(0, 1), "agreed")
         assert sender.send(one(2), 0)
         sender.renew()
         assert sender.send(one(3), 1)
 
     def test_with_headers_each_message_has_one(self):
-        sender = Agreement(LaneSpec(0, 1), "header")
+        sender = ShapeContract(LaneSpec(0, 1), "header")
         assert sender.send(one(2), 0)
         assert sender.send(one(3), 1)
 
     def test_a_manifest_is_used_up_in_order(self):
-        sender, receiver = (Agreement(LaneSpec(0, 1), "manifest") for _ in range(2))
+        sender, receiver = (ShapeContract(LaneSpec(0, 1), "manifest") for _ in range(2))
         for side in (sender, receiver):
             side.announce([one(2), one(3)], standing=False)
         assert sender.outstanding == 2
@@ -275,4 +274,4 @@ class TestAgreement:
 
     def test_a_message_in_no_manifest_is_refused(self):
         with pytest.raises(P2PUsageError, match=r"message 5 of lane 0>1 is in no manifest; call announce\(\)"):
-            Agreement(LaneSpec(0, 1), "manifest").send(one(2), 5)
+            ShapeContract(LaneSpec(0, 1), "manifest").send(one(2), 5)

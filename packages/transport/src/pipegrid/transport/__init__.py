@@ -23,8 +23,7 @@ from pipegrid.transport.errors import (
 )
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
 from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle, ReusableReceive
-from pipegrid.transport.spec import LaneSpec
-from pipegrid.transport.stats import LaneStats
+from pipegrid.transport.spec import LaneSpec, LaneStats
 
 if TYPE_CHECKING:
     from pipegrid.transport.communicator import P2PCommunicator

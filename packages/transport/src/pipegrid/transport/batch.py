@@ -18,12 +18,12 @@ _by_lane = attrgetter("lane.spec")
 
 
 class Batch:
-    """A batch under way. A context manager: see `Issuer.batch`."""
+    """A batch under way. A context manager: see `Submitter.batch`."""
 
-    __slots__ = ("_entered", "_issuer", "_thread", "_together")
+    __slots__ = ("_entered", "_submitter", "_thread", "_together")
 
-    def __init__(self, issuer: Issuer, *, together: bool) -> None:
-        self._issuer = issuer
+    def __init__(self, submitter: Submitter, *, together: bool) -> None:
+        self._submitter = submitter
         self._together = together
         self._entered = False
         self._thread: int | None = None  # None: inside another batch
@@ -33,19 +33,19 @@ class Batch:
             raise P2PUsageError("this batch() is under way already; call batch() again for one inside it")
         self._entered = True
         thread = threading.get_ident()
-        if thread not in self._issuer.held:
+        if thread not in self._submitter.pending:
             self._thread = thread
-            self._issuer.held[thread] = []
+            self._submitter.pending[thread] = []
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         thread, self._thread, self._entered = self._thread, None, False
         if thread is not None:
-            held = self._issuer.held.pop(thread)
+            held = self._submitter.pending.pop(thread)
             if kind is None:
-                self._issuer.issue_held(held, together=self._together)
+                self._submitter.submit_pending(held, together=self._together)
 
 
-class Issuer:
+class Submitter:
     """Starts the transfers of lanes that were opened together.
 
     Attributes:
@@ -59,7 +59,7 @@ class Issuer:
         self.asleep = True
         self._config = config
         self._in_batches = config.strict or config.communicators == "shared"
-        self.held: dict[int, list[Transfer]] = {}
+        self.pending: dict[int, list[Transfer]] = {}
 
     def batch(self, *, together: bool = True) -> Batch:
         """Hold what this thread starts inside, and issue it together at the end; nothing of it, if that raises.
@@ -72,7 +72,7 @@ class Issuer:
         """
         return Batch(self, together=together or self._in_batches)
 
-    def issue_held(self, transfers: Sequence[Transfer], *, together: bool) -> None:
+    def submit_pending(self, transfers: Sequence[Transfer], *, together: bool) -> None:
         """Issue what was held: what can be issued alone, then the rest in the order of lanes.
 
         Raises:
@@ -107,22 +107,22 @@ class Issuer:
             batches = [sorted(rest, key=_by_lane)]
         for batch in batches:
             try:
-                self._issue(batch)
+                self._submit(batch)
             except P2PError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
 
-    def issue(self, transfer: Transfer) -> None:
+    def submit(self, transfer: Transfer) -> None:
         """Start a transfer now, or at the end of the batch that this thread is in."""
-        if self.held:
-            held = self.held.get(threading.get_ident())
+        if self.pending:
+            held = self.pending.get(threading.get_ident())
             if held is not None:
                 transfer.state = State.HELD
                 held.append(transfer)
                 return
         if self._in_batches:
-            self._issue([transfer])
+            self._submit([transfer])
             return
         with self.lock:
             transfer.lane.admit(transfer)
@@ -131,7 +131,7 @@ class Issuer:
         if transfer.error is not None:
             raise transfer.error
 
-    def _issue(self, transfers: Sequence[Transfer]) -> None:
+    def _submit(self, transfers: Sequence[Transfer]) -> None:
         errors: list[BaseException] = []
         admitted: list[Transfer] = []
         with self.lock:
@@ -180,6 +180,6 @@ class Issuer:
             for transfer in transfers
             if isinstance(lane := transfer.lane, RemoteLane) and transfer.state is State.PENDING and not transfer.works
         ]
-        outcomes = post([lane.parcel(transfer) for lane, transfer in remote])
+        outcomes = post([lane.operation(transfer) for lane, transfer in remote])
         for (lane, transfer), outcome in zip(remote, outcomes, strict=True):
             lane.launched(transfer, outcome)

@@ -14,7 +14,7 @@ from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.handle import ReceiveTransfer, Transfer
-from pipegrid.transport.handshake import Neighbours
+from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
@@ -146,7 +146,7 @@ class EdgeLanes:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
 
-    def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it.
 
         Raises:

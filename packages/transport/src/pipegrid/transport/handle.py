@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pipegrid.transport.lane import Lane
     from pipegrid.transport.message import Signature
-    from pipegrid.transport.receive_buffers import Recipe, Wish
+    from pipegrid.transport.payload import ExpectedShape, ReceiveBuffers
 
 
 class State(enum.Enum):
@@ -57,7 +57,7 @@ class Transfer:
     start: Callable[[Any], None] | None = None  # how to issue it, if made the steady way inside a batch
     # Works of the headers that go before it: kept, or gloo would not deliver them. That they are done follows
     # from the end of the transfer itself, which the other side posts when it has read them.
-    heralds: Sequence[Any] = ()
+    header_works: Sequence[Any] = ()
     stream: torch.cuda.Stream | None = None
     attended: bool = False  # the caller waits for it at once: no thread needs to look after it
     waited: bool = False  # somebody has waited for it
@@ -122,8 +122,8 @@ class Transfer:
 class ReceiveTransfer(Transfer):
     """A message that comes in; the handle that its receiver gets."""
 
-    wish: Wish | None = None  # what the caller expects, where it said so
-    recipe: Recipe | None = None  # how it becomes a payload, once that is known
+    expected: ExpectedShape | None = None  # what the caller expects, where it said so
+    buffers: ReceiveBuffers | None = None  # how it becomes a payload, once that is known
     _payload: Any = None
     _built: bool = False
     _released: bool = False
@@ -133,7 +133,7 @@ class ReceiveTransfer(Transfer):
     @property
     def is_ready(self) -> bool:
         """Whether the backend can have it: it cannot be posted before its shapes are known."""
-        return self.recipe is not None
+        return self.buffers is not None
 
     @property
     def payload(self) -> Any:
@@ -144,9 +144,9 @@ class ReceiveTransfer(Transfer):
 
     def build(self) -> None:
         """Make the payload, if its buffers are known; else it is made when it is first asked for."""
-        if self.recipe is not None:
+        if self.buffers is not None:
             self._built = True
-            self._payload = self.recipe.payload(self.tensors)
+            self._payload = self.buffers.payload(self.tensors)
 
     def result(self) -> Any:
         """Wait, then the payload: fresh tensors on the lane's device; those that can have gradients require them.
@@ -171,8 +171,8 @@ class ReceiveTransfer(Transfer):
             raise P2PUsageError(f"{self!r} cannot be released before it is done; wait for it")
         self._released = self._built = True
         self.lane.tally.released += 1
-        if self.recipe is not None and self.state is not _FAILED:
-            self.recipe.free.append(self.tensors)
+        if self.buffers is not None and self.state is not _FAILED:
+            self.buffers.free.append(self.tensors)
         self._payload = None
         self.tensors = ()
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from attrs import define, field
 
 
-class NeighbourStore(Protocol):
+class HandshakeStore(Protocol):
     """What is needed of a `torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -39,7 +39,7 @@ class NeighbourStore(Protocol):
 
 
 @define(eq=False)
-class Talk:
+class PeerHandshake:
     """What this rank and rank ``peer`` have said to each other; ``pair`` names the two ends on both of them.
 
     A rank may be some steps ahead of the other, so it says since which step it runs what: as far back as the other is
@@ -55,8 +55,8 @@ class Talk:
     _heard: int = field(default=0, init=False)
 
     @classmethod
-    def between(cls, rank: int, peer: int, pair: str) -> Talk:
-        """The talk of ``rank`` with ``peer`` over a connection that both call ``pair``."""
+    def between(cls, rank: int, peer: int, pair: str) -> PeerHandshake:
+        """The one of ``rank`` with ``peer`` over a connection that both call ``pair``."""
         return cls(peer, f"{pair}/{rank}", f"{pair}/{peer}")
 
     @property
@@ -86,11 +86,11 @@ class Talk:
 
 
 @define(eq=False)
-class Neighbours:
+class Handshake:
     """Some of the ranks at the other ends of this rank's lanes."""
 
-    store: NeighbourStore
-    talks: Sequence[Talk]
+    store: HandshakeStore
+    peers: Sequence[PeerHandshake]
 
     def begin(self, what: str) -> dict[int, str]:
         """Tell them that this rank is about to run ``what``. Waits for nobody.
@@ -100,16 +100,16 @@ class Neighbours:
         Returns:
             what each of them runs in this step, of those that have come to it and run something else.
         """
-        for talk in self.talks:
-            self.store.set(talk.mine, talk.next(what))
+        for one in self.peers:
+            self.store.set(one.mine, one.next(what))
         return self.others()
 
     def others(self) -> dict[int, str]:
         """As `begin`, for the step that was begun: who has come since and runs something else."""
-        here = [talk for talk in self.talks if talk.known or self.store.check([talk.theirs])]
+        here = [one for one in self.peers if one.known or self.store.check([one.theirs])]
         if len(here) > 1 and self.store.has_extended_api():
-            values = self.store.multi_get([talk.theirs for talk in here])
+            values = self.store.multi_get([one.theirs for one in here])
         else:
-            values = [self.store.get(talk.theirs) for talk in here]
-        found = {talk.peer: talk.difference(value) for talk, value in zip(here, values, strict=True)}
+            values = [self.store.get(one.theirs) for one in here]
+        found = {one.peer: one.difference(value) for one, value in zip(here, values, strict=True)}
         return {peer: what for peer, what in found.items() if what is not None}

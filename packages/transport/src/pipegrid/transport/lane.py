@@ -23,18 +23,22 @@ from pipegrid.transport.errors import (
     P2PUsageError,
 )
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.message import Signature
-from pipegrid.transport.payload import check_sendable, flatten, signature_of
-from pipegrid.transport.receive_buffers import Recipe, Wish, cook
-from pipegrid.transport.shape_contract import Agreement
-from pipegrid.transport.spec import LaneSpec
-from pipegrid.transport.stats import LaneStats, Tally
+from pipegrid.transport.message import ShapeContract, Signature
+from pipegrid.transport.payload import (
+    ExpectedShape,
+    ReceiveBuffers,
+    check_sendable,
+    flatten,
+    receive_buffers,
+    signature_of,
+)
+from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
 
 if TYPE_CHECKING:
-    from pipegrid.transport.batch import Issuer
+    from pipegrid.transport.batch import Submitter
 
 # Where shapes vary, recipes are kept for so many of them.
-_RECIPES_KEPT = 64
+_BUFFERS_KEPT = 64
 
 
 class Lane(abc.ABC):
@@ -46,7 +50,7 @@ class Lane(abc.ABC):
         peer: the global rank at the other end.
         device: where payloads live.
         config: how the lane was opened.
-        issuer: what starts its transfers, together with those of the lanes opened with it.
+        submitter: what starts its transfers, together with those of the lanes opened with it.
         queue: transfers that were posted, in order, and have not been seen to end.
         error: why the lane is dead; None while it lives.
     """
@@ -58,7 +62,7 @@ class Lane(abc.ABC):
         rank: int,
         device: torch.device,
         config: P2PConfig,
-        issuer: Issuer,
+        submitter: Submitter,
         standing: Signature | None,
     ) -> None:
         self.spec = spec
@@ -66,15 +70,15 @@ class Lane(abc.ABC):
         self.peer = spec.destination if rank == spec.source else spec.source
         self.device = device
         self.config = config
-        self.issuer = issuer
+        self.submitter = submitter
         self.queue: deque[Transfer] = deque()
         self.error: P2PError | None = None
         self.tally = Tally()
         self.sent = 0
         self.received = 0
-        self._outgoing = Agreement(spec, config.shape_mode, standing)
-        self._incoming = Agreement(spec, config.shape_mode, standing)
-        self._recipes: dict[tuple[Signature, tuple[bool, ...], Wish | None], Recipe] = {}
+        self._outgoing = ShapeContract(spec, config.shape_mode, standing)
+        self._incoming = ShapeContract(spec, config.shape_mode, standing)
+        self._buffers: dict[tuple[Signature, tuple[bool, ...], ExpectedShape | None], ReceiveBuffers] = {}
         self._lock = threading.Lock()
         # Where dtypes are agreed with the shapes, any will do.
         self._dtype = config.pipeline_dtype if config.shape_mode in ("agreed", "given") else None
@@ -104,7 +108,7 @@ class Lane(abc.ABC):
             check_sendable(tensor, device=self.device, dtype=self._dtype, lane=self.spec)
         transfer.signature = signature_of(tensors, tree)
         transfer.tensors = self._outbound(tensors)
-        self.issuer.issue(transfer)
+        self.submitter.submit(transfer)
         return transfer
 
     def irecv(self, shapes: Any = None, *, attended: bool = False) -> ReceiveTransfer:
@@ -133,8 +137,8 @@ class Lane(abc.ABC):
             )
         transfer = ReceiveTransfer(self)
         transfer.attended = attended
-        transfer.wish = None if shapes is None else Wish.of(shapes)
-        self.issuer.issue(transfer)
+        transfer.expected = None if shapes is None else ExpectedShape.of(shapes)
+        self.submitter.submit(transfer)
         return transfer
 
     @abc.abstractmethod
@@ -159,7 +163,7 @@ class Lane(abc.ABC):
         self.require_renewable()
         self._outgoing.renew()
         self._incoming.renew()
-        self._recipes.clear()
+        self._buffers.clear()
 
     def require_renewable(self) -> None:
         """Refuse what `renew` refuses, and change nothing.
@@ -200,7 +204,7 @@ class Lane(abc.ABC):
             live=self.received - tally.released,
         )
 
-    # What the issuer calls, under its lock
+    # What the submitter calls, under its lock
 
     @abc.abstractmethod
     def admit(self, transfer: Transfer) -> None:
@@ -219,7 +223,7 @@ class Lane(abc.ABC):
         """Refuse a send that `admit` would refuse, where ``ahead`` others go before it.
 
         Raises:
-            P2PUsageError: see `Agreement.check`; nothing was sent.
+            P2PUsageError: see `ShapeContract.check`; nothing was sent.
         """
         if transfer.sending and transfer.signature is not None and self.error is None:
             self._outgoing.check(transfer.signature, self.sent + ahead, ahead=ahead)
@@ -228,26 +232,28 @@ class Lane(abc.ABC):
         """What a send gives to the backend, found before it has a number: whatever fails in that, costs no message."""
         return tensors
 
-    def _recipe_of(self, transfer: ReceiveTransfer, signature: Signature) -> Recipe:
-        """Hold the receiver's wish against what was announced."""
-        key = (signature, signature.gradients, transfer.wish)
-        recipe = self._recipes.get(key)
-        if recipe is None:
-            recipe = cook(signature, transfer.wish, device=self.device, dtype=self._dtype, exact=self._incoming.stands)
-            if recipe is None:
+    def _buffers_of(self, transfer: ReceiveTransfer, signature: Signature) -> ReceiveBuffers:
+        """Hold the receiver's expected against what was announced."""
+        key = (signature, signature.gradients, transfer.expected)
+        buffers = self._buffers.get(key)
+        if buffers is None:
+            buffers = receive_buffers(
+                signature, transfer.expected, device=self.device, dtype=self._dtype, exact=self._incoming.stands
+            )
+            if buffers is None:
                 kind = "" if self._dtype is None else f" in {self._dtype}"
-                expected = "any shape" if transfer.wish is None else f"shape {transfer.wish}"
+                expected = "any shape" if transfer.expected is None else f"shape {transfer.expected}"
                 raise P2PMismatchError(
                     f"rank {self.rank} expects message {transfer.sequence} of lane {self.spec} to be of "
                     f"{expected}{kind}, but rank {self.peer} announced {signature}; "
                     f"give the same shapes and pipeline_dtype on both sides"
                 )
-            if len(self._recipes) >= _RECIPES_KEPT:
-                self._recipes.clear()
-            self._recipes[key] = recipe
+            if len(self._buffers) >= _BUFFERS_KEPT:
+                self._buffers.clear()
+            self._buffers[key] = buffers
             if self._incoming.standing is not None:
-                recipe.keep()
-        return recipe
+                buffers.keep()
+        return buffers
 
     # What handles call
 

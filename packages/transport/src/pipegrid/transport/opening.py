@@ -28,7 +28,7 @@ from pipegrid.transport.backends.gloo import WaitedLane
 from pipegrid.transport.backends.gloo_loop import one_loop
 from pipegrid.transport.backends.local import LocalLane
 from pipegrid.transport.backends.nccl import StreamedLane
-from pipegrid.transport.batch import Issuer
+from pipegrid.transport.batch import Submitter
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.errors import (
     LaneSpecError,
@@ -38,7 +38,7 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.handshake import Neighbours, Talk
+from pipegrid.transport.handshake import Handshake, PeerHandshake
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import flatten, signature_of
@@ -55,12 +55,12 @@ _DROPPED = (
 class Lanes(dict[LaneSpec, Lane]):
     """The lanes that a rank opened together, by spec. A context manager: `close` at the end."""
 
-    def __init__(self, lanes: Mapping[LaneSpec, Lane], *, issuer: Issuer, groups: Sequence[Any]) -> None:
+    def __init__(self, lanes: Mapping[LaneSpec, Lane], *, submitter: Submitter, groups: Sequence[Any]) -> None:
         super().__init__(lanes)
-        self._issuer = issuer
+        self._submitter = submitter
         ends = tuple(self.values())
-        self._parts = ends, Progress(ends, issuer), groups
-        self._talks: dict[int, Talk] = {}
+        self._parts = ends, Progress(ends, submitter), groups
+        self._handshakes: dict[int, PeerHandshake] = {}
         # At exit, too: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, *self._parts, _DROPPED)
 
@@ -73,25 +73,25 @@ class Lanes(dict[LaneSpec, Lane]):
             together: False issues them one after the other, at the end all the same. Strict mode and shared
                 communicators take no notice: there, two ranks that both send first would wait for each other.
         """
-        return self._issuer.batch(together=together)
+        return self._submitter.batch(together=together)
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""
         for lane in self.values():
             lane.abort(reason)
 
-    def neighbours(self, ranks: Iterable[int]) -> Neighbours:
+    def neighbours(self, ranks: Iterable[int]) -> Handshake:
         """Those of ``ranks`` at the other ends of lanes, to tell them before a step what this rank runs in it.
 
         Told on a store of the lanes' own, which takes one connection to the default group's store.
         """
         wanted = set(ranks)
         for lane in self.values():
-            if lane.peer in wanted and lane.peer not in self._talks and lane.group is not None:
+            if lane.peer in wanted and lane.peer not in self._handshakes and lane.group is not None:
                 # Both ends know the group by one name, and no other group ever has it.
-                self._talks[lane.peer] = Talk.between(lane.rank, lane.peer, lane.group.group_name)
-        talks = [self._talks[rank] for rank in sorted(wanted) if rank in self._talks]
-        return Neighbours(self._store, talks)
+                self._handshakes[lane.peer] = PeerHandshake.between(lane.rank, lane.peer, lane.group.group_name)
+        peers = [self._handshakes[rank] for rank in sorted(wanted) if rank in self._handshakes]
+        return Handshake(self._store, peers)
 
     @cached_property
     def _store(self) -> Any:
@@ -165,7 +165,7 @@ def open_lanes(
     communicators, groups = _connect(
         [spec for spec in mine if not spec.is_local], here, backend=backend, device=place, config=settings
     )
-    issuer = Issuer(settings)
+    submitter = Submitter(settings)
     lanes: dict[LaneSpec, Lane] = {}
     try:
         for spec in mine:
@@ -173,7 +173,7 @@ def open_lanes(
                 "spec": spec,
                 "rank": here,
                 "config": settings,
-                "issuer": issuer,
+                "submitter": submitter,
                 "standing": fixed.get(spec),
             }
             if spec.is_local:
@@ -186,7 +186,7 @@ def open_lanes(
     except BaseException:
         destroy_groups(groups)
         raise
-    return Lanes(lanes, issuer=issuer, groups=groups)
+    return Lanes(lanes, submitter=submitter, groups=groups)
 
 
 def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> list[LaneSpec]:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from pipegrid.transport.batch import Issuer
+from pipegrid.transport.batch import Submitter
 from pipegrid.transport.lane import Lane
 
 _TICK_SECONDS = 0.05
@@ -16,9 +16,9 @@ _STREAMED_TICK_SECONDS = 0.002
 class Progress:
     """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
 
-    def __init__(self, lanes: Sequence[Lane], issuer: Issuer) -> None:
+    def __init__(self, lanes: Sequence[Lane], submitter: Submitter) -> None:
         self._lanes = lanes
-        self._issuer = issuer
+        self._submitter = submitter
         self._stopped = False
         polled = any(lane.device.type != "cpu" for lane in lanes)
         self._tick = _STREAMED_TICK_SECONDS if polled else _TICK_SECONDS
@@ -26,13 +26,13 @@ class Progress:
         self._thread.start()
 
     def _run(self) -> None:
-        issuer = self._issuer
+        submitter = self._submitter
         while not self._stopped:
-            issuer.asleep = True
+            submitter.asleep = True
             if not any(lane.queue for lane in self._lanes):
-                issuer.wake.wait()
-            issuer.asleep = False
-            issuer.wake.clear()
+                submitter.wake.wait()
+            submitter.asleep = False
+            submitter.wake.clear()
             time.sleep(self._tick)
             now = time.monotonic()
             for lane in self._lanes:
@@ -42,6 +42,6 @@ class Progress:
     def stop(self) -> None:
         """End the thread."""
         self._stopped = True
-        self._issuer.wake.set()
+        self._submitter.wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()

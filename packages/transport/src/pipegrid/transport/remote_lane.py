@@ -17,10 +17,9 @@ from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPayloadErro
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.message import Signature, decode, encode
-from pipegrid.transport.payload import carried, flatten, signature_of
-from pipegrid.transport.receive_buffers import Recipe
-from pipegrid.transport.wait_lock import Turns
-from pipegrid.transport.wire import Parcel, Wire, post, timedelta_of
+from pipegrid.transport.payload import ReceiveBuffers, carried, flatten, signature_of
+from pipegrid.transport.wait_lock import WaitLock
+from pipegrid.transport.wire import Operation, Wire, post, timedelta_of
 
 # Past its deadline the progress thread ends a transfer, with a note to the other side; should it be late, the
 # backend's own timeout does so this much later, without one.
@@ -36,7 +35,7 @@ class RemoteLane(Lane):
         self._deferred: deque[ReceiveTransfer] = deque()
         self._header: Callable[[timedelta], bytes] | None = None
         self._control: list[Any] = []  # works of manifests; the next send takes them along
-        self._turns = Turns(self._lock, f"pipegrid-lane-{self.spec}", self._step, self._has_wanted)
+        self._wait_lock = WaitLock(self._lock, f"pipegrid-lane-{self.spec}", self._step, self._has_wanted)
         self._patience = timedelta(seconds=self.config.deadline + BACKSTOP_SECONDS)
 
     @property
@@ -79,11 +78,11 @@ class RemoteLane(Lane):
         signature = transfer.signature
         # First: a message that is refused has no number, and takes no headers along that a later one needs.
         announcing = signature is not None and self._outgoing.send(signature, transfer.sequence)
-        transfer.heralds, self._control = self._control, []
+        transfer.header_works, self._control = self._control, []
         if signature is not None and announcing:
             stands = self._outgoing.standing is not None
             header = encode(sequence=transfer.sequence, standing=stands, signatures=(signature,))
-            transfer.heralds = [*transfer.heralds, *self.wire.send_header(header)]
+            transfer.header_works = [*transfer.header_works, *self.wire.send_header(header)]
             self.tally.headers += 1
         self.tally.messages += 1
         self._sends_stand()
@@ -99,26 +98,26 @@ class RemoteLane(Lane):
 
     def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
         """Give a receive its buffers."""
-        transfer.recipe = recipe = self._recipe_of(transfer, signature)
-        transfer.tensors = recipe.buffers(self.tally)
+        transfer.buffers = buffers = self._buffers_of(transfer, signature)
+        transfer.tensors = buffers.take(self.tally)
         self.tally.messages += 1
-        self._receives_stand(recipe)
+        self._receives_stand(buffers)
 
     @abc.abstractmethod
     def _sends_stand(self) -> None:
         """A send was admitted: prepare for more of its kind, if one stands."""
 
     @abc.abstractmethod
-    def _receives_stand(self, recipe: Recipe) -> None:
+    def _receives_stand(self, buffers: ReceiveBuffers) -> None:
         """A receive was admitted: prepare for more of its kind, if one stands."""
 
     def launch(self, transfer: Transfer) -> None:
         """See `Lane.launch`."""
         if transfer.is_ready and not transfer.works:
-            (outcome,) = post([self.parcel(transfer)])
+            (outcome,) = post([self.operation(transfer)])
             self.launched(transfer, outcome)
 
-    def parcel(self, transfer: Transfer) -> Parcel:
+    def operation(self, transfer: Transfer) -> Operation:
         """What the backend is to move, counted."""
         tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self.device)
         self.tally.transfers += len(tensors)
@@ -126,7 +125,7 @@ class RemoteLane(Lane):
         return self.wire, tensors, transfer.sending
 
     def launched(self, transfer: Transfer, outcome: Sequence[Any] | RuntimeError) -> None:
-        """Note what the backend said to `parcel`."""
+        """Note what the backend said to `operation`."""
         if isinstance(outcome, RuntimeError):
             self.explain(outcome, transfer)
         else:
@@ -138,7 +137,7 @@ class RemoteLane(Lane):
         signatures = [signature_of(*flatten(payload)) for payload in payloads]
         if not signatures:
             return
-        with self.issuer.lock:
+        with self.submitter.lock:
             self.require_alive()
             first = self.sent + self._outgoing.outstanding
             self._control += self.wire.send_header(encode(sequence=first, standing=False, signatures=signatures))
@@ -160,7 +159,7 @@ class RemoteLane(Lane):
         self.tally.host_syncs += 1
         sequence, standing, signatures = decode(take(timeout))
         self.tally.headers += 1
-        with self.issuer.lock:
+        with self.submitter.lock:
             try:
                 self._header = None
                 self._require_next(sequence, self._deferred[0])
@@ -179,7 +178,7 @@ class RemoteLane(Lane):
                 self._post_late(ready)
 
     def _post_late(self, ready: Sequence[Transfer]) -> None:
-        self.issuer.post(ready)
+        self.submitter.post(ready)
 
     def _require_next(self, announced: int, first: Transfer) -> None:
         if announced != first.sequence:
@@ -193,7 +192,7 @@ class RemoteLane(Lane):
         while self._deferred and self.error is None:
             last = self._deferred[-1]
             self._set_due(last, None)
-            with self._turns.held():
+            with self._wait_lock.held():
                 try:
                     self._take_header(self._patience)
                 except RuntimeError as error:
@@ -210,7 +209,7 @@ class RemoteLane(Lane):
     def _until(self, transfer: Transfer, timeout: float | None, *, posted: bool) -> None:
         if transfer.state is State.PENDING:
             self._set_due(transfer, timeout)
-            self._turns.until(transfer, posted=posted, left=self._left)
+            self._wait_lock.until(transfer, posted=posted, left=self._left)
 
     def _left(self, transfer: Transfer) -> float:
         """Seconds that somebody may wait for another thread's turn; where there are none left, the lane fails."""
@@ -237,10 +236,10 @@ class RemoteLane(Lane):
 
     def look_after(self, transfer: Transfer) -> None:
         """See `Lane.look_after`."""
-        self._turns.want(transfer)
+        self._wait_lock.want(transfer)
 
     def _notify(self) -> None:
-        self._turns.notify()
+        self._wait_lock.notify()
 
     # Ends
 
@@ -271,8 +270,8 @@ class RemoteLane(Lane):
         if kind != "lost":
             self.wire.tell(kind, str(error))
         self.wire.communicator.close()
-        self._turns.end()
+        self._wait_lock.end()
 
     def join(self) -> None:
         """See `Lane.join`."""
-        self._turns.join()
+        self._wait_lock.join()

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.message import Signature
-from pipegrid.transport.payload import dtype_of
-from pipegrid.transport.receive_buffers import Recipe, Wish, over_old_memory
+from pipegrid.transport.payload import ExpectedShape, ReceiveBuffers, dtype_of, over_old_memory
 
 if TYPE_CHECKING:
     from pipegrid.transport.backends.gloo import WaitedLane
@@ -63,9 +62,9 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
     communicator = lane.wire.communicator
     post: Callable[..., Any] = communicator.backend.send
     peer, tag = communicator.peer, lane.wire.data_tag(sending=True)
-    issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
-    take, give = issuer.lock.acquire, issuer.lock.release  # twice as fast as `with`
-    held, append = issuer.held, lane.queue.append
+    submitter, this_thread, state = lane.submitter, threading.get_ident, State.HELD
+    take, give = submitter.lock.acquire, submitter.lock.release  # twice as fast as `with`
+    held, append = submitter.pending, lane.queue.append
 
     def issue(tensors: Sequence[Tensor], transfer: Transfer | None) -> Transfer:
         take()
@@ -83,8 +82,8 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
             raise lane.error or error from error
         finally:
             give()
-        if issuer.asleep:
-            issuer.wake.set()
+        if submitter.asleep:
+            submitter.wake.set()
         return transfer
 
     def start(transfer: Transfer) -> None:
@@ -119,20 +118,20 @@ def steady_send(lane: WaitedLane, standing: Signature) -> SteadySend:
     return SteadySend(send, start, math.prod(shape) * dtype.itemsize)
 
 
-def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
+def steady_receive(lane: WaitedLane, buffers: ReceiveBuffers) -> SteadyReceive:
     """See `SteadyReceive`."""
-    (spec,) = recipe.signature.tensors
+    (spec,) = buffers.signature.tensors
     shape, dtype = torch.Size(spec.shape), dtype_of(spec)
     nbytes = math.prod(shape) * dtype.itemsize
     communicator = lane.wire.communicator
     post: Callable[..., Any] = communicator.backend.recv
     peer, tag = communicator.peer, lane.wire.data_tag(sending=False)
-    issuer, this_thread, state = lane.issuer, threading.get_ident, State.HELD
-    take, give = issuer.lock.acquire, issuer.lock.release  # twice as fast as `with`
-    held, append, tally = issuer.held, lane.queue.append, lane.tally
+    submitter, this_thread, state = lane.submitter, threading.get_ident, State.HELD
+    take, give = submitter.lock.acquire, submitter.lock.release  # twice as fast as `with`
+    held, append, tally = submitter.pending, lane.queue.append, lane.tally
     must_wish = lane.config.shape_mode == "given"
 
-    ahead, posted, free = lane.config.receives_ahead, lane.posted, recipe.free
+    ahead, posted, free = lane.config.receives_ahead, lane.posted, buffers.free
     small, spare = nbytes <= _SMALL_BYTES, list[Tensor]()
 
     def put() -> tuple[list[Tensor], tuple[Any]]:
@@ -142,12 +141,12 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
             (old,) = free.pop()
             work = post([old], peer, tag)
             return [over_old_memory(old)], (work,)
-        buffers = [spare.pop()] if spare else recipe.new()
-        work = post(buffers, peer, tag)
+        fresh = [spare.pop()] if spare else buffers.new()
+        work = post(fresh, peer, tag)
         tally.allocations += 1
         if small:
-            spare.extend(recipe.new())
-        return buffers, (work,)
+            spare.extend(buffers.new())
+        return fresh, (work,)
 
     def issue(transfer: ReceiveTransfer | None) -> ReceiveTransfer:
         take()
@@ -158,7 +157,7 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
                 posted.append(put())
             if transfer is None:
                 transfer = ReceiveTransfer(lane)
-            transfer.recipe = recipe
+            transfer.buffers = buffers
             transfer.tensors, transfer.works = mine
             transfer.build()  # while the message travels, not when it has come
             transfer.sequence = lane.received
@@ -169,8 +168,8 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
             raise lane.error or error from error
         finally:
             give()
-        if issuer.asleep:
-            issuer.wake.set()
+        if submitter.asleep:
+            submitter.wake.set()
         return transfer
 
     def start(transfer: ReceiveTransfer) -> None:
@@ -184,7 +183,7 @@ def steady_receive(lane: WaitedLane, recipe: Recipe) -> SteadyReceive:
             if batch is not None:
                 transfer = ReceiveTransfer(lane)
                 transfer.state, transfer.start = state, start
-                transfer.wish = None if shapes is None else Wish.of(shapes)
+                transfer.expected = None if shapes is None else ExpectedShape.of(shapes)
                 batch.append(transfer)
                 return transfer
         return issue(None)

@@ -19,8 +19,8 @@ from pipegrid.transport.handle import State, Transfer
 _GRACE_SECONDS = 0.0005
 
 
-class Turns:
-    """Turns at waiting for the head of a lane.
+class WaitLock:
+    """WaitLock at waiting for the head of a lane.
 
     Args:
         lock: guards the states of the lane's transfers.

@@ -1,4 +1,4 @@
-"""The one place that talks to `torch.distributed`: post, wait, tell the other side, cut the connection.
+"""The one place that peers to `torch.distributed`: post, wait, tell the other side, cut the connection.
 
 Of gloo seen with torch 2.11 to 2.13, and pinned by `test_transport_torch_facts`; of NCCL read in torch's code and not
 seen, since nothing here has run on a GPU yet (`test_transport_gpu` has tests of the first two):
@@ -217,11 +217,11 @@ class Wire:
         return None
 
 
-Parcel: TypeAlias = tuple[Wire, Sequence[Tensor], bool]
+Operation: TypeAlias = tuple[Wire, Sequence[Tensor], bool]
 """A wire, the tensors, and whether to send (or receive) them."""
 
 
-def post(transfers: Sequence[Parcel]) -> list[list[Work] | RuntimeError]:
+def post(transfers: Sequence[Operation]) -> list[list[Work] | RuntimeError]:
     """Start transfers together; for each its works, or why it could not start.
 
     On NCCL the transfers of each communicator are one coalesced batch, whose one work all of them share.

@@ -30,7 +30,7 @@ from pipegrid.bridges.reshard.side import GridLike, Placement, Side, as_placemen
 from pipegrid.bridges.reshard.sizes import as_axis_of, axis_names
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.handshake import Neighbours
+from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
@@ -375,7 +375,7 @@ class ModuleEdges:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
 
-    def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it.
 
         Raises:

@@ -25,7 +25,7 @@ from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
-from pipegrid.transport.handshake import Neighbours
+from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
 
@@ -175,7 +175,7 @@ class VTPEdges:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
 
-    def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it."""
         edges = as_tuple(edges, "edges", "Edges", error=StageError)
         specs = [spec for edge in edges if edge in self._traffic for spec in self._traffic[edge].lane_specs]

@@ -17,14 +17,14 @@ from pipegrid.schedules.monitor.control import DisagreementError
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan
     from pipegrid.transport.edge import Edge
-    from pipegrid.transport.handshake import Neighbours
+    from pipegrid.transport.handshake import Handshake
 
 
 @runtime_checkable
 class NeighbourlyCommunicator(Protocol):
     """A communicator between processes that can tell others something beside its lanes."""
 
-    def neighbours(self, edges: Iterable[Edge]) -> Neighbours:
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The ranks at the other ends of ``edges``."""
         ...
 
@@ -40,7 +40,7 @@ class StepAgreement:
     communicator: object
     edges: tuple[Edge, ...]
     rank: int | None
-    _neighbours: Neighbours | None = field(default=None, init=False)
+    _neighbours: Handshake | None = field(default=None, init=False)
     _asked: bool = field(default=False, init=False)
     _what: str = field(default="", init=False)
 

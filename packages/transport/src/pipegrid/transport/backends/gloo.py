@@ -10,10 +10,9 @@ from torch import Tensor
 from pipegrid.transport.errors import P2PError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.message import Signature
-from pipegrid.transport.payload import travels_as_it_is
-from pipegrid.transport.receive_buffers import Recipe
+from pipegrid.transport.payload import ReceiveBuffers, travels_as_it_is
 from pipegrid.transport.remote_lane import RemoteLane
-from pipegrid.transport.stats import LaneStats
+from pipegrid.transport.spec import LaneStats
 from pipegrid.transport.steady import SteadyReceive, SteadySend, steady_receive, steady_send
 
 # Sends that nobody has waited for by then are looked after by the lane's own thread.
@@ -23,7 +22,7 @@ _PENDING, _DONE = State.PENDING, State.DONE
 
 
 class WaitedLane(RemoteLane):
-    """See `RemoteLane`. One thread at a time waits for the head of the queue (see `Turns`)."""
+    """See `RemoteLane`. One thread at a time waits for the head of the queue (see `WaitLock`)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -60,17 +59,17 @@ class WaitedLane(RemoteLane):
         if standing is not None and self._steady_send is None and self._can_be_steady(standing):
             self._steady_send = steady_send(self, standing)
 
-    def _receives_stand(self, recipe: Recipe) -> None:
+    def _receives_stand(self, buffers: ReceiveBuffers) -> None:
         standing = self._incoming.standing
         if standing is not None and self._steady_receive is None and self._can_be_steady(standing):
-            self._steady_receive = steady_receive(self, recipe)
+            self._steady_receive = steady_receive(self, buffers)
 
     def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
         if not self.posted:
             super()._prepare(transfer, signature)
             return
         # What was posted ahead comes first, whatever form this receive is to have.
-        transfer.recipe = self._recipe_of(transfer, signature)
+        transfer.buffers = self._buffers_of(transfer, signature)
         tensors, transfer.works = self.posted.popleft()
         transfer.tensors = tensors
         self.tally.messages += 1
@@ -123,8 +122,8 @@ class WaitedLane(RemoteLane):
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Lane.wait_for`."""
-        queue, turns = self.queue, self._turns
-        # The common case in one go; `Turns.until` is the general one, and does the same.
+        queue, turns = self.queue, self._wait_lock
+        # The common case in one go; `WaitLock.until` is the general one, and does the same.
         if timeout is None and (works := transfer.works) and turns.turn.acquire(False):
             failure = None
             transfer.waited = True
@@ -187,7 +186,7 @@ class WaitedLane(RemoteLane):
         if transfer.state is State.PENDING and self.error is not None:
             self._ended(transfer, State.FAILED, self.error)
         if transfer.state is State.PENDING:
-            self._turns.ask(transfer)
+            self._wait_lock.ask(transfer)
         return transfer.state in (State.DONE, State.FAILED)
 
     def sweep(self, now: float) -> None:

@@ -67,7 +67,7 @@ class LocalLane(Lane):
             receive = self.queue[0]
             if not isinstance(receive, ReceiveTransfer):
                 raise P2PUsageError(f"{receive!r} is queued as a receive; report this as a fault of the lane")
-            receive.recipe = self._recipe_of(receive, signature)
+            receive.buffers = self._buffers_of(receive, signature)
             receive.tensors = copies
             self.tally.messages += 1
             self._copies.popleft()
@@ -77,7 +77,7 @@ class LocalLane(Lane):
     def announce(self, payloads: Sequence[Any]) -> None:
         """See `Lane.announce`."""
         self._require_announceable()
-        with self.issuer.lock:
+        with self.submitter.lock:
             self.require_alive()
             self._outgoing.announce([signature_of(*flatten(payload)) for payload in payloads], standing=False)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pipegrid.transport.errors import P2PError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.receive_buffers import Recipe
+from pipegrid.transport.payload import ReceiveBuffers
 from pipegrid.transport.remote_lane import RemoteLane
 from pipegrid.transport.streams import current_stream, used_here, working_on
 
@@ -17,7 +17,7 @@ _POLL_SECONDS = 0.0001
 class StreamedLane(RemoteLane):
     """See `RemoteLane`. A wait orders the current stream and returns; the progress thread polls for ends.
 
-    Only headers are waited for, by one thread at a time (see `Turns`).
+    Only headers are waited for, by one thread at a time (see `WaitLock`).
     """
 
     def _admit_receive(self, transfer: ReceiveTransfer) -> None:
@@ -27,7 +27,7 @@ class StreamedLane(RemoteLane):
     def _sends_stand(self) -> None:
         """Nothing to prepare: each send is a batch of its own."""
 
-    def _receives_stand(self, recipe: Recipe) -> None:
+    def _receives_stand(self, buffers: ReceiveBuffers) -> None:
         """Nothing to prepare: each receive is a batch of its own."""
 
     def _post_late(self, ready: Sequence[Transfer]) -> None:

@@ -4,7 +4,7 @@ On each of them `verify` and the explorer agree whether anything can go wrong, a
 explorer counts. That is 71 million different plans, and needs no more than this:
 
 - Both judge the steps of each position by themselves first, and what is wrong there is wrong whatever the others
-  do. In `verify` that is `PositionCheck`, one per position, and `list_faults` for all that is left; in the explorer
+  do. In `verify` that is `PositionVerifier`, one per position, and `list_faults` for all that is left; in the explorer
   it is `Part`, and `Explorer.judge`. So each order of steps that up to two mistakes make of one position's is
   judged once by itself, by both; a plan with a wrong one in it is refused by both.
 - All plans with no such position are judged whole: two mistakes on one position, and one on each of two.
@@ -28,9 +28,9 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.text import step_text
 from pipegrid.schedules.verify.creation import check_creation
-from pipegrid.schedules.verify.event_ids import Marks
-from pipegrid.schedules.verify.position import PositionCheck
-from pipegrid.schedules.verify.table import Rules
+from pipegrid.schedules.verify.event_ids import EventIds
+from pipegrid.schedules.verify.position import PositionVerifier
+from pipegrid.schedules.verify.table import PositionTable
 from pipegrid.schedules.verify.verify import list_faults, verify
 
 from .explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
@@ -72,8 +72,8 @@ class Judges:
         self.plan, self.every_order = plan, every_order
         self.alphabet = Alphabet(plan.num_microbatches)
         self.words = [self.alphabet.word(steps) for steps in plan.positions]
-        self.marks = Marks(plan)
-        self.rules = [Rules(self.marks, position, rendezvous=True) for position in range(plan.num_positions)]
+        self.marks = EventIds(plan)
+        self.rules = [PositionTable(self.marks, position, rendezvous=True) for position in range(plan.num_positions)]
         self.creation = {lanes: check_creation(plan, lanes=lanes) for lanes in LANES}
         self.explorers = {lanes: Explorer(plan, lanes) for lanes in LANES}
         self._read = functools.cache(
@@ -86,7 +86,7 @@ class Judges:
 
     def alone(self, position, word):
         """Let both judge a word by itself: what is wrong with it, in the explorer's words."""
-        checked = PositionCheck(self.rules[position], self.alphabet.steps(word))
+        checked = PositionVerifier(self.rules[position], self.alphabet.steps(word))
         part = self.part("separate", position, word)
         named = {NAMES[fault.rule] for fault in checked.faults}
         assert named == part.mistakes, (position, checked.faults, part.mistakes, text(checked))

@@ -87,7 +87,7 @@ def test_an_order_that_only_buffered_sends_survive_is_refused_and_the_circle_pri
     (fault,) = faults(CROSSED)
     assert (fault.rule, fault.position, fault.step) == ("cycle", 0, 3)
     assert fault.message.splitlines() == [
-        "2 positions wait for each other in a circle; move one of these actions, or issue what waits as one batch",
+        "2 positions wait for each other in a cycle; move one of these actions, or issue what waits as one batch",
         "      position 0, step 3: 0SEND_F1>1 waits for position 1, step 4: 1RECV_F1<0",
         "      position 1, step 3: 1SEND_B0>0 waits for position 0, step 4: 0RECV_B0<1",
     ]
@@ -447,7 +447,7 @@ def test_creation_in_a_cyclic_order_is_refused():
     lanes = [names[2:] for names in plan.creation]
     orders = [("a", "c"), ("b", "a"), ("c", "b")]
     creation = [(*order, *own) for order, own in zip(orders, lanes, strict=True)]
-    with pytest.raises(PlanError, match="3 positions wait for each other in a circle while they create"):
+    with pytest.raises(PlanError, match="3 positions wait for each other in a cycle while they create"):
         verify(evolve(plan, creation=creation))
     verify(plan)
 

@@ -19,13 +19,13 @@ from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.plan.text import from_text, to_text
 from pipegrid.schedules.search.compare import COMPARED, compare, comparison_table
 from pipegrid.schedules.search.greedy import greedy
-from pipegrid.schedules.search.limits import as_limit
 from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.timeline.ascii import ascii_timeline
 from pipegrid.schedules.timeline.perfetto import write_perfetto
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.svg import write_svg
+from pipegrid.schedules.verify import as_limit
 from pipegrid.schedules.verify.verify import verify
 
 USAGE = 2

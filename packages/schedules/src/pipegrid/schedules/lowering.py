@@ -11,11 +11,10 @@ from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules.arguments import as_number, require_choice, require_function
+from pipegrid.schedules.arguments import as_number, require, require_choice, require_function, require_items
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.grouping import reductions, tied_groups, with_collectives
 from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Plan, Step, require_plan
+from pipegrid.schedules.plan.plan import Group, Plan, Step, require_plan
 from pipegrid.schedules.verify.dataflow import Dates, F, Transfer, W, compute_dates, transfers, unit_duration
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Direction, Edge
@@ -321,3 +320,53 @@ def _messages(transfer: Transfer, position: int) -> list[tuple[ActionKind, int, 
 
 def _collective(transfer: Transfer, microbatch: int, group: str) -> Action:
     return Action(ActionKind.COLLECTIVE, transfer.producer, microbatch, transfer.edge, group)
+
+
+def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group, ...]:
+    """The plan's groups, with those that carry ``collectives``: the positions of an edge's two stages.
+
+    Raises:
+        PlanError: an edge that the graph does not have, or a group with other positions than its edge.
+    """
+    require("collectives", collectives, Mapping, "give a dict from an Edge to its group's name", error=PlanError)
+    groups = {group.name: group for group in plan.groups}
+    for edge, name in collectives.items():
+        if edge not in plan.graph.stage_edges:
+            known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
+            raise PlanError(f"collectives names edge {edge}; the graph has {known}")
+        places = {*plan.placement[edge.source], *plan.placement[edge.destination]}
+        group = groups.setdefault(name, Group(name, places))
+        if set(group.positions) != places:
+            raise PlanError(
+                f"edge {edge} lies on positions {sorted(places)} and its group {name!r} has {list(group.positions)}; "
+                "give it a group of exactly its own positions"
+            )
+        groups[name] = evolve(group, edges={*group.edges, edge})
+    return tuple(groups.values())
+
+
+def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, ...]:
+    """One group for each shared parameter: the positions of its stages.
+
+    Raises:
+        PlanError: a stage that the plan does not have.
+    """
+    require("tied", tied, Mapping, "give a dict from a group's name to the stages that share it", error=PlanError)
+    for name, stages in tied.items():
+        remedy = "give the list of stages that share the parameter"
+        for stage in require_items(f"tied[{name!r}]", stages, int, remedy, error=PlanError):
+            if not 0 <= stage < plan.num_stages:
+                raise PlanError(f"tied {name!r} names stage {stage}; the plan has stages 0..{plan.num_stages - 1}")
+    return tuple(
+        Group(name, {place for stage in stages for place in plan.placement[stage]}, tied=stages)
+        for name, stages in tied.items()
+    )
+
+
+def reductions(position: int, plan: Plan, groups: Sequence[Group]) -> list[Step]:
+    """The ``REDUCE`` of each shared parameter that ``position`` holds, in one order for all positions."""
+    return [
+        Action(ActionKind.REDUCE, min(held), group=group.name)
+        for group in groups
+        if (held := [stage for stage in group.tied if position in plan.placement[stage]])
+    ]

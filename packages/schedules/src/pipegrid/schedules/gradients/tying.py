@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.grouping import reductions, tied_groups
+from pipegrid.schedules.lowering import reductions, tied_groups
 from pipegrid.schedules.plan.plan import Plan, default_creation, require_plan
 from pipegrid.topology import GroupSpec
 

@@ -222,7 +222,7 @@ def message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
 def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:
     """Per position its groups and lanes, taken from one order for the whole plan: groups, then lanes.
 
-    Creating a group waits for all its members, so orders that disagree can wait for each other in a circle;
+    Creating a group waits for all its members, so orders that disagree can wait for each other in a cycle;
     parts of one order cannot.
     """
     creation: list[list[Lane | str]] = [[] for _ in plan.positions]

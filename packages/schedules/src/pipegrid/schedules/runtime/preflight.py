@@ -10,7 +10,7 @@ from pipegrid.schedules.errors import PlanError, PlanMismatchError, RuntimeArgum
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import require_plan
 from pipegrid.schedules.runtime.collectives import check_collectives
-from pipegrid.schedules.verify.position import own_faults
+from pipegrid.schedules.verify import own_faults
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan

@@ -12,11 +12,11 @@ from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.generators.shapes import check_sizes
 from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.search.greedy import greedy
-from pipegrid.schedules.search.limits import as_limit
 from pipegrid.schedules.search.list_scheduler import SLACK
 from pipegrid.schedules.simulate.costs import Costs, OtherCutError, require_costs
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.timeline.timeline import amount, time_text
+from pipegrid.schedules.verify import as_limit
 
 
 @frozen

@@ -16,7 +16,6 @@ from pipegrid.schedules.generators.shapes import check_sizes, looped_placement, 
 from pipegrid.schedules.plan.actions import Action
 from pipegrid.schedules.plan.parts import as_placement
 from pipegrid.schedules.plan.plan import Plan, chain, compute_plan, require_graph
-from pipegrid.schedules.search.limits import as_limit
 from pipegrid.schedules.search.list_scheduler import (
     SLACK,
     Problem,
@@ -26,6 +25,7 @@ from pipegrid.schedules.search.list_scheduler import (
 )
 from pipegrid.schedules.simulate.costs import Costs, require_costs
 from pipegrid.schedules.simulate.simulation import activation_sizes, simulate
+from pipegrid.schedules.verify import as_limit
 
 
 @frozen

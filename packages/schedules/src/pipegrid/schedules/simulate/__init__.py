@@ -1,1 +1,24 @@
-"""What a plan costs: start and end of every action, bubbles, memory over time."""
+"""What a plan takes at given costs: start and end of each action, idle time, live memory."""
+
+from pipegrid.schedules.simulate.costs import (
+    Costs,
+    CostsError,
+    OtherCutError,
+    costs_from_json,
+    costs_to_json,
+    require_costs,
+)
+from pipegrid.schedules.simulate.simulation import Simulation, activation_sizes, simulate, unit_costs
+
+__all__ = [
+    "Costs",
+    "CostsError",
+    "OtherCutError",
+    "Simulation",
+    "activation_sizes",
+    "costs_from_json",
+    "costs_to_json",
+    "require_costs",
+    "simulate",
+    "unit_costs",
+]

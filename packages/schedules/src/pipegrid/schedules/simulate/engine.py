@@ -58,7 +58,7 @@ class _Compute:
     sends: _Ends = ()  # in plans of computes alone, where no action does it
 
 
-class _Machine:
+class Simulator:
     """A plan, its costs, and how far each position has come."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
@@ -334,4 +334,4 @@ class _Machine:
 
 def play(plan: Plan, costs: Costs) -> tuple[Times, Times]:
     """Start and end of every action of ``plan`` (see `simulate`)."""
-    return _Machine(plan, costs).run()
+    return Simulator(plan, costs).run()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan.plan import Lane, Plan
-from pipegrid.schedules.verify.deadlock import Program, circles, play
+from pipegrid.schedules.verify.deadlock import Program, cycles, play
 
 
 def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separate") -> list[Fault]:
@@ -41,18 +41,18 @@ def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separa
             program.operations += [~number for number in numbers.values()]
         programs.append(program)
     at = play(programs, len(marks))
-    for circle in circles(programs, at):
+    for cycle in cycles(programs, at):
         lines = [
             f"\n      position {position} creates {_name(plan, position, index)} and waits for position "
             f"{where[mark][0]}, which creates {_name(plan, *where[mark])} later"
-            for position, index, mark in circle
+            for position, index, mark in cycle
         ]
         faults.append(
             Fault(
                 "creation",
-                f"{len(circle)} positions wait for each other in a circle while they create groups and "
+                f"{len(cycle)} positions wait for each other in a cycle while they create groups and "
                 f"lanes; put these in one order for all{''.join(lines)}",
-                circle[0].position,
+                cycle[0].position,
             )
         )
     return faults

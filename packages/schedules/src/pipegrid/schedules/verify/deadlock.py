@@ -42,7 +42,7 @@ class Wait(NamedTuple):
 def play(programs: Sequence[Program], num_marks: int) -> list[int]:
     """How many operations each position comes through.
 
-    Marks are set once and stay set, so the outcome does not depend on which position goes first; each
+    EventIds are set once and stay set, so the outcome does not depend on which position goes first; each
     operation is looked at once, and once more if it has to wait.
     """
     marks = bytearray(num_marks)
@@ -67,11 +67,11 @@ def play(programs: Sequence[Program], num_marks: int) -> list[int]:
     return at
 
 
-def circles(programs: Sequence[Program], at: Sequence[int]) -> list[list[Wait]]:
-    """The circles of positions that wait for each other, where `play` got no further than ``at``.
+def cycles(programs: Sequence[Program], at: Sequence[int]) -> list[list[Wait]]:
+    """The cycles of positions that wait for each other, where `play` got no further than ``at``.
 
-    Each wait in a circle is for the position of the next. A position that stopped waits for a mark that
-    another one, which stopped too, has yet to set; following these leads into a circle.
+    Each wait in a cycle is for the position of the next. A position that stopped waits for a mark that
+    another one, which stopped too, has yet to set; following these leads into a cycle.
     """
     setters = {
         operation: position

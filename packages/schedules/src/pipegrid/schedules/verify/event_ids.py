@@ -34,7 +34,7 @@ Call: TypeAlias = tuple[str, int, int]
 """The name of a group, the number of a call of it, and the member that calls."""
 
 
-class Marks:
+class EventIds:
     """The marks of a plan, one for each microbatch of each thing; a *base* is that of microbatch 0.
 
     First come the sends of all routes, then their receives, then (in a plan of computes) what each stage on

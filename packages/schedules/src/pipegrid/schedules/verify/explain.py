@@ -9,13 +9,13 @@ from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan.actions import COMPUTES, Action, ActionKind
 from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.plan.text import step_text
-from pipegrid.schedules.verify.event_ids import Marks
+from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.table import Rule
 from pipegrid.transport.edge import Direction
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.verify.lanes import Exchanges
-    from pipegrid.schedules.verify.position import PositionCheck
+    from pipegrid.schedules.verify.lanes import SharedLane
+    from pipegrid.schedules.verify.position import PositionVerifier
 
 
 def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
@@ -49,7 +49,7 @@ def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
     return fault("unneeded", "the other end is this position alone, which keeps what it makes")
 
 
-def why_refused(check: PositionCheck, step: int, action: Action, rule: Rule) -> Fault:
+def why_refused(check: PositionVerifier, step: int, action: Action, rule: Rule) -> Fault:
     """The fault of an action that breaks its rule."""
     rules = check.rules
     microbatch, count, position = action.microbatch or 0, rules.plan.num_microbatches, check.position
@@ -81,7 +81,7 @@ def unknown_microbatch(action: Action, count: int, position: int, step: int) -> 
     return Fault("unknown-microbatch", message, position, step)
 
 
-def missing(check: PositionCheck) -> list[Fault]:
+def missing(check: PositionVerifier) -> list[Fault]:
     """What a position never does, one fault for each kind of action."""
     rules, flags, count = check.rules, check.flags, check.rules.plan.num_microbatches
     faults = []
@@ -108,7 +108,9 @@ def _missing(position: int, actions: tuple[Action, ...], microbatches: list[int]
     return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
 
 
-def who_sets(mark: int, marks: Marks, checks: Sequence[PositionCheck], exchanges: Sequence[Exchanges] = ()) -> str:
+def who_sets(
+    mark: int, marks: EventIds, checks: Sequence[PositionVerifier], exchanges: Sequence[SharedLane] = ()
+) -> str:
     """Who sets the mark, in which step, by which action."""
     received, count = marks.received, marks.plan.num_microbatches
     if mark >= marks.num_fixed:

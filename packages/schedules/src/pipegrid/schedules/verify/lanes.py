@@ -11,12 +11,12 @@ from attrs import Factory, define
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan.text import step_text
 from pipegrid.schedules.verify.deadlock import Program
-from pipegrid.schedules.verify.event_ids import Marks
+from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import who_sets
-from pipegrid.schedules.verify.position import PositionCheck
+from pipegrid.schedules.verify.position import PositionVerifier
 
 
-def check_lanes(marks: Marks, checks: Sequence[PositionCheck]) -> list[Fault]:
+def check_lanes(marks: EventIds, checks: Sequence[PositionVerifier]) -> list[Fault]:
     """On each lane, receives are in the order of the sends."""
     faults = []
     for check in checks:
@@ -36,7 +36,7 @@ def check_lanes(marks: Marks, checks: Sequence[PositionCheck]) -> list[Fault]:
     return faults
 
 
-def check_groups(marks: Marks, checks: Sequence[PositionCheck]) -> list[Fault]:
+def check_groups(marks: EventIds, checks: Sequence[PositionVerifier]) -> list[Fault]:
     """The members of a group do its collectives in one order."""
     faults = []
     for group in marks.plan.groups:
@@ -63,7 +63,7 @@ def check_groups(marks: Marks, checks: Sequence[PositionCheck]) -> list[Fault]:
 
 
 @define(eq=False)
-class Exchanges:
+class SharedLane:
     """What one position exchanges with another: per batch, the marks of its messages, and its step.
 
     A batch of one message has that one in place of a list. ``base``: the mark of the first exchange; ``most``: how
@@ -82,10 +82,10 @@ class Shared(NamedTuple):
 
     faults: list[Fault]
     programs: list[Program]
-    exchanges: list[Exchanges]
+    exchanges: list[SharedLane]
 
 
-def share_lanes(marks: Marks, checks: Sequence[PositionCheck]) -> Shared:
+def share_lanes(marks: EventIds, checks: Sequence[PositionVerifier]) -> Shared:
     """With one communicator for each pair of positions, their batches match one to one, in order.
 
     Takes the checks of a rendezvous; in its programs a batch's marks for messages become one for each partner.
@@ -111,15 +111,15 @@ def share_lanes(marks: Marks, checks: Sequence[PositionCheck]) -> Shared:
     return Shared(faults, programs, list(exchanges.values()))
 
 
-def _number_exchanges(marks: Marks, most: int) -> dict[tuple[int, int], Exchanges]:
-    """Marks for what each position exchanges with each other one, batch by batch, ``most`` at most."""
+def _number_exchanges(marks: EventIds, most: int) -> dict[tuple[int, int], SharedLane]:
+    """EventIds for what each position exchanges with each other one, batch by batch, ``most`` at most."""
     pairs = {(route.lane.source, route.lane.destination) for route in marks.routes}
     pairs |= {(receiver, sender) for sender, receiver in pairs}
     first = len(marks)
-    return {pair: Exchanges(first + number * most, most, pair[0]) for number, pair in enumerate(sorted(pairs))}
+    return {pair: SharedLane(first + number * most, most, pair[0]) for number, pair in enumerate(sorted(pairs))}
 
 
-def _share(marks: Marks, check: PositionCheck, exchanges: dict[tuple[int, int], Exchanges]) -> Program:
+def _share(marks: EventIds, check: PositionVerifier, exchanges: dict[tuple[int, int], SharedLane]) -> Program:
     count, received, num_messages = marks.plan.num_microbatches, marks.received, 2 * marks.received
     partners, program, operations = marks.partners, check.program, check.program.operations
     ways = {other: (own, exchanges[other, here]) for (here, other), own in exchanges.items() if here == check.position}

@@ -11,9 +11,9 @@ from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import Lane, Plan, Step, actions_of
 from pipegrid.schedules.verify.deadlock import Program
-from pipegrid.schedules.verify.event_ids import Marks
+from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import missing, unknown_microbatch, why_no_rule, why_refused
-from pipegrid.schedules.verify.table import Rules
+from pipegrid.schedules.verify.table import PositionTable
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
 
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     step: int
 
 
-class PositionCheck:
+class PositionVerifier:
     """Checks the steps of one position, whatever those of the others, and gathers what checks between positions need.
 
     ``faults``: what is wrong so far. ``program``: for `waiting.play`; ``sent`` and ``received``: per lane, the
@@ -33,7 +33,7 @@ class PositionCheck:
     most microbatches live, until ``B`` or ``W``, and until ``B`` or ``I``.
     """
 
-    def __init__(self, rules: Rules, steps: Sequence[Step]) -> None:
+    def __init__(self, rules: PositionTable, steps: Sequence[Step]) -> None:
         self.rules, self.position, self.steps = rules, rules.position, steps
         self.faults: list[Fault] = []
         self.program = Program()
@@ -207,10 +207,10 @@ class PositionCheck:
         return True
 
 
-def own_faults(plan: Plan, position: int) -> tuple[Fault, ...]:
-    """The faults in the steps of one position that do not depend on the other positions."""
-    rules = Rules(Marks(plan), position, rendezvous=False)
-    return tuple(PositionCheck(rules, plan.positions[position]).faults)
+def own_faults(plan: Plan, position: int) -> list[Fault]:
+    """The faults of one position's steps, whatever those of the others are; `verify` finds more."""
+    table = PositionTable(EventIds(plan), position, rendezvous=False)
+    return PositionVerifier(table, plan.positions[position]).faults
 
 
 def _members(plan: Plan, name: str) -> tuple[int, ...]:

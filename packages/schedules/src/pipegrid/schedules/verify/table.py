@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import Lane
 from pipegrid.schedules.verify.dataflow import Transfer
-from pipegrid.schedules.verify.event_ids import Marks, Route
+from pipegrid.schedules.verify.event_ids import EventIds, Route
 from pipegrid.transport.edge import Direction, Edge
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
@@ -26,7 +26,7 @@ class Message(NamedTuple):
     """One message of an action, whatever the microbatch: each number but the first is a base to add it to."""
 
     lane: int
-    """The number, in `Rules.lanes`, of where this end is noted in order."""
+    """The number, in `PositionTable.lanes`, of where this end is noted in order."""
     number: int
     """The message: the mark of its send."""
     sets: int
@@ -54,14 +54,14 @@ class Rule(NamedTuple):
     """Bases of further marks that it waits for first."""
 
 
-class Rules:
+class PositionTable:
     """The rules of one position: they follow from the plan's shape, whatever the steps.
 
     ``num_flags``: how many flags they speak of; ``makers``: by base of flags, the actions that set them, for
     microbatch 0; ``lanes``: the lanes on which the position sends, and on which it receives.
     """
 
-    def __init__(self, marks: Marks, position: int, *, rendezvous: bool) -> None:
+    def __init__(self, marks: EventIds, position: int, *, rendezvous: bool) -> None:
         self.marks, self.position, self.rendezvous = marks, position, rendezvous
         self.plan = marks.plan
         self.num_flags = 0

@@ -1,24 +1,24 @@
-"""The proof that a plan can be run: nothing missing, nothing twice, in time, and no circle of waiting."""
+"""The proof that a plan can be run: nothing missing, nothing twice, in time, and no cycle of waiting."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-from pipegrid.schedules.arguments import require_choice
+from pipegrid.schedules.arguments import require_choice, shown
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.plan.plan import Plan, require_plan
 from pipegrid.schedules.plan.text import step_text
-from pipegrid.schedules.search.limits import as_limit
 from pipegrid.schedules.verify.creation import check_creation
-from pipegrid.schedules.verify.deadlock import Program, circles, play
-from pipegrid.schedules.verify.event_ids import Marks
+from pipegrid.schedules.verify.deadlock import Program, cycles, play
+from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import who_sets
-from pipegrid.schedules.verify.lanes import Exchanges, check_groups, check_lanes, share_lanes
-from pipegrid.schedules.verify.position import PositionCheck
-from pipegrid.schedules.verify.table import Rules
+from pipegrid.schedules.verify.lanes import SharedLane, check_groups, check_lanes, share_lanes
+from pipegrid.schedules.verify.position import PositionVerifier
+from pipegrid.schedules.verify.table import PositionTable
 
 Lanes: TypeAlias = Literal["separate", "shared"]
 
@@ -70,7 +70,7 @@ def verify(
     on each position that holds it; each compute finds what it needs, made before it on its position or
     received before it; each message is sent once and received once, in the same order on its lane; groups and
     lanes are created by all their members, and in orders that do not wait for each other; members name a
-    group's collectives in one order; and no positions wait for each other in a circle.
+    group's collectives in one order; and no positions wait for each other in a cycle.
 
     ``rendezvous``: a batch of communications holds its position up until all partners have posted the batches
     with the other ends; inside, a batch is simultaneous. This is the worst that NCCL may do. Without it a
@@ -85,7 +85,7 @@ def verify(
     Time and memory are linear in the number of actions.
 
     Raises:
-        PlanError: ``faults`` has every fault, with position and step; a circle is printed action by action. It is
+        PlanError: ``faults`` has every fault, with position and step; a cycle is printed action by action. It is
             looked for only where nothing else is wrong, since otherwise no one can say who waits for whom.
     """
     require_plan(plan)
@@ -95,9 +95,9 @@ def verify(
     if plan.num_microbatches > num_steps:  # a compute is a step; refused before memory for each microbatch is taken
         message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches"
         raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
-    marks = Marks(plan)
+    marks = EventIds(plan)
     checks = [
-        PositionCheck(Rules(marks, position, rendezvous=rendezvous), steps)
+        PositionVerifier(PositionTable(marks, position, rendezvous=rendezvous), steps)
         for position, steps in enumerate(plan.positions)
     ]
     faults = _twins(plan) + list_faults(marks, checks, check_creation(plan, lanes=lanes), lanes=lanes)
@@ -148,18 +148,35 @@ def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequenc
     return [as_limit(limit) for limit in memory_limit]
 
 
+def as_limit(memory_limit: float | None) -> float:
+    """``memory_limit`` as a number: infinite for None.
+
+    Raises:
+        PlanError: negative, or no number.
+    """
+    if memory_limit is None:
+        return math.inf
+    is_number = isinstance(memory_limit, int | float) and not isinstance(memory_limit, bool)
+    if not is_number or not memory_limit >= 0:  # the comparison is False for nan, too
+        raise PlanError(f"memory_limit is {shown(memory_limit)}; give a number from 0, or None for no limit")
+    try:
+        return float(memory_limit)
+    except OverflowError:  # an integer above all floats
+        return math.inf
+
+
 def list_faults(
-    marks: Marks, checks: Sequence[PositionCheck], creation: Sequence[Fault], *, lanes: Lanes
+    marks: EventIds, checks: Sequence[PositionVerifier], creation: Sequence[Fault], *, lanes: Lanes
 ) -> list[Fault]:
     """Every fault of the steps: those found at each position, and those between positions.
 
-    The circles of waiting come last, as they say nothing where anything else, the ``creation`` included, is wrong.
+    The cycles of waiting come last, as they say nothing where anything else, the ``creation`` included, is wrong.
     """
     faults = [fault for check in checks for fault in check.faults]
     faults += [*check_lanes(marks, checks), *check_groups(marks, checks), *creation]
     if faults:
         return faults
-    programs, exchanges = [check.program for check in checks], list[Exchanges]()
+    programs, exchanges = [check.program for check in checks], list[SharedLane]()
     if lanes == "shared":
         shared = share_lanes(marks, [_blocking(check) for check in checks])
         if shared.faults:
@@ -169,34 +186,34 @@ def list_faults(
     return _circle_faults(marks, checks, programs, exchanges)
 
 
-def _blocking(check: PositionCheck) -> PositionCheck:
+def _blocking(check: PositionVerifier) -> PositionVerifier:
     """The same steps under a rendezvous: what a buffered send does not wait for must match all the same."""
     if check.rules.rendezvous:
         return check
-    return PositionCheck(Rules(check.rules.marks, check.position, rendezvous=True), check.steps)
+    return PositionVerifier(PositionTable(check.rules.marks, check.position, rendezvous=True), check.steps)
 
 
 def _circle_faults(
-    marks: Marks,
-    checks: Sequence[PositionCheck],
+    marks: EventIds,
+    checks: Sequence[PositionVerifier],
     programs: Sequence[Program],
-    exchanges: Sequence[Exchanges],
+    exchanges: Sequence[SharedLane],
 ) -> list[Fault]:
     at = play(programs, len(marks) + sum(own.most for own in exchanges))
     if all(index == len(program.operations) for index, program in zip(at, programs, strict=True)):
         return []
     faults = []
-    for circle in circles(programs, at):
+    for cycle in cycles(programs, at):
         lines = [
             f"\n      position {position}, step {step}: {step_text(checks[position].steps[step])} "
             f"waits for {who_sets(mark, marks, checks, exchanges)}"
-            for position, step, mark in circle
+            for position, step, mark in cycle
         ]
-        position, step, _ = circle[0]
+        position, step, _ = cycle[0]
         faults.append(
             Fault(
                 "cycle",
-                f"{len(circle)} positions wait for each other in a circle; move one of these actions, or "
+                f"{len(cycle)} positions wait for each other in a cycle; move one of these actions, or "
                 f"issue what waits as one batch{''.join(lines)}",
                 position,
                 step,

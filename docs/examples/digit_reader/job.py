@@ -23,7 +23,7 @@ from digit_reader.schedule import plan_of
 from digit_reader.vocabulary import PAD
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Recorder
-from pipegrid.schedules.monitor.control import Control, ControlStore
+from pipegrid.schedules.monitor import Control, ControlStore
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
 
 AXES = {"b": 0, "s": 1, "h": 2}

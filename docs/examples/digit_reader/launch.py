@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pipegrid.schedules.monitor.control import Control, where_all_stand
+from pipegrid.schedules.monitor import Control, where_all_stand
 
 CONTROL = "digit_reader"
 """Prefix of what ranks tell each other on the control store."""

@@ -12,8 +12,7 @@ from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.runtime.collectives import check_collectives
-from pipegrid.schedules.runtime.preflight import require_runnable
+from pipegrid.schedules.runtime.preflight import check_collectives, require_runnable
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 

@@ -24,7 +24,7 @@ from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from pipegrid.schedules.runtime.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import P2PCommunicator
 
 WORDS, WIDTH = 7, 4

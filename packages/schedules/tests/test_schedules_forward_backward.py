@@ -20,7 +20,7 @@ from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from pipegrid.schedules.runtime.runtime import PipelineError
+from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport.errors import P2PConfigError
 
 WIDTH = 4

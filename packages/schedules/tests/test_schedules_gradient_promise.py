@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.runtime.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs
 

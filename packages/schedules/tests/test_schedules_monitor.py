@@ -23,8 +23,8 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.monitor.control import Control, Failure, where_all_stand
-from pipegrid.schedules.monitor.device_progress import DeviceMarks
+from pipegrid.schedules.monitor import Control, Failure, where_all_stand
+from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
 from .conftest import MemoryCommunicator, Network, in_threads
 
@@ -291,7 +291,7 @@ def test_marks_tell_the_first_action_that_a_device_has_not_finished():
         points.append(Point())
         return points[-1]
 
-    marks = DeviceMarks(mark)
+    marks = DeviceProgress(mark)
     actions = [Action(ActionKind.F, 0, microbatch) for microbatch in range(3)]
     assert marks.oldest() is None
     for action in actions:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.runtime.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
 WIDTH = 5

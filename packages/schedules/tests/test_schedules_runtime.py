@@ -15,11 +15,10 @@ from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import parse_action
 from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.runtime.hooks import ProfilerRanges
-from pipegrid.schedules.runtime.recorder import Recorder
-from pipegrid.schedules.runtime.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.timeline.recorder import Recorder
 from pipegrid.schedules.timeline.recording import Recording
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.timeline import TimelineError
@@ -287,7 +286,7 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(interrupt, network, memo
         runtime.step()
     assert found.value.__cause__ is None
     assert interrupt.__name__ in told[0]
-    assert not runtime._works[0].live
+    assert not runtime._runners[0].live
     for verb in (runtime.step, runtime.eval):
         with pytest.raises(PipelineError, match=rf"failed before: .*{interrupt.__name__}.* [Rr]ebuild"):
             verb()

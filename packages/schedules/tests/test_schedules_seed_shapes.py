@@ -19,7 +19,7 @@ from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from pipegrid.schedules.runtime.runtime import PipelineError
+from pipegrid.schedules.runtime import PipelineError
 
 HIDDEN = 4
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.schedules.autograd.partition import divide, outline_of, trunk_of
+from pipegrid.schedules.autograd.partition import divide, input_path_of, outline_of
 from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.schedules.autograd.unsplittable import SplitBackwardError, require_splittable
 
@@ -493,7 +493,7 @@ class Reentrant(Plain):
 
 def refused(model, *, stage=3):
     outputs, _, inputs = forwarded(model)
-    trunk = trunk_of([get_gradient_edge(tensor) for tensor in outputs], inputs)
+    trunk = input_path_of([get_gradient_edge(tensor) for tensor in outputs], inputs)
     require_splittable(trunk, stage, model)
 
 
@@ -502,7 +502,7 @@ def test_reentrant_checkpointing_is_refused_by_name():
         refused(made(Reentrant))
     x = torch.randn(2, requires_grad=True)
     output = checkpoint(torch.sin, x, use_reentrant=True)
-    trunk = trunk_of([get_gradient_edge(output)], [x])
+    trunk = input_path_of([get_gradient_edge(output)], [x])
     with pytest.raises(SplitBackwardError, match=r"stage 0: function 'sin' is checkpointed"):
         require_splittable(trunk, 0, None)
 

@@ -13,7 +13,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.runtime.runtime import Forwarded, Hook, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded, Hook, PipelineRuntime
 from pipegrid.transport.communicator import P2PCommunicator
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from pipegrid.schedules.errors import (
     DataEndedError,
     Fault,
+    LossError,
     PlanError,
     PlanFieldError,
     PlanMismatchError,
     PlanSyntaxError,
+    ReductionError,
     RuntimeArgumentError,
     StageInputError,
     StageOutputError,
@@ -66,7 +68,7 @@ from pipegrid.schedules.megatron.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.megatron.place import step_plan
-from pipegrid.schedules.monitor.control import DisagreementError
+from pipegrid.schedules.monitor import DisagreementError, JobFailedError, Monitor, MonitorError
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.csv import from_csv, to_csv
 from pipegrid.schedules.plan.json import from_json, to_json
@@ -78,6 +80,7 @@ from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json
 from pipegrid.schedules.simulate.simulation import Simulation, simulate, unit_costs
 from pipegrid.schedules.timeline.ascii import ascii_timeline
 from pipegrid.schedules.timeline.perfetto import write_perfetto
+from pipegrid.schedules.timeline.recorder import Recorder
 from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.svg import write_svg
@@ -85,7 +88,7 @@ from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, 
 from pipegrid.schedules.verify.verify import Proof, verify
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.autograd.unsplittable import SplitBackwardError
+    from pipegrid.schedules.autograd import SplitBackwardError
     from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.gradients.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
     from pipegrid.schedules.gradients.output_layer import (
@@ -94,12 +97,10 @@ if TYPE_CHECKING:
         finish_embedding_wgrad_compute,
         output_linear,
     )
-    from pipegrid.schedules.gradients.policy import ReductionError
     from pipegrid.schedules.gradients.reduce import GradientError, clip_grad_norm_, reduce_gradients
     from pipegrid.schedules.gradients.tied import TiedParameters, tie_parameters, tied_stages
     from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
     from pipegrid.schedules.megatron.forward import (
-        LossError,
         forward_step,
         forward_step_calc_loss,
         set_current_microbatch,
@@ -111,13 +112,13 @@ if TYPE_CHECKING:
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
     )
-    from pipegrid.schedules.monitor.monitor import JobFailedError, Monitor, MonitorError
-    from pipegrid.schedules.runtime.hooks import Hook, MessageHook, ProfilerRanges
-    from pipegrid.schedules.runtime.recorder import Recorder
-    from pipegrid.schedules.runtime.runtime import (
+    from pipegrid.schedules.runtime import (
         Forwarded,
+        Hook,
+        MessageHook,
         PipelineError,
         PipelineRuntime,
+        ProfilerRanges,
         Stage,
         position_of,
     )
@@ -269,18 +270,14 @@ _TORCH_HALF = {
     "GradientError": "gradients.reduce",
     "clip_grad_norm_": "gradients.reduce",
     "reduce_gradients": "gradients.reduce",
-    "JobFailedError": "monitor.monitor",
-    "Monitor": "monitor.monitor",
-    "MonitorError": "monitor.monitor",
-    "Hook": "runtime.hooks",
-    "MessageHook": "runtime.hooks",
-    "ProfilerRanges": "runtime.hooks",
-    "Recorder": "runtime.recorder",
-    "Forwarded": "runtime.runtime",
-    "PipelineError": "runtime.runtime",
-    "PipelineRuntime": "runtime.runtime",
-    "Stage": "runtime.runtime",
-    "position_of": "runtime.runtime",
+    "Hook": "runtime",
+    "MessageHook": "runtime",
+    "ProfilerRanges": "runtime",
+    "Forwarded": "runtime",
+    "PipelineError": "runtime",
+    "PipelineRuntime": "runtime",
+    "Stage": "runtime",
+    "position_of": "runtime",
     "AnnouncedShapesError": "megatron.shapes",
     "LossScaler": "gradients.loss_scaler",
     "scale_loss": "gradients.loss_scaler",
@@ -292,12 +289,10 @@ _TORCH_HALF = {
     "clear_embedding_activation_buffer": "gradients.output_layer",
     "finish_embedding_wgrad_compute": "gradients.output_layer",
     "output_linear": "gradients.output_layer",
-    "ReductionError": "gradients.policy",
     "TiedParameters": "gradients.tied",
     "tie_parameters": "gradients.tied",
     "tied_stages": "gradients.tied",
-    "SplitBackwardError": "autograd.unsplittable",
-    "LossError": "megatron.forward",
+    "SplitBackwardError": "autograd",
     "backward_step": "megatron.backward",
     "custom_backward": "megatron.backward",
     "deallocate_output_tensor": "megatron.backward",

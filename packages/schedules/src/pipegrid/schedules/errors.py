@@ -90,3 +90,11 @@ class StageInputError(ValueError):
 
 class DataEndedError(ValueError):
     """A stage's data ended before the step did."""
+
+
+class LossError(ValueError):
+    """A loss function returned something that cannot be a loss."""
+
+
+class ReductionError(ValueError):
+    """Gradients cannot be reduced correctly with the arguments at hand. Nothing was sent."""

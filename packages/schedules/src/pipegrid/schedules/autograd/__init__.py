@@ -1,1 +1,21 @@
-"""Backward in two halves, and what it needs of torch's autograd."""
+"""Backwards in two halves, freed outputs, and the parts of torch's autograd engine that both need."""
+
+from pipegrid.schedules.autograd.deallocate import free_storage, freeable, require_deallocatable
+from pipegrid.schedules.autograd.engine import run_backward, shape_of_gradient
+from pipegrid.schedules.autograd.partition import input_path_of
+from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
+from pipegrid.schedules.autograd.unsplittable import SplitBackwardError, require_splittable
+
+__all__ = [
+    "SplitBackwardError",
+    "WeightHalf",
+    "backward_inputs",
+    "backward_weights",
+    "free_storage",
+    "freeable",
+    "input_path_of",
+    "require_deallocatable",
+    "require_splittable",
+    "run_backward",
+    "shape_of_gradient",
+]

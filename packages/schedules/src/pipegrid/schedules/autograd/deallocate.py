@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from pipegrid.schedules.errors import StepArgumentError
+
 
 def freeable(tensors: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those of ``tensors`` from which none of ``roots`` was computed.
@@ -34,3 +36,24 @@ def freeable(tensors: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> 
                 seen.add(node)
                 stack.append(node)
     return list(wanted.values())
+
+
+def free_storage(out: torch.Tensor) -> None:
+    """Free the storage of a sent activation; its ``grad_fn`` stays for the backward.
+
+    Raises:
+        StepArgumentError: a view, whose base would be freed as well.
+    """
+    require_deallocatable(out)
+    out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
+
+
+def require_deallocatable(out: torch.Tensor | None) -> None:
+    """Raise for a view, whose base would be freed as well. A leaf is never freed, so it may be a view."""
+    if out is None or out.grad_fn is None:
+        return
+    if out._base is not None:  # noqa: SLF001 -- the documented way to ask whether a tensor is a view
+        raise StepArgumentError(
+            f"an output of shape {tuple(out.shape)} is a view of another tensor and cannot be deallocated; return "
+            "output.clone(), or set deallocate_pipeline_outputs=False"
+        )

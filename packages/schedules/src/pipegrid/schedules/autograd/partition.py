@@ -64,7 +64,7 @@ class Whole:
 
     Attributes:
         node: its number.
-        entries: its edges that leave the trunk: their index, the node that they lead to, and to which output.
+        entries: its edges that leave the input path: their index, the node that they lead to, and to which output.
         custom: whether it computes both halves anyway; a node of torch's own does so only where it is asked.
     """
 
@@ -91,16 +91,16 @@ class Division:
     """What I and W do with the nodes of a graph.
 
     Attributes:
-        trunk: all nodes of the trunk; without any there are no owners either.
+        input_path: all nodes of the input path; without any there are no owners either.
         owners: in the order in which W runs them: the highest first, as in a whole backward.
-        whole: the nodes with edges out of the trunk that are no owners.
+        whole: the nodes with edges out of the input path that are no owners.
         arrivals: the owners' outputs, each as a node and an output: I keeps the gradients that arrive there.
         levels: the owners by height.
-        spent: nodes of the trunk that W does not run again.
-        refused: nodes of the trunk that cannot run while others are kept for later.
+        spent: nodes of the input path that W does not run again.
+        refused: nodes of the input path that cannot run while others are kept for later.
     """
 
-    trunk: tuple[int, ...]
+    input_path: tuple[int, ...]
     owners: tuple[Owner, ...]
     whole: tuple[Whole, ...]
     arrivals: tuple[tuple[int, int], ...]
@@ -142,15 +142,15 @@ def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) ->
 
 @lru_cache(maxsize=_DIVISIONS_KEPT)
 def divide(outline: Outline) -> Division:
-    """Divide a graph into its trunk, which leads to the inputs, and what the trunk's nodes own."""
+    """Divide a graph into its input path, which leads to the inputs, and what the input path's nodes own."""
     heights = _heights(outline)
-    trunk = tuple(node for node, height in heights.items() if height)
-    outputs: dict[int, set[int]] = {node: set() for node in trunk}
+    path = tuple(node for node, height in heights.items() if height)
+    outputs: dict[int, set[int]] = {node: set() for node in path}
     entries: dict[int, list[tuple[int, int, int]]] = {}
     for node, output in outline.roots:
         if node in outputs:
             outputs[node].add(output)
-    for node in trunk:
+    for node in path:
         for index, (child, output) in enumerate(outline.edges[node]):
             if child == _NOWHERE:
                 continue
@@ -168,20 +168,20 @@ def divide(outline: Outline) -> Division:
     owners.sort(key=lambda owner: -owner.height)
     waiting = {owner.node for owner in owners}
     return Division(
-        trunk=trunk,
+        input_path=path,
         owners=tuple(owners),
         whole=tuple(Whole(node, tuple(entries[node]), node in custom) for node in entries if node not in waiting),
         arrivals=tuple((owner.node, output) for owner in owners for output in owner.outputs),
         levels=tuple(_levels(owners)),
-        spent=tuple(node for node in trunk if node not in waiting),
-        refused=tuple(node for node in trunk if outline.kinds[node].__name__ in UNSPLITTABLE),
+        spent=tuple(node for node in path if node not in waiting),
+        refused=tuple(node for node in path if outline.kinds[node].__name__ in UNSPLITTABLE),
     )
 
 
-def trunk_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> list[Node]:
+def input_path_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> list[Node]:
     """The nodes that lead from ``roots`` to ``inputs``."""
     nodes, outline = outline_of(roots, inputs)
-    return [nodes[number] for number in divide(outline).trunk]
+    return [nodes[number] for number in divide(outline).input_path]
 
 
 def _heights(outline: Outline) -> dict[int, int]:

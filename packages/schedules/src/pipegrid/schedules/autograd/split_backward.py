@@ -3,14 +3,14 @@
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2, which names the halves B and W; here they are
 I and W. The model is not changed: the graph that autograd recorded is cut.
 
-The graph's *trunk* is every node from which an input of the stage can be reached. Beside it hang the parameters. A
-node of the trunk with an edge that leaves the trunk *owns* what lies behind that edge::
+The graph's *input path* is every node from which an input of the stage can be reached. Beside it hang the parameters. A
+node of the input path with an edge that leaves the input path *owns* what lies behind that edge::
 
-    output <- tanh <- addmm <- layer_norm <- input        tanh: trunk
+    output <- tanh <- addmm <- layer_norm <- input        tanh: input path
                         |           |                     addmm owns what leads to its weight and bias
                      weight       scale                   layer_norm owns its scale
 
-I runs the trunk. Of every owner the engine then computes only what flows on to the inputs, and the gradients that
+I runs the input path. Of every owner the engine then computes only what flows on to the inputs, and the gradients that
 arrive at an owner are kept. W runs each owner once more, from those gradients to its own parameters and nowhere else:
 it computes the other half. So nothing is computed twice (but by the few operators of torch that make both halves in one
 kernel: PReLU, recurrent cells), and the engine itself accumulates into the parameters, so that their hooks fire as they
@@ -19,12 +19,12 @@ do in a whole backward.
 Two kinds of owner cannot be run in halves, and run whole at I:
 
 - a custom `torch.autograd.Function` computes both halves whenever it runs (or accumulates into a ``main_grad`` itself);
-- nodes that share a parameter: from the upper of the two, the engine would go down the trunk to the other one.
+- nodes that share a parameter: from the upper of the two, the engine would go down the input path to the other one.
 
-A stage without inputs that need a gradient has no trunk. Nobody waits for anything there, so all of it runs at W.
+A stage without inputs that need a gradient has no input path. Nobody waits for anything there, so all of it runs at W.
 
 Tensor hooks may run more often than in a whole backward, to the same effect on gradients: one on an activation that an
-owner made runs in each half, one on a parameter that several nodes of the trunk read directly runs twice.
+owner made runs in each half, one on a parameter that several nodes of the input path read directly runs twice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def backward_inputs(
     parts = divide(outline)
     if parts.refused and refuse is not None:
         refuse([nodes[node] for node in parts.refused])
-    if not parts.trunk:
+    if not parts.input_path:
         return [None] * len(inputs), WeightHalf((Call(roots, gradients, ()),) if roots else ())
     arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]
     asked: list[GradientEdge] = []

@@ -22,18 +22,18 @@ class SplitBackwardError(ValueError):
     """A stage's backward cannot be run in two halves."""
 
 
-def require_splittable(trunk: Iterable[Node], stage: int, model: Any) -> None:
+def require_splittable(path: Iterable[Node], stage: int, model: Any) -> None:
     """Refuse a graph with a node that cannot run while others of the graph are kept for later.
 
     Args:
-        trunk: the nodes that lead to the stage's inputs.
+        path: the nodes that lead to the stage's inputs.
         stage: its number.
         model: its module, for the names in the message; anything else will do.
 
     Raises:
         SplitBackwardError: reentrant checkpointing, or a compiled module.
     """
-    for node in trunk:
+    for node in path:
         kind = node.name()
         if kind == _REENTRANT:
             raise SplitBackwardError(

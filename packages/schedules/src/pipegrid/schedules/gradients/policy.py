@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.gradients.reduce import collection_of, lanes_group, reduce_gradients
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
 from pipegrid.schedules.megatron.config import option
@@ -20,10 +21,6 @@ from pipegrid.transport.opening import resolve_device
 
 Finish = Callable[[Mapping[int, torch.Tensor | None]], None]
 """Called once after the last backward, with the tokens that the loss of each stage counted (None without a loss)."""
-
-
-class ReductionError(ValueError):
-    """The gradients of a step could not be made right with what was given."""
 
 
 def settle_reduction(

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from pipegrid.schedules.arguments import require
-from pipegrid.schedules.autograd.engine import run_backward, shape_of_gradient
+from pipegrid.schedules.autograd import free_storage, run_backward, shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import option
-from pipegrid.schedules.runtime.payloads import describe, map_tensors, tensors_of
+from pipegrid.schedules.runtime import describe, gradient_of, map_tensors, tensors_of
 
 
 def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any) -> Any:
@@ -76,16 +76,6 @@ def backward_roots(
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient to send back for a received tensor.
-
-    Zeros where it requires grad but was not used, so that what travels has the same form for every microbatch.
-    """
-    if not tensor.requires_grad:
-        return None
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Backward from an output whose storage was freed by `deallocate_output_tensor`.
 
@@ -132,16 +122,4 @@ def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outpu
     if out is None or not deallocate_pipeline_outputs:
         return
     require("out", out, torch.Tensor, "call it once for each tensor of a payload", error=StepArgumentError)
-    require_deallocatable(out)
-    out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
-
-
-def require_deallocatable(out: torch.Tensor | None) -> None:
-    """Refuse a view: freeing it would free its base as well. A leaf is never freed, so it may be one."""
-    if out is None or out.grad_fn is None:
-        return
-    if out._base is not None:  # noqa: SLF001 -- the documented way to ask whether a tensor is a view
-        raise StepArgumentError(
-            f"an output of shape {tuple(out.shape)} is a view of another tensor and cannot be deallocated; return "
-            "output.clone(), or set deallocate_pipeline_outputs=False"
-        )
+    free_storage(out)

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 
 from pipegrid.schedules.arguments import require, require_function, require_integer
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.errors import LossError, StepArgumentError
 from pipegrid.schedules.megatron.autocasting import autocast
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
-from pipegrid.schedules.runtime.payloads import describe
+from pipegrid.schedules.runtime import describe
 
 _MODEL = "give a torch.nn.Module"
-
-
-class LossError(ValueError):
-    """A loss function returned something that cannot be a loss."""
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:

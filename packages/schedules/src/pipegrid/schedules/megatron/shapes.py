@@ -15,7 +15,7 @@ from attrs import frozen
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.megatron.counts import get_tensor_shapes, require_size
-from pipegrid.schedules.runtime.payloads import flatten
+from pipegrid.schedules.runtime import flatten
 
 
 class AnnouncedShapesError(ValueError):

@@ -9,12 +9,12 @@ import torch
 from attrs import define, field
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.errors import LossError, StageOutputError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.megatron.counts import check_first_val_step
-from pipegrid.schedules.megatron.forward import LossError, forward_step
+from pipegrid.schedules.megatron.forward import forward_step
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
-from pipegrid.schedules.runtime.runtime import Forwarded
+from pipegrid.schedules.runtime import Forwarded
 from pipegrid.transport.edge import Edge
 
 
@@ -49,7 +49,7 @@ class SeedStage:
     num_tokens: torch.Tensor | None = None
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
-        """See `pipegrid.schedules.runtime.runtime.Stage.forward`."""
+        """See `pipegrid.schedules.runtime.Stage.forward`."""
         outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
         if self.shapes is not None:
             for payload in inputs.values():

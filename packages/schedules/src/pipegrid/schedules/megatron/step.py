@@ -22,7 +22,7 @@ from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, a
 from pipegrid.schedules.megatron.stage import SeedStage
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.runtime.runtime import PipelineRuntime, position_of
+from pipegrid.schedules.runtime import PipelineRuntime, position_of
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """The name and the stages of each tied parameter."""

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from pipegrid.schedules.plan.actions import Action
 
 
@@ -21,12 +19,14 @@ class Mark(Protocol):
 
 def cuda_mark() -> Mark:
     """A mark after all that was issued to the current stream so far."""
+    import torch  # the rest of the monitor works without
+
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-class DeviceMarks:
+class DeviceProgress:
     """A hook that marks the device's work after each action.
 
     One thread runs actions, another asks: a deque's ends may be used from both without a lock.

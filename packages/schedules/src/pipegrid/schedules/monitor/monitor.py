@@ -11,10 +11,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from attrs import define
 
-from pipegrid.schedules.arguments import as_number, require, require_integer, require_items, shown
+from pipegrid.schedules.arguments import as_number, require_integer, require_items, shown
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
     Control,
@@ -23,9 +22,11 @@ from pipegrid.schedules.monitor.control import (
     Failure,
     where_all_stand,
 )
-from pipegrid.schedules.monitor.device_progress import DeviceMarks
+from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
 if TYPE_CHECKING:
+    import torch
+
     from pipegrid.schedules.plan.plan import Plan
 
 _AGREE_SECONDS = 60.0
@@ -89,15 +90,13 @@ class Monitor:
         for verb in STORE_VERBS:
             if isinstance(store, type) or not callable(getattr(store, verb, None)):
                 raise MonitorError(f"store is {shown(store)}, without {verb}(); give control_store('monitor')")
-        kinds = (torch.device, type(None))
-        require("device", device, kinds, "give the torch.device that computes, or None", error=MonitorError)
         require_integer("rank", rank, "give this rank", least=0, error=MonitorError)
         ranks = require_items("ranks", ranks, int, "give the list of all ranks that run steps", error=MonitorError)
         if rank not in ranks:
             raise MonitorError(f"rank {rank} is not among the ranks {list(ranks)}: give all ranks that run steps")
         self.deadline = deadline
         self.interval = interval
-        self.marks = DeviceMarks() if device is not None and device.type == "cuda" else None
+        self.marks = DeviceProgress() if device is not None and device.type == "cuda" else None
         self._control = Control(store, rank, ranks)
         self._agree_seconds = agree_seconds
         self._watched: _Watched | None = None

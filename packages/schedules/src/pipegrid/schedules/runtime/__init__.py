@@ -1,1 +1,23 @@
-"""Runs a verified plan on real stages."""
+"""Execute a verified plan on real modules: the runtime, its stages, hooks and payloads."""
+
+from pipegrid.schedules.runtime.hooks import Hook, MessageHook, ProfilerRanges
+from pipegrid.schedules.runtime.payloads import describe, flatten, gradient_of, map_tensors, tensors_of
+from pipegrid.schedules.runtime.preflight import position_of
+from pipegrid.schedules.runtime.runtime import PipelineError, PipelineRuntime
+from pipegrid.schedules.runtime.stage import Forwarded, Stage
+
+__all__ = [
+    "Forwarded",
+    "Hook",
+    "MessageHook",
+    "PipelineError",
+    "PipelineRuntime",
+    "ProfilerRanges",
+    "Stage",
+    "describe",
+    "flatten",
+    "gradient_of",
+    "map_tensors",
+    "position_of",
+    "tensors_of",
+]

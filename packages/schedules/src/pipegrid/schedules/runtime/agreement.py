@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attrs import define, field
 
-from pipegrid.schedules.monitor.control import DisagreementError
+from pipegrid.schedules.monitor import DisagreementError
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan

@@ -1,16 +1,15 @@
-"""What travels along the edges that touch a position, by microbatch: posted, arrived, and waiting to be sent."""
+"""The payloads of the edges at one position, by microbatch: received, kept for their send, and under way."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 
-from pipegrid.schedules.megatron.backward import deallocate_output_tensor
-from pipegrid.schedules.runtime.collectives import exchange
+from pipegrid.schedules.autograd import free_storage
 from pipegrid.schedules.runtime.payloads import map_tensors
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
@@ -18,185 +17,169 @@ from pipegrid.transport.protocol import ReusableReceive
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.actions import Action
     from pipegrid.schedules.runtime.hooks import MessageHook
-    from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle
+    from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
-
-_ON_THE_WAY = 2  # messages of one edge that a position may have posted and not seen through
-
-
-@define(eq=False)
-class PostOffice:
-    """How one position sends and receives."""
-
-    communicator: PipelineCommunicator
-    deadline: float | None
-    hooks: Sequence[MessageHook]
-
-    def exchange(self, microbatch: int, action: Action, outbox: Outbox | None, inbox: Inbox | None) -> None:
-        """``COLLECTIVE``: give what ``outbox`` keeps, and have in ``inbox`` what arrives, before the next action."""
-        assert action.edge is not None  # a collective that moves nothing along an edge was refused
-        assert action.direction is not None
-        payload, parcel = (None, None) if outbox is None else outbox.give(microbatch)
-        sending, receiving = exchange(
-            self.communicator,
-            map_tensors(payload, _detached),
-            action.edge,
-            action.direction,
-            deadline=self.deadline,
-        )
-        if sending is not None and outbox is not None:
-            outbox.sent(action, sending, parcel)
-        if receiving is not None and inbox is not None:
-            inbox.expect(microbatch, action, receiving)
-
-    def arrival(self, action: Action, handle: ReceiveHandle) -> Payload:
-        """What ``action`` posted a receive for, once it is here."""
-        if self.deadline is not None:
-            handle.wait(self.deadline)
-        payload = handle.result()  # which waits as well, as long as the communicator allows
-        for hook in self.hooks:
-            hook.completed(action)
-        return payload
-
-    def departure(self, action: Action, handle: Handle) -> None:
-        """Wait until what ``action`` posted has left."""
-        handle.wait(self.deadline)
-        for hook in self.hooks:
-            hook.completed(action)
+_SENDS_UNDER_WAY = 2
 
 
 @define(eq=False)
-class Parcel:
-    """The outputs of one forward, whose storage is freed once ``unsent`` messages are through."""
+class PendingFree:
+    """The outputs of one forward, whose storage is freed after ``unsent`` more messages have left."""
 
     unsent: int
     tensors: Sequence[torch.Tensor]
 
     def sent(self) -> None:
-        """One of the messages is through."""
+        """One of the messages has left."""
         self.unsent -= 1
         if self.unsent == 0:
             for tensor in self.tensors:
-                deallocate_output_tensor(tensor, deallocate_pipeline_outputs=True)
+                free_storage(tensor)
 
 
 @define(eq=False)
-class Inbox:
-    """What arrives along an edge: by a receive that was posted, or handed over by a stage on the same position."""
+class RecvQueue:
+    """Payloads that arrive along an edge, by a posted receive or (``local``) from a stage on the same position."""
 
     edge: Edge
     direction: Direction
-    office: PostOffice
-    local: bool
-    lends: bool = False  # what arrived is given back at the end
+    communicator: Any
+    deadline: float | None = None
+    hooks: Sequence[MessageHook] = ()
+    local: bool = False
+    lends: bool = False
+    """Receive buffers return to the communicator after the backward of their microbatch."""
     _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
-    _here: dict[int, Payload] = field(factory=dict, init=False)
+    _arrived: dict[int, Payload] = field(factory=dict, init=False)
 
     def begin(self) -> None:
-        """Forget what an earlier step left."""
+        """Drop the state of an earlier step."""
         self._lent.clear()
         self._posted.clear()
-        self._here.clear()
+        self._arrived.clear()
 
     def receive(self, microbatch: int, action: Action) -> None:
         """``RECV_F`` or ``RECV_B``: post the receive."""
-        self.expect(microbatch, action, self.office.communicator.irecv(edge=self.edge, direction=self.direction))
+        self._posted[microbatch] = action, self.communicator.irecv(edge=self.edge, direction=self.direction)
 
     def expect(self, microbatch: int, action: Action, handle: ReceiveHandle) -> None:
-        """What ``action`` has posted will arrive."""
+        """Note a receive that was posted elsewhere (a collective)."""
         self._posted[microbatch] = action, handle
 
     def wait(self, microbatch: int) -> None:
-        """Wait until the message is here."""
+        """Wait until the payload has arrived, up to the deadline."""
         action, handle = self._posted.pop(microbatch)
-        self._here[microbatch] = self.office.arrival(action, handle)
+        if self.deadline is not None:
+            handle.wait(self.deadline)
+        self._arrived[microbatch] = handle.result()  # without a deadline it waits as long as the communicator allows
+        for hook in self.hooks:
+            hook.completed(action)
         if self.lends and isinstance(handle, ReusableReceive):
             self._lent[microbatch] = handle
 
-    def hand_over(self, microbatch: int, payload: Payload) -> None:
-        """Take what a stage on the same position made."""
-        self._here[microbatch] = payload
+    def put(self, microbatch: int, payload: Payload) -> None:
+        """Take the payload of a stage on the same position."""
+        self._arrived[microbatch] = payload
 
     def take(self, microbatch: int) -> Payload:
-        """What is here, once."""
-        return self._here.pop(microbatch)
+        """The payload of ``microbatch``, once."""
+        return self._arrived.pop(microbatch)
 
     def give_back(self, microbatch: int) -> None:
-        """Let the buffers that held ``microbatch`` take another message, where the communicator can."""
+        """Return the buffers of ``microbatch`` to the communicator."""
         handle = self._lent.pop(microbatch, None)
         if handle is not None:
             handle.release()
 
 
 @define(eq=False)
-class Outbox:
-    """What leaves along an edge: kept for its send, or handed to the inbox of a stage on the same position.
+class SendQueue:
+    """Payloads that leave along an edge: kept until their send, or put into ``local``, the queue at the other end.
 
-    A message is seen through before the next but one along the edge is posted. That never blocks for good (a verified
-    plan does not deadlock even if every send is waited for at once) and seldom for long, so that nobody has to ask
-    whether a message has left, and no more than two per edge are held.
+    At most two sends per edge are outstanding. Waiting for the older one never deadlocks (`verify` proves the plan even
+    for sends that block until received) and bounds the memory that messages hold, so completion needs no polling.
     """
 
     edge: Edge
     direction: Direction
-    office: PostOffice
-    inbox: Inbox | None
-    _kept: dict[int, tuple[Payload, Parcel | None]] = field(factory=dict, init=False)
-    _sent: deque[tuple[Action, Handle, Parcel | None]] = field(factory=deque, init=False)
-
-    @property
-    def sends(self) -> bool:
-        """Whether what is put here leaves by a message."""
-        return self.inbox is None
+    communicator: Any
+    deadline: float | None = None
+    hooks: Sequence[MessageHook] = ()
+    local: RecvQueue | None = None
+    _kept: dict[int, tuple[Payload, PendingFree | None]] = field(factory=dict, init=False)
+    _sent: deque[tuple[Action, Handle, PendingFree | None]] = field(factory=deque, init=False)
 
     def begin(self) -> None:
-        """Forget what an earlier step left."""
+        """Drop the state of an earlier step."""
         self._kept.clear()
         self._sent.clear()
 
-    def put(self, microbatch: int, payload: Payload, parcel: Parcel | None = None) -> None:
-        """Keep ``payload`` until `send`; or hand it over now."""
-        if self.inbox is None:
-            self._kept[microbatch] = payload, parcel
+    def put(self, microbatch: int, payload: Payload, pending: PendingFree | None = None) -> None:
+        """Keep ``payload`` until its send, or hand it over at once."""
+        if self.local is None:
+            self._kept[microbatch] = payload, pending
         else:
-            self.inbox.hand_over(microbatch, map_tensors(payload, _as_leaf))
+            self.local.put(microbatch, map_tensors(payload, _as_leaf))
 
     def send(self, microbatch: int, action: Action) -> None:
-        """``SEND_F`` or ``SEND_B``."""
-        payload, parcel = self.give(microbatch)
-        detached = map_tensors(payload, _detached)
-        self.sent(action, self.office.communicator.isend(detached, edge=self.edge, direction=self.direction), parcel)
-
-    def give(self, microbatch: int) -> tuple[Payload, Parcel | None]:
-        """What was kept, once."""
-        return self._kept.pop(microbatch)
-
-    def sent(self, action: Action, handle: Handle, parcel: Parcel | None) -> None:
-        """What ``action`` has posted is leaving."""
-        self._sent.append((action, handle, parcel))
+        """``SEND_F`` or ``SEND_B``: post the send."""
+        payload, pending = self._kept.pop(microbatch)
+        handle = self.communicator.isend(map_tensors(payload, _detached), edge=self.edge, direction=self.direction)
+        self._sent.append((action, handle, pending))
 
     def make_room(self) -> None:
-        """Wait until another message may be posted."""
-        self._settle(_ON_THE_WAY - 1)
+        """Wait until one more send may be posted."""
+        if len(self._sent) >= _SENDS_UNDER_WAY:
+            self._complete_oldest()
 
     def settle(self) -> None:
-        """Wait until everything that was sent has left."""
-        self._settle(0)
+        """Wait until every message has left."""
+        while self._sent:
+            self._complete_oldest()
 
-    def _settle(self, still: int) -> None:
-        while len(self._sent) > still:
-            action, handle, parcel = self._sent.popleft()
-            self.office.departure(action, handle)
-            if parcel is not None:
-                parcel.sent()
+    def _complete_oldest(self) -> None:
+        action, handle, pending = self._sent.popleft()
+        handle.wait(self.deadline)
+        for hook in self.hooks:
+            hook.completed(action)
+        if pending is not None:
+            pending.sent()
+
+    def take(self, microbatch: int) -> tuple[Payload, PendingFree | None]:
+        """The payload of ``microbatch``, detached, for a collective; once."""
+        payload, pending = self._kept.pop(microbatch)
+        return map_tensors(payload, _detached), pending
+
+    def sent(self, action: Action, handle: Handle, pending: PendingFree | None) -> None:
+        """Note a send that was posted elsewhere (a collective)."""
+        self._sent.append((action, handle, pending))
+
+
+def exchange(
+    microbatch: int, action: Action, communicator: Any, sends: SendQueue | None, receives: RecvQueue | None
+) -> None:
+    """``COLLECTIVE``: send the payload of ``sends`` and wait for the payload of ``receives``.
+
+    Stages that share ranks but shard data differently (an encoder on dp 2 over a language model on pp 2) exchange all
+    at once. Every position of both leaves the action with its data, as the proof of the plan assumes: a later wait
+    could hold up another member at an action behind this one.
+    """
+    payload, pending = (None, None) if sends is None else sends.take(microbatch)
+    sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
+    if receiving is not None:
+        receiving.wait(None if receives is None else receives.deadline)
+    if sending is not None and sends is not None:
+        sends.sent(action, sending, pending)
+    if receiving is not None and receives is not None:
+        receives.expect(microbatch, action, receiving)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """What is sent: no part of a graph. A gradient is none anyway, and needs no new tensor."""
+    """A tensor without its graph. A gradient has none, and needs no new tensor."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """What a stage on the same rank receives: the values, with a gradient of its own."""
+    """The values as a leaf with a gradient of its own, for a stage on the same rank."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -57,3 +57,13 @@ def describe(value: Any) -> str:
     if callable(value) or (isinstance(value, (list, dict)) and value):
         return f"a {type(value).__name__}"
     return f"{type(value).__name__} {value!r}"
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient to send back for a received tensor.
+
+    Zeros where it requires grad but was not used, so that what travels has the same form for every microbatch.
+    """
+    if not tensor.requires_grad:
+        return None
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,20 +1,59 @@
-"""Whether a plan can be run here: its position for this rank's stages, and nothing that the runtime lacks."""
+"""Checks before the first message: a plan that this rank can run with its stages, communicator and reducers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pipegrid.schedules.arguments import require_items, shown
-from pipegrid.schedules.errors import PlanError, PlanMismatchError, RuntimeArgumentError
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from pipegrid.schedules.arguments import as_number, require, require_function, require_items, shown
+from pipegrid.schedules.errors import PlanError, PlanMismatchError, ReductionError, RuntimeArgumentError
 from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import require_plan
-from pipegrid.schedules.runtime.collectives import check_collectives
+from pipegrid.schedules.plan.plan import actions_of, require_plan
+from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.verify import own_faults
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan
-    from pipegrid.transport.edge import Edge
+    from pipegrid.transport.edge import Direction, Edge
+    from pipegrid.transport.protocol import Handle, ReceiveHandle
+
+_HOOK = "a hook has before(action) and after(action)"
+_MONITOR = "give a Monitor(store, rank=..., ranks=...), or None"
+
+
+def check_arguments(
+    plan: Any, stages: Any, hooks: Any, reducers: Any, loss_scale: Any, deadline: Any, monitor: Any
+) -> None:
+    """Refuse what is of another kind.
+
+    Raises:
+        RuntimeArgumentError: which, and what is wanted in its place.
+    """
+    error = RuntimeArgumentError
+    require_plan(plan, error=error)
+    require("stages", stages, Mapping, "give a dict of this rank's stages by global number", error=error)
+    for number, stage in stages.items():
+        if not callable(getattr(stage, "forward", None)):
+            raise RuntimeArgumentError(
+                f"stage {number} is {shown(stage)}, without a forward(microbatch, inputs) that returns Forwarded"
+            )
+    for index, hook in enumerate(require_items("hooks", hooks, object, f"give a list; {_HOOK}", error=error)):
+        if not isinstance(hook, Hook) or not callable(hook.before) or not callable(hook.after):
+            raise RuntimeArgumentError(f"hook {index} is {shown(hook)}; {_HOOK}")
+    if reducers is not None:
+        require("reducers", reducers, Mapping, "give a dict of functions by group (or stage)", error=error)
+    for name, reduce in (reducers or {}).items():
+        require_function(f"the reducer for {name!r}", reduce, "give a function of no arguments", error=error)
+    if loss_scale is not None:
+        require_function("loss_scale", loss_scale, "give a function from a loss to the scaled loss", error=error)
+    if deadline is not None:
+        as_number("deadline", deadline, "give a positive number of seconds, or None", above=0.0, error=error)
+    for verb in () if monitor is None else ("begin", "end", "failed"):
+        if isinstance(monitor, type) or not callable(getattr(monitor, verb, None)):
+            raise RuntimeArgumentError(f"monitor is {shown(monitor)}; {_MONITOR}")
 
 
 def position_of(plan: Plan, stages: Iterable[int]) -> int:
@@ -123,3 +162,97 @@ def _require_same_gradients(plan: Plan, without: Collection[Edge] | None) -> Non
                 f"edge {edge} ({source!r} -> {destination!r}) was declared with backward, but the plan sends no "
                 "gradient along it: declare it EdgeOptions(backward=False)"
             )
+
+
+@runtime_checkable
+class CollectiveCommunicator(Protocol):
+    """A communicator that can exchange among all ranks of two stages, some of which hold both."""
+
+    def collective(
+        self, payload: Any, *, edge: Edge, direction: Direction
+    ) -> tuple[Handle | None, ReceiveHandle | None]:
+        """Start the exchange; the send where this rank gives something, and the receive where it gets something."""
+        ...
+
+
+def check_collectives(plan: Plan, position: int, communicator: Any) -> None:
+    """Refuse a plan whose collectives are not those that the communicator's modules need.
+
+    Raises:
+        PlanMismatchError: an edge that the communicator serves as a collective, without a group that carries it; a
+            ``COLLECTIVE`` in a batch, or one that moves nothing along an edge; a communicator without collectives.
+    """
+    held = plan.stages_at[position]
+    _check_shared(plan, held, getattr(communicator, "collective_edges", ()))
+    collectives = []
+    for step in plan.positions[position]:
+        found = [action for action in actions_of(step) if action.kind is ActionKind.COLLECTIVE]
+        collectives += found
+        if found and isinstance(step, tuple):
+            raise PlanMismatchError(
+                f"position {position} has {found[0]} in a batch; it waits until data has arrived, for which the rest "
+                "of the batch would have to be issued: let it stand alone"
+            )
+    if collectives and not isinstance(communicator, CollectiveCommunicator):
+        raise PlanMismatchError(
+            f"position {position} has {collectives[0]}, but a {type(communicator).__name__} has no collective(); "
+            "modules that share ranks run on a MultiModulePipelineCommunicator"
+        )
+    for action in collectives:
+        if action.edge is None:
+            raise PlanMismatchError(
+                f"position {position} has {action}, which moves nothing along an edge; a runtime does not know what it "
+                "is for: leave it out, or name the edge"
+            )
+
+
+def _check_shared(plan: Plan, held: Collection[int], needed: Collection[Edge]) -> None:
+    for edge in plan.graph.stage_edges:
+        if edge in plan.collective_edges or (edge.source not in held and edge.destination not in held):
+            continue
+        sources, destinations = plan.placement[edge.source], plan.placement[edge.destination]
+        shared = sources != destinations and not set(sources).isdisjoint(destinations)
+        if shared or edge in needed:
+            (source, _), (destination, _) = map(plan.graph.module_of, (edge.source, edge.destination))
+            raise PlanMismatchError(
+                f"edge {edge} joins {source!r} on positions {list(sources)} and {destination!r} on positions "
+                f"{list(destinations)}, where ranks of one position exchange among themselves: what crosses is a "
+                f"COLLECTIVE. Lower the plan with collectives={{Edge({edge.source}, {edge.destination}): 'a name'}}"
+            )
+
+
+def require_right_wrappers(plan: Plan, position: int, stages: Mapping[int, Any]) -> None:
+    """Refuse a `DistributedDataParallel` in a stage whose backwards do not follow their own forwards at once.
+
+    It prepares in each forward for the one backward that it takes to come next, and knows none in halves.
+
+    Raises:
+        ReductionError: there is one; the message names it, and what to do in its place.
+    """
+    for number, stage in stages.items():
+        if number in plan.forward_only or _one_at_a_time(plan, position, number):
+            continue
+        for name, module in _modules(stage):
+            if isinstance(module, DistributedDataParallel):
+                raise ReductionError(
+                    f"stage {number} has a DistributedDataParallel ({name}), which decides in a forward whether the "
+                    "next backward reduces; in this plan other forwards come between, or the backward is split, so it "
+                    "would reduce the wrong gradients. Give the stage the bare module, and call reduce_gradients(...) "
+                    "over its data lanes once after the step; or choose a plan with one stage, whose backwards follow "
+                    "their forwards at once"
+                )
+
+
+def _one_at_a_time(plan: Plan, position: int, stage: int) -> bool:
+    """Whether each forward of ``stage`` is followed by its own backward, a whole one, before its next forward."""
+    order = [(a.kind, a.microbatch) for a in plan.actions(position) if a.stage == stage and a.kind.is_compute]
+    return order == [(kind, microbatch) for _, microbatch in order[::2] for kind in (ActionKind.F, ActionKind.B)]
+
+
+def _modules(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of a stage: those that it is, or holds as attributes, ``model`` among them."""
+    held = {"model": getattr(stage, "model", None), **getattr(stage, "__dict__", {})}
+    for name, value in [("the stage itself", stage), *held.items()]:
+        if isinstance(value, torch.nn.Module):
+            for inner, module in value.named_modules():
+                yield f"{name}.{inner}" if inner else name, module

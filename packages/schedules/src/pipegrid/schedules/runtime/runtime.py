@@ -14,21 +14,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from pipegrid.schedules.monitor.control import DisagreementError
+from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import actions_of
 from pipegrid.schedules.runtime.agreement import StepAgreement
-from pipegrid.schedules.runtime.arguments import check_arguments
-from pipegrid.schedules.runtime.edge_queues import Inbox, Outbox, PostOffice
+from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.hooks import Hook, MessageHook
-from pipegrid.schedules.runtime.preflight import position_of, reducer_name, require_messenger, require_runnable
+from pipegrid.schedules.runtime.preflight import (
+    check_arguments,
+    position_of,
+    reducer_name,
+    require_messenger,
+    require_right_wrappers,
+    require_runnable,
+)
 from pipegrid.schedules.runtime.stage import Forwarded, Stage
-from pipegrid.schedules.runtime.stage_runner import StageWork
-from pipegrid.schedules.runtime.wrapped_stages import require_right_wrappers
+from pipegrid.schedules.runtime.stage_runner import StageRunner
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor.monitor import Monitor
+    from pipegrid.schedules.monitor import Monitor
     from pipegrid.schedules.plan.plan import Plan
     from pipegrid.transport.protocol import PipelineCommunicator
 
@@ -122,10 +127,9 @@ class PipelineRuntime:
         self._reducers = dict(reducers or {})
         require_runnable(plan, self.position, communicator, self._reducers)
         require_messenger(plan, self.position, communicator)
-        self._office = PostOffice(communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
-        self._open_boxes(stages)
-        self._works = {
-            number: self._work(number, stage, deallocate_outputs, reuse_buffers, loss_scale)
+        self._open_queues(stages, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
+        self._runners = {
+            number: self._runner(number, stage, deallocate_outputs, reuse_buffers, loss_scale)
             for number, stage in stages.items()
         }
         self._program: tuple[_Work, ...] = tuple(
@@ -133,7 +137,7 @@ class PipelineRuntime:
         )
         forwards = (tuple(bound for bound in work if _goes_forward(bound.action)) for work in self._program)
         self._forwards = tuple(work for work in forwards if work)
-        outside = {edge for edge, _ in (*self._inboxes, *self._outboxes) if edge not in self._local_edges}
+        outside = {edge for edge, _ in (*self._receives, *self._sends) if edge not in self._local_edges}
         self._rank = _rank_of(communicator)
         self._agreement = StepAgreement(plan, communicator, tuple(sorted(outside)), self._rank)
         self._stages, self._wrappers_checked = stages, False
@@ -143,10 +147,10 @@ class PipelineRuntime:
 
     # What is bound at construction
 
-    def _open_boxes(self, stages: Mapping[int, Stage]) -> None:
-        """An inbox for whatever arrives at this position, and an outbox for whatever leaves a stage of it."""
-        self._inboxes: dict[tuple[Edge, Direction], Inbox] = {}
-        self._outboxes: dict[tuple[Edge, Direction], Outbox] = {}
+    def _open_queues(self, stages: Mapping[int, Stage], deadline: float | None, hooks: Sequence[MessageHook]) -> None:
+        """A `RecvQueue` per edge and direction that arrives here, a `SendQueue` per one that leaves a stage here."""
+        self._receives: dict[tuple[Edge, Direction], RecvQueue] = {}
+        self._sends: dict[tuple[Edge, Direction], SendQueue] = {}
         self._local_edges: set[Edge] = set()
         for edge in self.plan.graph.stage_edges:
             ways = [(edge.source, edge.destination, Direction.FORWARD)]
@@ -155,39 +159,41 @@ class PipelineRuntime:
             if edge.source in stages and edge.destination in stages and edge not in self.plan.collective_edges:
                 self._local_edges.add(edge)
             for source, destination, direction in ways:
-                inbox = None
+                common = (edge, direction, self._communicator, deadline, hooks)
                 local = edge in self._local_edges
                 if destination in stages:
-                    inbox = self._inboxes[edge, direction] = Inbox(edge, direction, self._office, local=local)
+                    self._receives[edge, direction] = RecvQueue(*common, local=local)
                 if source in stages:
-                    self._outboxes[edge, direction] = Outbox(edge, direction, self._office, inbox if local else None)
+                    self._sends[edge, direction] = SendQueue(
+                        *common, local=self._receives[edge, direction] if local else None
+                    )
 
-    def _work(
+    def _runner(
         self,
         number: int,
         stage: Stage,
         deallocate: bool,
         reuse: bool,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> StageWork:
+    ) -> StageRunner:
         edges = self.plan.graph.stage_edges
         into, out = [e for e in edges if e.destination == number], [e for e in edges if e.source == number]
         gradients = self.plan.gradient_edges
         trains = number not in self.plan.forward_only
-        arriving = [self._inboxes[edge, Direction.FORWARD] for edge in into]
+        arriving = [self._receives[edge, Direction.FORWARD] for edge in into]
         # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
         # one that was handed over on this position may be needed longer, by the W of the stage that has it.
         returned = all(edge in gradients and edge not in self._local_edges for edge in out)
-        for inbox in arriving:
-            inbox.lends = reuse and trains and returned and not inbox.local
-        return StageWork(
+        for queue in arriving:
+            queue.lends = reuse and trains and returned and not queue.local
+        return StageRunner(
             number,
             stage,
             self.plan.num_microbatches,
             arriving=arriving,
-            leaving=[self._outboxes[edge, Direction.FORWARD] for edge in out],
-            gradients_in=[self._inboxes[edge, Direction.BACKWARD] for edge in out if edge in gradients],
-            gradients_out=[self._outboxes[edge, Direction.BACKWARD] for edge in into if edge in gradients],
+            leaving=[self._sends[edge, Direction.FORWARD] for edge in out],
+            gradients_in=[self._receives[edge, Direction.BACKWARD] for edge in out if edge in gradients],
+            gradients_out=[self._sends[edge, Direction.BACKWARD] for edge in into if edge in gradients],
             trains=trains,
             splits=any(a.kind is ActionKind.I and a.stage == number for a in self.plan.actions(self.position)),
             deallocate=deallocate,
@@ -202,24 +208,25 @@ class PipelineRuntime:
         if action.edge is not None and action.direction is not None:
             way = action.edge, action.direction
             if kind is ActionKind.COLLECTIVE:
-                boxes = self._outboxes.get(way), self._inboxes.get(way)
-                room = () if boxes[0] is None else (boxes[0].make_room,)
-                return _Bound(action, partial(self._office.exchange, microbatch, action, *boxes), room)
+                sends, receives = self._sends.get(way), self._receives.get(way)
+                room = () if sends is None else (sends.make_room,)
+                run = partial(exchange, microbatch, action, self._communicator, sends, receives)
+                return _Bound(action, run, room)
             if kind.is_send:
-                outbox = self._outboxes[way]
-                return _Bound(action, partial(outbox.send, microbatch, action), (outbox.make_room,))
-            return _Bound(action, partial(self._inboxes[way].receive, microbatch, action))
-        work = self._works[action.stage]
+                queue = self._sends[way]
+                return _Bound(action, partial(queue.send, microbatch, action), (queue.make_room,))
+            return _Bound(action, partial(self._receives[way].receive, microbatch, action))
+        runner = self._runners[action.stage]
         verbs = {
-            ActionKind.F: (work.forward, work.arriving),
-            ActionKind.B: (work.backward, work.gradients_in),
-            ActionKind.I: (work.backward_inputs, work.gradients_in),
-            ActionKind.W: (work.backward_weights, ()),
+            ActionKind.F: (runner.forward, runner.arriving),
+            ActionKind.B: (runner.backward, runner.gradients_in),
+            ActionKind.I: (runner.backward_inputs, runner.gradients_in),
+            ActionKind.W: (runner.backward_weights, ()),
         }
         verb, needed = verbs[kind]
         # What an action needs from elsewhere is waited for before it counts as started, so that a recorded
         # timeline shows computing as computing and waiting as waiting.
-        waits = tuple(partial(box.wait, microbatch) for box in needed if not box.local)
+        waits = tuple(partial(queue.wait, microbatch) for queue in needed if not queue.local)
         return _Bound(action, partial(verb, microbatch), waits)
 
     # What a step does
@@ -282,8 +289,8 @@ class PipelineRuntime:
                     else:
                         work[0].run()
                 self._cursor = len(program)
-                for outbox in self._outboxes.values():
-                    outbox.settle()
+                for queue in self._sends.values():
+                    queue.settle()
         except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
             if not watched and isinstance(error, Exception):
                 raise  # the monitor's own: the job has failed elsewhere, and nothing was sent
@@ -296,12 +303,12 @@ class PipelineRuntime:
 
     def _begin(self, *, grad: bool) -> None:
         """Nothing of an earlier step survives."""
-        for inbox in self._inboxes.values():
-            inbox.begin()
-        for outbox in self._outboxes.values():
-            outbox.begin()
-        for work in self._works.values():
-            work.begin(training=grad)
+        for receives in self._receives.values():
+            receives.begin()
+        for sends in self._sends.values():
+            sends.begin()
+        for runner in self._runners.values():
+            runner.begin(training=grad)
 
     @property
     def _remedy(self) -> str:

@@ -1,12 +1,15 @@
-"""What the runtime asks of a stage, and what it gets."""
+"""The interface between the runtime and a stage: what a forward takes, what it returns, and the checks of that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from attrs import frozen
+
+from pipegrid.schedules.errors import DataEndedError, LossError, PlanMismatchError, StageInputError, StageOutputError
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
@@ -15,13 +18,13 @@ if TYPE_CHECKING:
 
 @frozen
 class Forwarded:
-    """What a forward produced.
+    """The result of a forward.
 
     Attributes:
-        outputs: what each outgoing edge carries; the same payload may go to several.
-        loss: the scalar to differentiate, on a stage without outgoing edges; None in a forward-only run. Another
-            stage may have one as well (an auxiliary loss, as for the balance of experts): its backward starts from
-            that and from the gradients of its outputs, so that the step differentiates the sum of all losses.
+        outputs: the payload of each outgoing edge; one payload may go to several.
+        loss: the scalar to differentiate, on a stage without outgoing edges; None in a forward-only run. A stage with
+            outgoing edges may have a loss as well (an auxiliary loss that balances experts, for example): its backward
+            starts from that and from the gradients of its outputs, so the step differentiates the sum of all losses.
     """
 
     outputs: Mapping[Edge, Payload]
@@ -31,9 +34,93 @@ class Forwarded:
 class Stage(Protocol):
     """The computation of one stage.
 
-    If it has an attribute ``model`` that is an `torch.nn.Module`, errors name the parts of it.
+    With an attribute ``model`` that is a `torch.nn.Module`, errors name its submodules.
     """
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Payload]) -> Forwarded:
-        """Run microbatch ``microbatch``, given what each incoming edge delivered."""
+        """Run microbatch ``microbatch`` on the payload of each incoming edge."""
         ...
+
+
+def check_outputs(produced: Any, outgoing: AbstractSet[Edge], stage: int, microbatch: int) -> None:
+    """A `Forwarded` with a payload for each outgoing edge.
+
+    Raises:
+        StageOutputError: something else, or a payload that is not made of tensors.
+        PlanMismatchError: payloads for other edges than the plan's.
+    """
+    if not isinstance(produced, Forwarded) or not isinstance(produced.outputs, Mapping):
+        found = produced.outputs if isinstance(produced, Forwarded) else produced
+        what = "outputs that are " if isinstance(produced, Forwarded) else ""
+        raise StageOutputError(
+            f"the forward of stage {stage} returned {what}{_described(found)} for microbatch {microbatch}; return "
+            "Forwarded({edge: payload, ...}, loss), with a payload for each outgoing edge, or no edge and the loss"
+        )
+    if produced.outputs.keys() != outgoing:
+        raise PlanMismatchError(
+            f"the forward of stage {stage} returned outputs for {sorted(map(str, produced.outputs))} for microbatch "
+            f"{microbatch}; the plan has edges {sorted(map(str, outgoing))}"
+        )
+    for edge, payload in produced.outputs.items():
+        if not isinstance(payload, torch.Tensor):
+            _check_payload(payload, edge, stage, microbatch)
+
+
+def _check_payload(payload: Any, edge: Edge, stage: int, microbatch: int) -> None:
+    if payload is None or isinstance(payload, torch.Tensor):
+        return
+    if not isinstance(payload, (list, tuple, dict)):
+        raise StageOutputError(
+            f"the forward of stage {stage} returned {_described(payload)} on edge {edge} for microbatch {microbatch}; "
+            "a payload is made of tensors, None, and lists, tuples and dicts of them: send numbers as tensors"
+        )
+    for part in payload.values() if isinstance(payload, dict) else payload:
+        _check_payload(part, edge, stage, microbatch)
+
+
+def check_loss(loss: Any, stage: int, microbatch: int, *, scaled: bool = False) -> None:
+    """Something that can be differentiated: a real number that depends on what is learnt.
+
+    Raises:
+        LossError: anything else. ``scaled``: it is what ``loss_scale`` has returned.
+    """
+    whose = f"loss_scale returned, for the loss of stage {stage}" if scaled else f"the loss of stage {stage}"
+    head = f"{whose} for microbatch {microbatch}{', ' if scaled else ' is '}"
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"{head}{_described(loss)}; a loss is a tensor with one element that requires grad")
+    if loss.numel() != 1:
+        raise LossError(f"{head}a tensor of shape {tuple(loss.shape)}; a loss has one element: reduce it (mean or sum)")
+    if not loss.dtype.is_floating_point:
+        raise LossError(f"{head}a tensor of {loss.dtype}; a loss is a real number: a floating-point dtype")
+    if not loss.requires_grad:
+        raise LossError(
+            f"{head}a tensor that does not require grad: nothing would be learnt from it. Was it detached, or computed "
+            "under no_grad? A stage that learns nothing has no loss; to evaluate, call eval()"
+        )
+
+
+def ended(stage: int, microbatch: int, num_microbatches: int) -> DataEndedError:
+    """What to raise where a stage's forward let a ``StopIteration`` out."""
+    return DataEndedError(
+        f"the iterator of stage {stage} ended at microbatch {microbatch} of {num_microbatches} (they count from 0): "
+        "give the step as many as it has, or start the iterator anew before it"
+    )
+
+
+def changed_in_place(error: RuntimeError, stage: int, microbatch: int) -> StageInputError | None:
+    """What to raise where torch refused to change a received tensor, which is a leaf, in place."""
+    if "leaf Variable" not in str(error) or "in-place" not in str(error):
+        return None
+    return StageInputError(
+        f"the forward of stage {stage} changes a tensor in place for microbatch {microbatch} that it received, or a "
+        "parameter: a gradient is collected there, so it must stay as it is. Compute a new tensor (x = x + 1 in place "
+        f"of x += 1, relu without inplace=True), or change x.clone(). Torch says: {error}"
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    short = text if len(text) <= 60 else f"{text[:57]}..."
+    return short if value is None else f"{type(value).__name__} {short}"

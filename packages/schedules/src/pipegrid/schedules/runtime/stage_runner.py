@@ -9,17 +9,20 @@ import torch
 from attrs import define, field
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipegrid.schedules.autograd.deallocate import freeable
-from pipegrid.schedules.autograd.engine import run_backward
-from pipegrid.schedules.autograd.partition import trunk_of
-from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
-from pipegrid.schedules.autograd.unsplittable import require_splittable
+from pipegrid.schedules.autograd import (
+    WeightHalf,
+    backward_inputs,
+    backward_weights,
+    freeable,
+    input_path_of,
+    require_deallocatable,
+    require_splittable,
+    run_backward,
+)
 from pipegrid.schedules.errors import PlanMismatchError
-from pipegrid.schedules.megatron.backward import gradient_of, require_deallocatable
-from pipegrid.schedules.runtime.edge_queues import Inbox, Outbox, Parcel
-from pipegrid.schedules.runtime.payloads import flatten, map_tensors
-from pipegrid.schedules.runtime.stage import Forwarded, Stage
-from pipegrid.schedules.runtime.stage_checks import changed_in_place, check_loss, check_outputs, ended
+from pipegrid.schedules.runtime.edge_queues import PendingFree, RecvQueue, SendQueue
+from pipegrid.schedules.runtime.payloads import flatten, gradient_of, map_tensors
+from pipegrid.schedules.runtime.stage import Forwarded, Stage, changed_in_place, check_loss, check_outputs, ended
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
@@ -34,7 +37,7 @@ class Root(NamedTuple):
 
 
 @define
-class Live:
+class InFlight:
     """A microbatch between its forward and its backward: where the backward starts, and where it ends.
 
     The outputs themselves are not here: the graph keeps those that it needs, and the others go once they are sent.
@@ -46,7 +49,7 @@ class Live:
 
 
 @define(eq=False)
-class StageWork:
+class StageRunner:
     """The computes of stage ``number``, each for a microbatch.
 
     Attributes:
@@ -61,21 +64,21 @@ class StageWork:
     number: int
     stage: Stage
     num_microbatches: int
-    arriving: Sequence[Inbox]
-    leaving: Sequence[Outbox]
-    gradients_in: Sequence[Inbox]
-    gradients_out: Sequence[Outbox]
+    arriving: Sequence[RecvQueue]
+    leaving: Sequence[SendQueue]
+    gradients_in: Sequence[RecvQueue]
+    gradients_out: Sequence[SendQueue]
     trains: bool
     splits: bool
     deallocate: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     training: bool = False
-    live: dict[int, Live] = field(factory=dict, init=False)
+    live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
     _differentiated: frozenset[Edge] = field(init=False)
     _outgoing: frozenset[Edge] = field(init=False)
-    _lending: tuple[Inbox, ...] = field(init=False)
+    _lending: tuple[RecvQueue, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._differentiated = frozenset(box.edge for box in self.gradients_out)
@@ -91,10 +94,10 @@ class StageWork:
     def forward(self, microbatch: int) -> None:
         """``F``."""
         inputs = {}
-        for inbox in self.arriving:
-            payload = inbox.take(microbatch)
+        for queue in self.arriving:
+            payload = queue.take(microbatch)
             # Where no gradient goes back, none is computed either.
-            inputs[inbox.edge] = payload if inbox.edge in self._differentiated else map_tensors(payload, _detached)
+            inputs[queue.edge] = payload if queue.edge in self._differentiated else map_tensors(payload, _detached)
         try:
             if self.training == torch.is_grad_enabled():
                 produced = self.stage.forward(microbatch, inputs)
@@ -111,9 +114,9 @@ class StageWork:
         check_outputs(produced, self._outgoing, self.number, microbatch)
         if self.training:
             self._keep(microbatch, inputs, produced)
-        parcel = self._parcel(produced) if self.training and self.deallocate else None
-        for outbox in self.leaving:
-            outbox.put(microbatch, produced.outputs[outbox.edge], parcel)
+        pending = self._pending_free(produced) if self.training and self.deallocate else None
+        for sends in self.leaving:
+            sends.put(microbatch, produced.outputs[sends.edge], pending)
 
     def _keep(self, microbatch: int, inputs: Mapping[Edge, Payload], produced: Forwarded) -> None:
         if not self.leaving and produced.loss is None:
@@ -123,7 +126,7 @@ class StageWork:
             )
         if produced.loss is not None:
             check_loss(produced.loss, self.number, microbatch)
-        live = Live(
+        live = InFlight(
             [inputs[box.edge] for box in self.gradients_out],
             [[_root(tensor) for tensor in flatten(produced.outputs[box.edge])] for box in self.gradients_in],
             produced.loss,
@@ -134,22 +137,22 @@ class StageWork:
             roots = [root.edge for part in live.roots for root in part if root is not None]
             if live.loss is not None:
                 roots.append(get_gradient_edge(live.loss))
-            self._refuse(trunk_of(roots, _differentiable(live.inputs)))
+            self._refuse(input_path_of(roots, _differentiable(live.inputs)))
 
-    def _refuse(self, trunk: Iterable[Node]) -> None:
+    def _refuse(self, path: Iterable[Node]) -> None:
         """Say which module made a graph that cannot be cut: after the first forward, or at the I of a later one."""
-        require_splittable(trunk, self.number, getattr(self.stage, "model", None))
+        require_splittable(path, self.number, getattr(self.stage, "model", None))
 
-    def _parcel(self, produced: Forwarded) -> Parcel | None:
+    def _pending_free(self, produced: Forwarded) -> PendingFree | None:
         """The outputs that leave by message, whose storage goes when they have left."""
-        sent = [produced.outputs[box.edge] for box in self.leaving if box.sends]
+        sent = [produced.outputs[box.edge] for box in self.leaving if box.local is None]
         # An input passed straight on is a leaf: its storage is not ours.
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
         for tensor in tensors.values():
             require_deallocatable(tensor)
         roots = [*flatten(list(produced.outputs.values())), produced.loss]
         starts = [root for root in roots if root is not None and root.requires_grad]
-        return Parcel(len(sent), freeable(list(tensors.values()), starts))
+        return PendingFree(len(sent), freeable(list(tensors.values()), starts))
 
     def backward(self, microbatch: int) -> None:
         """``B``: both halves at once."""
@@ -159,8 +162,8 @@ class StageWork:
             run_backward(roots, gradients)
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
             box.put(microbatch, map_tensors(payload, gradient_of))
-        for inbox in self._lending:
-            inbox.give_back(microbatch)
+        for queue in self._lending:
+            queue.give_back(microbatch)
 
     def backward_inputs(self, microbatch: int) -> None:
         """``I``."""
@@ -179,10 +182,10 @@ class StageWork:
     def backward_weights(self, microbatch: int) -> None:
         """``W``."""
         backward_weights(self.halves.pop(microbatch))
-        for inbox in self._lending:
-            inbox.give_back(microbatch)
+        for queue in self._lending:
+            queue.give_back(microbatch)
 
-    def _starts(self, live: Live, microbatch: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    def _starts(self, live: InFlight, microbatch: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which a backward starts, and the gradient of each: the stage's own loss, and its outputs."""
         roots: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []

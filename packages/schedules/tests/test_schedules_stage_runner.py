@@ -16,7 +16,7 @@ from pipegrid.schedules.generators import gpipe, multi_module_1f1b, zero_bubble_
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.runtime.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Direction
 

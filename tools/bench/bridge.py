@@ -34,9 +34,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges import BridgeCommunicator, Links, axis_names, boundary_side
-from pipegrid.bridges.reshard.plan import ReshardPlan, plan_reshard
-from pipegrid.bridges.reshard.sizes import Sizes
-from pipegrid.bridges.reshard.strategy import Strategy
+from pipegrid.bridges.reshard import ReshardPlan, Sizes, Strategy, plan_reshard
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Lane, Lanes, LaneSpec, P2PConfig, open_lanes
 

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 from attrs import evolve, frozen
 
-from pipegrid.bridges.reshard.side import Partial, Replicated, Sharded, boundary_side
-from pipegrid.bridges.reshard.sizes import Sizes, axis_names
+from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, axis_names, boundary_side
 
 MOST = 8
 DIMS = ("tp", "cp", "dp", "pp", "ep")

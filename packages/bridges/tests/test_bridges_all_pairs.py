@@ -13,7 +13,7 @@ import math
 
 import pytest
 
-from pipegrid.bridges.reshard.plan import Message, plan_reshard
+from pipegrid.bridges.reshard import Message, plan_reshard
 
 from .pairs import (
     MOST,

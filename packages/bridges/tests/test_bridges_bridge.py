@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge.communicator import BridgeCommunicator
+from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
@@ -22,9 +22,7 @@ from pipegrid.bridges.errors import (
     ShapeError,
     WrongSideError,
 )
-from pipegrid.bridges.reshard.plan import plan_reshard
-from pipegrid.bridges.reshard.side import Partial, Replicated, Sharded
-from pipegrid.bridges.reshard.sizes import Sizes
+from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, plan_reshard
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PPayloadError, P2PTimeoutError
 from pipegrid.transport.opening import open_lanes

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.reshard.links import Links
-from pipegrid.bridges.reshard.plan import plan_reshard
-from pipegrid.bridges.reshard.side import boundary_side
-from pipegrid.bridges.reshard.sizes import Sizes, axis_names
+from pipegrid.bridges.reshard import Links, Sizes, axis_names, boundary_side, plan_reshard
 
 SOURCES, DESTINATIONS = (0, 1), (2, 3, 4, 5)
 MEGABYTE = Sizes((4, 64, 1024), axes=axis_names(3))

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.adapters import _prepare_tensor_for_comm, _restore_tensor_from_comm
 from pipegrid.bridges.errors import DestroyedError, MissingTensorError, ShapeError, StageError
 from pipegrid.bridges.graph import ModuleGraphError
-from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator
-from pipegrid.bridges.multimodule.modules import EdgeOptions, total_pipeline_stages
+from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
+from pipegrid.bridges.multimodule.modules import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
-from pipegrid.bridges.reshard.side import Replicated
+from pipegrid.bridges.reshard import Replicated
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import PipelineCommunicator

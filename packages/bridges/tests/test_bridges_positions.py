@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.multimodule.positions import Positions, collective_edges, positions_of
-from pipegrid.bridges.reshard.side import Partial, boundary_side
+from pipegrid.bridges.multimodule import Positions, positions_of
+from pipegrid.bridges.multimodule.positions import collective_edges
+from pipegrid.bridges.reshard import Partial, boundary_side
 from pipegrid.transport.edge import Edge
 
 

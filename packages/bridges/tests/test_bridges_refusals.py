@@ -121,7 +121,6 @@ NO_LINKS = ["x", 5, {}, (1e9, 1e-6)]
 NO_TENSOR = [None, "x", 5, [X], {"a": X}, object(), math.nan]
 NO_SIDE = [None, "x", 5, ONE, object(), Side]
 NO_EDGE = [None, "0>1", (0, 1), 5, object()]
-NO_DIRECTION = [None, "F", "forward", 5, True, object()]
 
 
 def made(call, **given):
@@ -478,7 +477,6 @@ REFUSED = [
         [*NO_EDGE, Edge(1, 2)],
         StageError,
     ),
-    ("network send", made(of_network("isend"), payload=X, edge=Edge(0, 1)), "direction", NO_DIRECTION, StageError),
     (
         "network receive",
         made(of_network("irecv"), direction=Direction.FORWARD),
@@ -486,7 +484,6 @@ REFUSED = [
         [*NO_EDGE, Edge(1, 2)],
         StageError,
     ),
-    ("network receive", made(of_network("irecv"), edge=Edge(0, 1)), "direction", NO_DIRECTION, StageError),
     (
         "network receive",
         made(of_network("irecv"), edge=Edge(0, 1), direction=Direction.FORWARD),
@@ -501,15 +498,10 @@ REFUSED = [
         [*NO_EDGE, Edge(1, 2)],
         StageError,
     ),
-    ("network both", made(of_network("collective"), payload=X, edge=Edge(0, 1)), "direction", NO_DIRECTION, StageError),
     ("network ranks", of_network("neighbours"), "edges", [*NO_LIST, [None], [(0, 1)], [Edge(1, 2)]], StageError),
     ("network verb", of_module("send_forward"), "output_dict", [None, X, [X], 5], ShapeError),
     ("network verb", of_module("send_forward"), "output_dict", [{"x": X}, {5: X}], MissingTensorError),
     ("network verb", of_module("send_backward"), "grad_dict", [None, X, [X], 5], ShapeError),
-    ("network verb", made(of_module("send_forward"), output_dict={}), "is_last_stage", NO_FLAG, StageError),
-    ("network verb", of_module("recv_forward"), "is_first_stage", NO_FLAG, StageError),
-    ("network verb", of_module("recv_backward"), "is_last_stage", NO_FLAG, StageError),
-    ("network verb", made(of_module("send_backward"), grad_dict={}), "is_first_stage", NO_FLAG, StageError),
 ]
 
 

@@ -12,12 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrid.bridges.errors import BridgeError, LaneTotalsError, ShapeError, TilingError, UndeclaredDimError
-from pipegrid.bridges.reshard.box import Box, shares
+from pipegrid.bridges.reshard import (
+    Box,
+    Message,
+    Partial,
+    Replicated,
+    Sharded,
+    Sizes,
+    axis_names,
+    boundary_side,
+    check_plan,
+    plan_reshard,
+    routes,
+)
+from pipegrid.bridges.reshard.box import shares
 from pipegrid.bridges.reshard.cuts import local_shape
-from pipegrid.bridges.reshard.plan import Message, plan_reshard, routes
-from pipegrid.bridges.reshard.prove import check_plan
-from pipegrid.bridges.reshard.side import Partial, Replicated, Sharded, boundary_side
-from pipegrid.bridges.reshard.sizes import Sizes, axis_names
 
 BSH = axis_names(3)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pipegrid.bridges.errors import CompletionError, DestroyedError, ShapeError, StageError, VTPTopologyError
-from pipegrid.bridges.vtp.communicator import VTPCommunicator
-from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Edge

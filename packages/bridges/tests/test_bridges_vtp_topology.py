@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.errors import BridgeError, ShapeError, TilingError, VTPTopologyError
+from pipegrid.bridges.vtp import VTPTopology
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
-from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.transport.edge import Direction, Edge
 
 F, B = Direction.FORWARD, Direction.BACKWARD

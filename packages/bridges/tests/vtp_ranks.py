@@ -7,8 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.vtp.communicator import VTPCommunicator
-from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 

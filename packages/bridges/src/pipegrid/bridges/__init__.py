@@ -5,8 +5,7 @@ The names that need torch are loaded on first use, so planning works where torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipegrid.bridges.errors import (
     BridgeError,
@@ -25,22 +24,32 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.bridges.multimodule.modules import EdgeOptions
-from pipegrid.bridges.multimodule.positions import Positions, positions_of
-from pipegrid.bridges.reshard.box import Box
-from pipegrid.bridges.reshard.links import Links
-from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan, plan_reshard, routes
-from pipegrid.bridges.reshard.prove import check_plan
-from pipegrid.bridges.reshard.side import Partial, Replicated, Sharded, Side, boundary_side
-from pipegrid.bridges.reshard.sizes import Sizes, axis_names
-from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.bridges.lazy import lazy_names
+from pipegrid.bridges.multimodule import EdgeOptions, Positions, positions_of
+from pipegrid.bridges.reshard import (
+    Box,
+    Completion,
+    Links,
+    Message,
+    Partial,
+    Replicated,
+    ReshardPlan,
+    Sharded,
+    Side,
+    Sizes,
+    axis_names,
+    boundary_side,
+    check_plan,
+    plan_reshard,
+    routes,
+)
+from pipegrid.bridges.vtp import VTPTopology
 
 if TYPE_CHECKING:
-    from pipegrid.bridges.bridge.communicator import BridgeCommunicator
+    from pipegrid.bridges.bridge import BridgeCommunicator
     from pipegrid.bridges.colocated import BridgeDirection, ColocatedBridgeCommunicator, SliceInfo
-    from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator
-    from pipegrid.bridges.multimodule.rank_modules import RankModuleInfo
-    from pipegrid.bridges.vtp.communicator import VTPCommunicator
+    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator, RankModuleInfo
+    from pipegrid.bridges.vtp import VTPCommunicator
 
 __all__ = [
     "Box",
@@ -87,18 +96,15 @@ __all__ = [
     "routes",
 ]
 
-_NEED_TORCH = {
-    "BridgeCommunicator": "bridge.communicator",
-    "BridgeDirection": "colocated",
-    "ColocatedBridgeCommunicator": "colocated",
-    "MultiModulePipelineCommunicator": "multimodule.communicator",
-    "RankModuleInfo": "multimodule.rank_modules",
-    "SliceInfo": "colocated",
-    "VTPCommunicator": "vtp.communicator",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "BridgeCommunicator": "bridge",
+        "BridgeDirection": "colocated",
+        "ColocatedBridgeCommunicator": "colocated",
+        "MultiModulePipelineCommunicator": "multimodule",
+        "RankModuleInfo": "multimodule",
+        "SliceInfo": "colocated",
+        "VTPCommunicator": "vtp",
+    },
+)

@@ -11,15 +11,21 @@ import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
-from pipegrid.bridges.bridge.steps import copy_locally, gather_flat, pack, start_completions, unpack
-from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.checks import as_flag, as_integer, as_text, check_grid, shown
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
-from pipegrid.bridges.multimodule.modules import ranks_of
 from pipegrid.bridges.replication import ReplicationCheck
-from pipegrid.bridges.reshard.plan import ReshardPlan, plan_reshard
-from pipegrid.bridges.reshard.side import BATCH, GridLike, boundary_side
-from pipegrid.bridges.reshard.sizes import Sizes, as_axis_of, axis_names
+from pipegrid.bridges.reshard import (
+    BATCH,
+    GridLike,
+    ReshardPlan,
+    Sizes,
+    as_axis_of,
+    axis_names,
+    boundary_side,
+    plan_reshard,
+    ranks_of,
+)
+from pipegrid.bridges.steps import copy_locally, gather_flat, pack, start_completions, unpack
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
@@ -197,16 +203,19 @@ class ColocatedBridgeCommunicator:
 
     def _make_groups(self, backend: str | None, timeout: Any, *, check_replicated: bool) -> None:
         # Slices need the gather groups only; a plan needs one group for its messages and its completions.
-        specs = [GroupSpec(tuple(ranks), f"{self._label}/gather", shared=False) for ranks in self.gather_group_ranks]
+        specs = [self._spec(ranks, "gather") for ranks in self.gather_group_ranks]
         if not self._by_slots:
-            specs.append(group_spec(tuple(ranks_of(self.src_grid)), self._label, "messages"))
+            specs.append(self._spec(ranks_of(self.src_grid), "messages"))
             for side in (self._src, self._dst):
-                specs += [group_spec(r, self._label, "complete") for r in side.classes.values() if len(r) > 1]
+                specs += [self._spec(r, "complete") for r in side.classes.values() if len(r) > 1]
         if check_replicated:
-            specs += [group_spec(r, self._label, "check") for r in self._src.classes.values() if len(r) > 1]
-            specs.append(group_spec(tuple(ranks_of(self.src_grid)), self._label, "verdict"))
+            specs += [self._spec(r, "check") for r in self._src.classes.values() if len(r) > 1]
+            specs.append(self._spec(ranks_of(self.src_grid), "verdict"))
         self._groups = create_groups(specs, backend=backend, timeout=timeout)
         self.gather_pg: dist.ProcessGroup | None = self._group("gather")
+
+    def _spec(self, ranks: Sequence[int], what: str) -> GroupSpec:
+        return GroupSpec(tuple(ranks), f"{self._label}/{what}", shared=False)
 
     def _group(self, what: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
         for spec, group in self._groups.items():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.errors import LaneTotalsError, NotReplicatedError
-from pipegrid.bridges.reshard.side import Side
+from pipegrid.bridges.reshard import Side
 
 
 @define(eq=False)

@@ -1,1 +1,24 @@
 """The bridge between two modules on grids of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.bridges.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config
+    from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
+
+__all__ = ["BridgeCommunicator", "BridgeReceive", "BridgeSend", "BridgeWiring", "lane_config"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "BridgeCommunicator": "communicator",
+        "BridgeReceive": "receive",
+        "BridgeSend": "receive",
+        "lane_config": "communicator",
+    },
+)

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from attrs import evolve
 
-from pipegrid.bridges.bridge.transfers import BridgeTransfers
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
+from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
+from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, check_lanes, group_spec
+from pipegrid.bridges.checks import as_flag, as_integers, as_text, shown
+from pipegrid.bridges.errors import (
+    BridgeError,
+    DestroyedError,
+    NoBackwardError,
+    PendingGradientError,
+    ShapeError,
+    StageError,
+)
+from pipegrid.bridges.reshard import (
+    AUTO_LEADER_BYTES,
+    Choice,
+    GridLike,
+    Links,
+    Placement,
+    ReshardPlan,
+    Strategy,
+    axis_names,
+    boundary_side,
+)
+from pipegrid.bridges.steps import Completing, broadcast_text, pack, reduce_partial, start_completions
+from pipegrid.topology import create_groups, destroy_groups
+from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.edge import Direction
+from pipegrid.transport.lane import Lane
+from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
+from pipegrid.transport.protocol import ReceiveHandle
+
+Shapes = Literal["fixed", "variable"]
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+_DIRECTIONS = (*Direction, *(direction.value for direction in Direction))
 
 
-class BridgeCommunicator(BridgeTransfers):
+class BridgeCommunicator:
     """Moves activations from ``src_grid``'s last stage to ``dest_grid``'s first, and gradients back.
 
     Construct it on every rank of both grids, in the same order relative to other communicators. Ranks of a
@@ -58,6 +98,323 @@ class BridgeCommunicator(BridgeTransfers):
         UndeclaredDimError: a dim of a grid that nobody declared, or a sharded axis that the tensor does not name.
         LaneTotalsError: lanes of the two sides that hold different numbers of samples.
     """
+
+    def __init__(
+        self,
+        src_grid: GridLike,
+        dest_grid: GridLike,
+        dim_mapping: Mapping[str, int] | None = None,
+        comm_dtype: torch.dtype | None = None,
+        src_module_name: str | None = None,
+        dest_module_name: str | None = None,
+        tensor_ndim: int = 3,
+        *,
+        src_placements: Mapping[str, Placement] | None = None,
+        dest_placements: Mapping[str, Placement] | None = None,
+        src_lanes: Sequence[int] | None = None,
+        dest_lanes: Sequence[int] | None = None,
+        strategy: Strategy = "direct",
+        leader_below: int = AUTO_LEADER_BYTES,
+        links: Links | None = None,
+        backward: bool = True,
+        shapes: Shapes | None = None,
+        config: Any = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        label: str | None = None,
+        stage_dim: str = "pp",
+        src_stage: int | None = None,
+        dest_stage: int | None = None,
+        open: bool = True,  # noqa: A002 -- reads as what it does
+    ) -> None:
+        choice = Choice(strategy, leader_below, links)
+        for what, name in (
+            ("src_module_name", src_module_name),
+            ("dest_module_name", dest_module_name),
+            ("label", label),
+        ):
+            if name is not None:
+                as_text(name, what)
+        as_flag(backward, "backward")
+        as_flag(open, "open")
+        if backend is not None:
+            as_text(backend, "backend")
+        if shapes is not None and (not isinstance(shapes, str) or shapes not in {"fixed", "variable"}):
+            raise BridgeError(f"shapes is {shown(shapes)}; use 'fixed' or 'variable'")
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
+            raise BridgeError(
+                f"comm_dtype is {shown(comm_dtype)}; what travels is rounded to it, so give a floating-point "
+                "torch.dtype such as torch.bfloat16, or None for the tensor's own"
+            )
+        self.src_grid, self.dest_grid = src_grid, dest_grid
+        self.src_module_name = src_module_name or "src"
+        self.dest_module_name = dest_module_name or "dest"
+        self.tensor_ndim, self.comm_dtype = tensor_ndim, comm_dtype
+        self.axes = axis_names(tensor_ndim, dim_mapping)
+        self.strategy: Strategy = strategy
+        self.backward = backward
+        self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
+        self.src = boundary_side(
+            src_grid,
+            "source",
+            placements=src_placements,
+            name=self.src_module_name,
+            stage_dim=stage_dim,
+            stage=src_stage,
+            lane_weights=src_lanes,
+        )
+        self.dst = boundary_side(
+            dest_grid,
+            "destination",
+            placements=dest_placements,
+            name=self.dest_module_name,
+            stage_dim=stage_dim,
+            stage=dest_stage,
+            lane_weights=dest_lanes,
+        )
+        check_lanes(self.src, self.dst, str(self))
+        self.rank = dist.get_rank()
+        self._role = BridgeRole(str(self), self.src, self.dst, src_grid, dest_grid, self.rank)
+        settings = as_config(config)
+        self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
+        backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
+        backend, self.device = resolve_device(backend, device)
+        self._wiring = BridgeWiring(self.label, self.src, self.dst, self.axes, strategy, backward, self.rank)
+        self.lane_specs = self._wiring.lane_specs
+        self.lane_config = lane_config(settings, variable=self.variable)
+        self._groups = create_groups(
+            self._wiring.group_specs, backend=backend, timeout=timedelta(seconds=settings.deadline)
+        )
+        self._lanes: Lanes | None = None
+        self._owns_lanes = open
+        if open:
+            try:
+                lanes = open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device)
+            except BaseException:
+                destroy_groups(self._groups)
+                raise
+            self.attach(lanes)
+        self._shapes = ShapeExchange(str(self), self.src, self.dst, self.axes, choice, self.rank, comm_dtype)
+        self._announced: Announcement | None = None
+        self._agreed: Passage | None = None
+        self._sent: PendingGradients[Passage] = PendingGradients(self.variable)
+        self._received: PendingGradients[BridgeReceive | Passage] = PendingGradients(self.variable)
+        self._landing: dict[Direction, deque[BridgeReceive]] = {_FORWARD: deque(), _BACKWARD: deque()}
+        self._destroyed = False
+
+    def __str__(self) -> str:
+        return f"bridge {self.label}"
+
+    def attach(self, lanes: Lanes) -> None:
+        """Use these lanes, which hold this rank's of ``lane_specs``: what `open_lanes` returns, or what acts like it.
+
+        Raises:
+            BridgeError: no lanes, or one of this rank's is not among them.
+        """
+        if not isinstance(lanes, Mapping) or not callable(getattr(lanes, "batch", None)):
+            raise BridgeError(f"{self}: lanes are {shown(lanes)}; give what open_lanes() returns for lane_specs")
+        missing = [str(spec) for spec in self.lane_specs if spec not in lanes]
+        if missing:
+            raise BridgeError(f"{self}: lanes {missing} of rank {self.rank} are not among those given; open them, too")
+        self._lanes = lanes
+
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes."""
+        if self._lanes is None:
+            raise BridgeError(f"{self} was made with open=False and has no lanes yet; call attach()")
+        return self._lanes
+
+    def lane(self, source: int, destination: int, direction: Direction | str) -> Lane:
+        """The lane of one pair of ranks; ``direction`` is a `Direction`, or its value ``"F"`` or ``"B"``."""
+        if direction not in _DIRECTIONS:
+            raise StageError(f"direction is {shown(direction)}; give a Direction, or 'F' or 'B'")
+        spec = self._wiring.lane_spec(source, destination, Direction(direction))
+        if spec not in self.lanes:
+            raise StageError(
+                f"{self} has no lane {spec} on rank {self.rank}; it has {', '.join(map(str, self.lane_specs))}"
+            )
+        return self.lanes[spec]
+
+    def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
+        spec = group_spec(
+            as_integers(ranks, "ranks", error=StageError), self.label, as_text(what, "what", error=StageError)
+        )
+        if spec not in self._groups:
+            raise StageError(f"{self} has no group {spec} on rank {self.rank}; it has {list(map(str, self._groups))}")
+        return self._groups[spec]
+
+    # -- who am I ---------------------------------------------------------------------------------------
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank gives activations."""
+        return self._role.is_source
+
+    @property
+    def is_destination(self) -> bool:
+        """Whether this rank gets activations."""
+        return self._role.is_destination
+
+    def _takes_part(self, side: Literal["source", "destination"], verb: str) -> bool:
+        """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
+        if self._destroyed:
+            raise DestroyedError(f"{self} was destroyed; make a new one")
+        return self._role.takes_part(side, verb)
+
+    # -- the asynchronous verbs -------------------------------------------------------------------------
+
+    def isend_forward(self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None) -> BridgeSend | None:
+        """Start sending this rank's part of an activation.
+
+        Args:
+            tensor: of ``tensor_ndim`` axes; no rows are legal. Its memory may be what travels, so do not change it
+                before the handle's ``wait()`` has returned.
+            samples: for packed ``[tokens, h]``: rows of each sample of this lane (whole samples, where cp cuts
+                each of them).
+
+        Raises:
+            WrongSideError: this rank is not in the source grid.
+            NoBackwardError: the tensor requires grad and the edge has no backward.
+            ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
+                fixed shapes, not the shape and dtype that were agreed.
+        """
+        if not self._takes_part("source", "send_forward"):
+            return None
+        if not isinstance(tensor, torch.Tensor):
+            raise ShapeError(
+                f"{self} carries one tensor, got {type(tensor).__name__}; concatenate several along their last axis, "
+                "and where a microbatch has nothing to send, send a tensor without rows"
+            )
+        if self.comm_dtype is not None and not tensor.is_floating_point():
+            raise ShapeError(
+                f"{self} travels as {self.comm_dtype}, which would round the {_name(tensor.dtype)} values of this "
+                "tensor; send a floating-point tensor, or declare the edge with comm_dtype=None"
+            )
+        if tensor.requires_grad and not self.backward:
+            raise NoBackwardError(
+                f"{self} was declared without backward, but the tensor requires grad; detach it (the source is "
+                f"frozen) or declare the edge with backward=True"
+            )
+        announced = Announcement(tensor.shape, _name(tensor.dtype), samples)
+        if self._announced is not None and not self.variable and announced != self._announced:
+            raise ShapeError(
+                f"{self}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first message; "
+                f"sizes that change need shapes='variable'"
+            )
+        known = self._shapes.passage({self.rank: announced})
+        if known.forward.source_shape(self.rank) != announced.shape:
+            raise ShapeError(
+                f"{self}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} its "
+                f"part is {known.forward.source_shape(self.rank)}"
+            )
+        # Everyone who may get something must hear of the sizes; gradients need no such message.
+        peers = self._wiring.receivers
+        if self.skips_empty and self._announced is not None:
+            peers = tuple(known.forward.sends(self.rank))
+        sending = self._send(known, tensor.detach(), _FORWARD, peers, header=announced.encode())
+        # Only now: what a lane refuses was not sent, and no gradient of it will come.
+        self._announced = announced
+        self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
+        return sending
+
+    def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
+        """Start receiving the next activation; ``result()`` of what is returned is the tensor.
+
+        With ``shape``, anything else that arrives is a ShapeError.
+        """
+        if not self._takes_part("destination", "recv_forward"):
+            return None
+        is_first = self._received.first is None
+
+        def post() -> dict[int, ReceiveHandle] | None:
+            peers = self._wiring.senders
+            if self.skips_empty and not is_first:
+                if self._agreed is None:
+                    return None
+                peers = tuple(self._agreed.forward.receives(self.rank))
+            with self.batch():
+                return {peer: self.lane(peer, self.rank, _FORWARD).irecv() for peer in peers}
+
+        receive = BridgeReceive(
+            self, self._landing[_FORWARD], post, backward=False, requires_grad=self.backward, expected=shape
+        )
+        self._received.add(receive, has_gradient=self.backward and torch.is_grad_enabled())
+        return receive
+
+    def isend_backward(self, grad: torch.Tensor | None) -> BridgeSend | None:
+        """Start sending the gradient of the oldest activation that has none yet; None stands for zeros.
+
+        Raises:
+            WrongSideError: this rank is not in the destination grid.
+            NoBackwardError: the edge has no backward.
+            PendingGradientError: no activation is waiting for a gradient.
+            ShapeError: not the shape of that activation.
+        """
+        if not self._takes_part("destination", "send_backward"):
+            return None
+        self._require_backward("send_backward")
+        receive = self._received.oldest
+        if receive is None:
+            raise PendingGradientError(
+                f"{self}: send_backward on rank {self.rank}, but no activation that was received waits for a gradient"
+            )
+        known = receive if isinstance(receive, Passage) else receive.known()
+        plan = known.backward
+        if grad is None:
+            grad = torch.zeros(plan.source_shape(self.rank), dtype=known.dtype, device=self.device)
+        if not isinstance(grad, torch.Tensor):
+            raise ShapeError(f"{self}: a gradient is one tensor, or None for zeros; got {shown(grad)}")
+        if tuple(grad.shape) != plan.source_shape(self.rank):
+            raise ShapeError(
+                f"{self}: the gradient has shape {tuple(grad.shape)}, its activation had "
+                f"{plan.source_shape(self.rank)}; send the gradient of what was received, in the same order"
+            )
+        if grad.dtype is not known.dtype:
+            raise ShapeError(f"{self}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
+        sending = self._send(known, grad.detach(), _BACKWARD, list(plan.sends(self.rank)), header=None)
+        self._received.answer()  # only now: after a refusal the same activation still waits
+        return sending
+
+    def irecv_backward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
+        """Start receiving the gradient of the oldest activation that has none yet.
+
+        Raises:
+            WrongSideError, NoBackwardError: as `isend_backward`.
+            PendingGradientError: no activation was sent.
+        """
+        if not self._takes_part("source", "recv_backward"):
+            return None
+        self._require_backward("recv_backward")
+        known = self._sent.oldest
+        if known is None:
+            raise PendingGradientError(
+                f"{self}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
+            )
+        peers = known.backward.receives(self.rank)
+
+        def post() -> dict[int, ReceiveHandle]:
+            with self.batch():
+                return {peer: self.lane(peer, self.rank, _BACKWARD).irecv() for peer in peers}
+
+        receive = BridgeReceive(self, self._landing[_BACKWARD], post, backward=True, passage=known, expected=shape)
+        self._sent.answer()
+        return receive
+
+    def destroy(self) -> None:
+        """Close the lanes and destroy the groups of this bridge. Idempotent."""
+        if not self._destroyed:
+            self._destroyed = True
+            if self._owns_lanes and self._lanes is not None:
+                self._lanes.close()
+            destroy_groups(self._groups)
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Issue the sends and receives that are started inside together, at the end."""
+        return self.lanes.batch()
+
+    # -- the blocking verbs -----------------------------------------------------------------------------
 
     def send_forward(self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None) -> None:
         """Send an activation from the source side, and wait until it is on its way."""
@@ -110,3 +467,81 @@ class BridgeCommunicator(BridgeTransfers):
         tensor = receiving.result()
         sending.wait()
         return tensor
+
+    # -- underneath -------------------------------------------------------------------------------------
+
+    def _require_backward(self, verb: str) -> None:
+        """Refuse what has to do with gradients on an edge without them.
+
+        Raises:
+            NoBackwardError: there are none.
+        """
+        if not self.backward:
+            raise NoBackwardError(f"{self} was declared without backward; there is no {verb} on it")
+
+    @property
+    def skips_empty(self) -> bool:
+        """Whether lanes that carry nothing are left out from the second activation on: sizes are fixed by then.
+
+        Only where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer
+        elements than ranks, costs less than waiting for the first one before a second receive is posted.
+        """
+        return self.strategy == "auto" and not self.variable
+
+    def _send(
+        self, known: Passage, tensor: torch.Tensor, direction: Direction, peers: Sequence[int], *, header: str | None
+    ) -> BridgeSend:
+        plan = known.forward if direction is _FORWARD else known.backward
+        for ranks in plan.reductions:
+            if self.rank in ranks:
+                tensor = reduce_partial(tensor, self._groups[self._wiring.reduction_group(ranks, direction)])
+        sends = plan.sends(self.rank)
+        handles = []
+        with self.batch():
+            for peer in peers:
+                flat = pack(tensor, [m.source_box for m in sends.get(peer, ())], known.wire_dtype)
+                payload = flat if header is None else {header: flat}
+                handles.append(self.lane(self.rank, peer, direction).isend(payload))
+        return BridgeSend(handles)
+
+    def announced(self, texts: Mapping[int, str]) -> Passage:
+        """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
+        if self._agreed is not None:
+            return self._agreed
+        teller = self._wiring.teller
+        if teller is not None:
+            group = self._groups[self._wiring.completion_group(self._wiring.copies, _FORWARD)]
+            text = broadcast_text(json.dumps(sorted(texts.items())), teller, group, self.device)
+            texts = dict(json.loads(text))
+        known = self._shapes.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
+        if not self.variable:
+            # In place of the first receive, which would keep its tensor for as long as the bridge lives.
+            self._agreed = self._received.first = known
+        return known
+
+    @property
+    def asks_its_leader(self) -> bool:
+        """Whether `announced` still has to talk to the copies of this rank, and so may block."""
+        return self._agreed is None and self._wiring.teller is not None
+
+    def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
+        """Start this rank's completions of a plan."""
+        direction = _BACKWARD if plan.backward else _FORWARD
+        return start_completions(
+            plan,
+            out,
+            lambda ranks: self._groups[self._wiring.completion_group(ranks, direction)],
+            rank=self.rank,
+            dtype=dtype,
+        )
+
+
+def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
+    """The settings of lanes that carry bridges: any dtype, and shapes that vary or are agreed with a header."""
+    return evolve(
+        settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes="header" if variable else "agreed"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -8,24 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
 
-from pipegrid.bridges.bridge.steps import Completing, unpack
+from pipegrid.bridges.bridge.shape_exchange import Passage
 from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard.plan import ReshardPlan
+from pipegrid.bridges.reshard import ReshardPlan
+from pipegrid.bridges.steps import Completing, unpack
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import current_stream, follow, mark, used_here
-
-
-@frozen(slots=False)
-class Passage:
-    """What one microbatch needs on its way there and back, as one rank knows it."""
-
-    forward: ReshardPlan
-    backward: ReshardPlan
-    dtype: torch.dtype
-    wire_dtype: torch.dtype
 
 
 def remaining(timeout: float | None) -> Callable[[], float | None]:

@@ -1,27 +1,125 @@
-"""From what source ranks announce of their tensors to the plans of both directions, as one rank needs them."""
+"""What both ends of a bridge know of a message: the source announces its shape, and the plans follow from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field, frozen
 
-from pipegrid.bridges.bridge.announcement import Announcement, LaneSize, lane_size, sizes_of
-from pipegrid.bridges.bridge.receive import Passage
+from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard.plan import plan_reshard
-from pipegrid.bridges.reshard.side import Side
-from pipegrid.bridges.reshard.sizes import AxisNames
-from pipegrid.bridges.reshard.strategy import Choice
+from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, ReshardPlan, Side, Sizes, plan_reshard
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back
+
+
+def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
+    return as_integers(values, "a shape, or the rows of the samples,", error=ShapeError)
+
+
+def _as_samples(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else _as_ints(values)
+
+
+@frozen
+class Announcement:
+    """What a source rank says of its tensor: shape, dtype by name, and the rows of its lane's samples if packed."""
+
+    shape: tuple[int, ...] = field(converter=_as_ints)
+    dtype: str
+    samples: tuple[int, ...] | None = field(default=None, converter=_as_samples)
+
+    def encode(self) -> str:
+        """As text, the same for equal announcements."""
+        return json.dumps((self.shape, self.dtype, self.samples), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str) -> Announcement:
+        """From text."""
+        return cls(*json.loads(text))
+
+
+@frozen
+class LaneSize:
+    """One source lane as a rank of it knows it: samples, their rows where packed, and the other axes' extents."""
+
+    units: int
+    samples: tuple[int, ...] | None
+    extents: tuple[int, ...]
+
+
+def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
+    """What the tensor of one source rank says about its lane: its parts of every other axis are equal ones."""
+    if len(announced.shape) != len(axes):
+        raise ShapeError(
+            f"the edge from {side.name!r} carries tensors of {len(axes)} axes, got shape {announced.shape}; "
+            f"give the number of axes as tensor_ndim (module_output_ndim of the module)"
+        )
+    extents = list(announced.shape)
+    units = 0
+    for axis, names in enumerate(axes):
+        if BATCH in names:
+            units = extents[axis] if announced.samples is None else len(announced.samples)
+            extents[axis] = 0
+        elif names:
+            extents[axis] *= side.num_shards(names[0])
+    return LaneSize(units, announced.samples, tuple(extents))
+
+
+def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes:
+    """Sizes for planning from the lanes that a rank knows; what it does not know does not change its own part.
+
+    Raises:
+        ShapeError: the lanes differ in an axis other than the batch, or some are packed and some are not, or a
+            lane's samples are not a multiple of its ``lane_weights``.
+    """
+    first, some = next(iter(lanes.items()))
+    for lane, size in lanes.items():
+        if (size.extents, size.samples is None) != (some.extents, some.samples is None):
+            raise ShapeError(
+                f"lanes {first} and {lane} of {src.name!r} send tensors that differ in more than the batch: "
+                f"{some.extents} and {size.extents} (0 stands for the batch axis), packed: {some.samples is not None} "
+                f"and {size.samples is not None}; pad the other axes, or pack [tokens, hidden] with samples"
+            )
+        if src.lane_weights is not None:
+            weight = src.lane_weights[lane]
+            if size.units % weight if weight else size.units:
+                raise ShapeError(
+                    f"lane {lane} of {src.name!r} was declared with {weight} samples per microbatch, but sends "
+                    f"{size.units} rows, which is no multiple; give samples, or fix src_lanes"
+                )
+    weights = src.lane_weights or (1,) * src.num_lanes
+    known = [lanes.get(lane, evolve(some, units=some.units if weights[lane] else 0)) for lane in range(src.num_lanes)]
+    samples = None
+    if some.samples is not None:
+        known = [size if size.units else evolve(size, samples=()) for size in known]
+        samples = tuple(rows for size in known for rows in size.samples or ())
+    shape = list(some.extents)
+    units = tuple(size.units for size in known)
+    batch = next(axis for axis, names in enumerate(axes) if BATCH in names)
+    shape[batch] = sum(units) if samples is None else sum(samples)
+    return Sizes(tuple(shape), axes=axes, src_lanes=units, samples=samples)
+
+
+@frozen(slots=False)
+class Passage:
+    """What one microbatch needs on its way there and back, as one rank knows it."""
+
+    forward: ReshardPlan
+    backward: ReshardPlan
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+
 
 _Key = tuple[tuple[int, Announcement], ...]
 
 
 @define(eq=False)
-class Agreement:
+class ShapeExchange:
     """What ``rank`` has worked out for an edge between ``src`` and ``dst``, by what was announced.
 
     Attributes:
@@ -87,3 +185,40 @@ class Agreement:
             for back in (False, True)
         )
         return Passage(forward, backward, dtype, wire)
+
+
+Activation = TypeVar("Activation")
+
+
+@define(eq=False)
+class PendingGradients(Generic[Activation]):
+    """What was sent, or received, and has no gradient yet.
+
+    Attributes:
+        variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
+            nothing to count.
+        first: where they do not, the one that stands for all; None before the first.
+    """
+
+    variable: bool
+    first: Activation | None = field(default=None, init=False)
+    _waiting: deque[Activation] = field(factory=deque, init=False)
+
+    def add(self, activation: Activation, *, has_gradient: bool) -> None:
+        """There is one more activation; ``has_gradient`` says whether a gradient of it will come."""
+        if self.first is None and not self.variable:
+            self.first = activation
+        if self.variable and has_gradient:
+            self._waiting.append(activation)
+
+    @property
+    def oldest(self) -> Activation | None:
+        """The activation that the next gradient belongs to; None where none is due."""
+        if not self.variable:
+            return self.first
+        return self._waiting[0] if self._waiting else None
+
+    def answer(self) -> None:
+        """The gradient of the oldest one is on its way."""
+        if self.variable:
+            self._waiting.popleft()

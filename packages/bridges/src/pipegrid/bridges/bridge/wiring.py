@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Literal
 
 from attrs import frozen
 
-from pipegrid.bridges.reshard.plan import routes
-from pipegrid.bridges.reshard.side import Side
-from pipegrid.bridges.reshard.sizes import AxisNames
-from pipegrid.bridges.reshard.strategy import Route, Strategy
+from pipegrid.bridges.errors import LaneTotalsError, WrongSideError
+from pipegrid.bridges.reshard import AxisNames, GridLike, Route, Side, Strategy, is_in, routes
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.spec import LaneSpec
@@ -111,6 +110,67 @@ class BridgeWiring:
         heard = routes(self.src, self.dst, self.axes, strategy="leader", rank=leader)
         told = len(self.copies) > 1 and any(there == leader != here for here, there in heard)
         return leader if told else None
+
+
+@frozen
+class BridgeRole:
+    """Where ``rank`` stands to the edge ``name``, which leads from the side ``src`` of ``src_grid`` to ``dst``."""
+
+    name: str
+    src: Side
+    dst: Side
+    src_grid: GridLike
+    dest_grid: GridLike
+    rank: int
+
+    @property
+    def is_source(self) -> bool:
+        """Whether the rank gives activations."""
+        return self.rank in self.src.coords_of
+
+    @property
+    def is_destination(self) -> bool:
+        """Whether the rank gets activations."""
+        return self.rank in self.dst.coords_of
+
+    def takes_part(self, end: Literal["source", "destination"], verb: str) -> bool:
+        """Whether the rank is on that side's boundary; False on the other stages of that side's grid.
+
+        Raises:
+            WrongSideError: it is not in that grid.
+        """
+        side, other, grid = (
+            (self.src, self.dst, self.src_grid) if end == "source" else (self.dst, self.src, self.dest_grid)
+        )
+        if self.rank in side.coords_of:
+            return True
+        if is_in(grid, self.rank):
+            return False
+        elsewhere = is_in(self.src_grid, self.rank) or is_in(self.dest_grid, self.rank)
+        raise WrongSideError(
+            f"{self.name}: {verb} is for the {end} side ({side.name!r}, boundary ranks {_some(side.ranks)}), but "
+            f"rank {self.rank} is on {f'the side of {other.name!r}' if elsewhere else 'neither'}"
+        )
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return str(list(ranks)) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)})"
+
+
+def check_lanes(src: Side, dst: Side, label: str) -> None:
+    """Raise unless the declared data lanes of both sides hold the same batch.
+
+    Raises:
+        LaneTotalsError: they hold different numbers of samples, or a lane of the destination holds none.
+    """
+    given, wanted = src.lane_weights, dst.lane_weights
+    if given is not None and wanted is not None and sum(given) != sum(wanted):
+        raise LaneTotalsError(
+            f"{label}: source lanes {given} hold {sum(given)} samples per microbatch, destination lanes {wanted} "
+            f"{sum(wanted)}; both sides see the same batch"
+        )
+    if wanted is not None and not all(wanted):
+        raise LaneTotalsError(f"{label}: dest_lanes {wanted} has a lane without samples; every lane gets some")
 
 
 def group_spec(ranks: Sequence[int], label: str, what: str) -> GroupSpec:

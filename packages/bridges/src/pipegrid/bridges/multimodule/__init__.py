@@ -1,1 +1,19 @@
 """One pipeline of many modules: where stages lie, and the traffic between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipegrid.bridges.lazy import lazy_names
+from pipegrid.bridges.multimodule.modules import EdgeOptions
+from pipegrid.bridges.multimodule.positions import Positions, positions_of
+
+if TYPE_CHECKING:
+    from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator
+    from pipegrid.bridges.multimodule.rank_modules import RankModuleInfo
+
+__all__ = ["EdgeOptions", "MultiModulePipelineCommunicator", "Positions", "RankModuleInfo", "positions_of"]
+
+__getattr__ = lazy_names(
+    __name__, {"MultiModulePipelineCommunicator": "communicator", "RankModuleInfo": "rank_modules"}
+)

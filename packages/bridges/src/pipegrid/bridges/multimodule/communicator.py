@@ -1,16 +1,43 @@
-"""One communicator for a pipeline of many modules: the blocking verbs, which exchange dicts by module."""
+"""One communicator for a pipeline of many modules: bridges between them, lanes inside them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
-from pipegrid.bridges.checks import as_flag
-from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.multimodule.dict_api import Tensors, results, wait_for
-from pipegrid.bridges.multimodule.edges import ModuleEdges
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges.bridge import BridgeCommunicator, lane_config
+from pipegrid.bridges.checks import as_integer, as_integers, as_kind, as_mapping, as_tuple, check_grid
+from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
+from pipegrid.bridges.multimodule.modules import EdgeOptions, check_topology, module_graph, total_pipeline_stages
+from pipegrid.bridges.multimodule.positions import Positions, collective_edges, edge_between, positions_of
+from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
+from pipegrid.bridges.reshard import (
+    GridLike,
+    Placement,
+    Side,
+    as_axis_of,
+    as_placements,
+    axis_names,
+    boundary_side,
+    dim_size,
+    is_in,
+    place_of,
+)
+from pipegrid.transport.config import as_config
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.handshake import Handshake
+from pipegrid.transport.opening import open_lanes, resolve_device
+from pipegrid.transport.protocol import Handle, ReceiveHandle
+from pipegrid.transport.spec import LaneSpec
 
 
-class MultiModulePipelineCommunicator(ModuleEdges):
+class MultiModulePipelineCommunicator:
     """Traffic between the stages of many modules that together are one pipeline.
 
     Satisfies `pipegrid.transport.PipelineCommunicator` in two ways. `isend` and `irecv` take an edge of global
@@ -46,6 +73,370 @@ class MultiModulePipelineCommunicator(ModuleEdges):
             backward.
         BridgeError: as `BridgeCommunicator`.
     """
+
+    def __init__(
+        self,
+        module_to_grid_map: Mapping[str, GridLike],
+        topology: Mapping[str, Sequence[str]],
+        config: Any,
+        dim_mapping: Mapping[str, int] | None = None,
+        module_output_ndim: Mapping[str, int] | None = None,
+        *,
+        edges: Mapping[tuple[str, str], EdgeOptions] | None = None,
+        placements: Mapping[str, Mapping[str, Placement]] | None = None,
+        stage_placement: Mapping[str, Sequence[int]] | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_topology(topology, module_to_grid_map)
+        self.module_to_grid_map = dict(module_to_grid_map)
+        self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
+        self.config = as_config(config)
+        self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
+        self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
+        for name, ndim in self.module_output_ndim.items():
+            axis_names(ndim, self._mapping(as_integer(ndim, f"module_output_ndim of {name!r}", least=1)))
+        self.rank = self.current_rank = dist.get_rank()
+        given = self._named(stage_placement, "stage_placement")
+        self.stage_placement = {
+            name: as_integers(given.get(name, range(dim_size(grid, "pp"))), f"stage_placement of {name!r}")
+            for name, grid in self.module_to_grid_map.items()
+        }
+        self.graph = module_graph(topology, self.module_to_grid_map, self.stage_placement)
+        self._options = self._checked_options(edges)
+        self._placements = {
+            name: as_placements(of_dims, f"placements of {name!r}")
+            for name, of_dims in self._named(placements, "placements").items()
+        }
+        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
+        if backend is None and len(named) == 1:
+            (backend,) = named
+        self._backend, self.device = resolve_device(backend, device)
+        self._destroyed = False
+        self.bridge_comms: list[BridgeCommunicator] = []
+        self._build_bridge_comms()
+        self.rank_module_map: dict[str, RankModuleInfo] = {}
+        self._build_rank_module_info_map()
+        self._open()
+
+    # -- construction -----------------------------------------------------------------------------------
+
+    def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+        """What is given by module, whose modules there are."""
+        named = {} if given is None else as_mapping(given, what, "modules to values", error=StageError)
+        unknown = sorted(set(named) - set(self.module_to_grid_map))
+        if unknown:
+            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
+        return named
+
+    def _checked_options(
+        self, given: Mapping[tuple[str, str], EdgeOptions] | None
+    ) -> dict[tuple[str, str], EdgeOptions]:
+        edges = dict(
+            as_kind({} if given is None else given, "edges", Mapping, "by (source, destination)", error=StageError)
+        )
+        for ends, option in edges.items():
+            as_kind(option, f"the options of edge {ends}", EdgeOptions, "EdgeOptions(...) is one", error=StageError)
+        unknown = [edge for edge in edges if edge not in self.graph.edges]
+        if unknown:
+            raise StageError(f"options for edges {unknown}, but the topology has {list(self.graph.edges)}")
+        options = {edge: edges.get(edge, EdgeOptions()) for edge in self.graph.edges}
+        self._has_backward = {
+            name: not self.topology[name] or any(options[name, dst].backward for dst in self.topology[name])
+            for name in self.graph.order
+        }
+        for (src, dst), option in options.items():
+            if option.backward and not self._has_backward[dst]:
+                raise StageError(
+                    f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}: all its own edges "
+                    f"are declared without; declare this one EdgeOptions(backward=False), too"
+                )
+        return options
+
+    def _sides(self) -> Iterator[tuple[str, str, Side, Side]]:
+        """Both sides of every edge, on every rank of the job."""
+        for (src, dst), option in self._options.items():
+            yield (
+                src,
+                dst,
+                boundary_side(
+                    self.module_to_grid_map[src],
+                    "source",
+                    placements={**self._placements.get(src, {}), **(option.src_placements or {})},
+                    stage=self.stage_placement[src][-1],
+                    lane_weights=option.src_lanes,
+                ),
+                boundary_side(
+                    self.module_to_grid_map[dst],
+                    "destination",
+                    placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
+                    stage=self.stage_placement[dst][0],
+                    lane_weights=option.dest_lanes,
+                ),
+            )
+
+    def _build_bridge_comms(self) -> None:
+        """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
+        for src, dst in sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge))):
+            grids = self.module_to_grid_map[src], self.module_to_grid_map[dst]
+            if not any(self.is_current_rank_in_grid(grid) for grid in grids):
+                continue
+            option = self._options[src, dst]
+            ndim = option.tensor_ndim or self.module_output_ndim.get(src, 3)
+            self.bridge_comms.append(
+                BridgeCommunicator(
+                    *grids,
+                    dim_mapping=option.dim_mapping or self._mapping(ndim),
+                    comm_dtype=option.comm_dtype,
+                    src_module_name=src,
+                    dest_module_name=dst,
+                    tensor_ndim=ndim,
+                    src_placements={**self._placements.get(src, {}), **(option.src_placements or {})},
+                    dest_placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
+                    src_lanes=option.src_lanes,
+                    dest_lanes=option.dest_lanes,
+                    strategy=option.strategy,
+                    leader_below=option.leader_below,
+                    links=option.links,
+                    backward=option.backward,
+                    config=self.config,
+                    backend=self._backend,
+                    device=self.device,
+                    src_stage=self.stage_placement[src][-1],
+                    dest_stage=self.stage_placement[dst][0],
+                    open=False,
+                )
+            )
+
+    def _mapping(self, ndim: int) -> Mapping[str, int] | None:
+        """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
+        if ndim == 2 and max(self.dim_mapping.values()) > 1:
+            return None
+        return self.dim_mapping
+
+    def _build_rank_module_info_map(self) -> None:
+        for name in self.graph.order:
+            grid = self.module_to_grid_map[name]
+            if not self.is_current_rank_in_grid(grid):
+                continue
+            places, here = self.stage_placement[name], place_of(grid, self.rank)
+            first, last = places[0] == here, places[-1] == here
+            self.rank_module_map[name] = RankModuleInfo(
+                pp_rank=here,
+                pp_size=dim_size(grid, "pp"),
+                p2p_communicator=ModuleChain(name, grid, places, self.rank, backward=self._has_backward[name]),
+                bridge_comms_as_src_module=[b for b in self.bridge_comms if b.src_module_name == name and last],
+                bridge_comms_as_dest_module=[b for b in self.bridge_comms if b.dest_module_name == name and first],
+                is_source_stage=first and self._is_source_module(name),
+                is_terminal_stage=last and self._is_sink_module(name),
+            )
+
+    def _open(self) -> None:
+        users: list[ModuleChain | BridgeCommunicator] = [*self._chains.values(), *self.bridge_comms]
+        self.lanes = open_lanes(
+            [spec for user in users for spec in user.lane_specs],
+            config=lane_config(self.config, variable=self.config.shape_mode == "header"),
+            backend=self._backend,
+            device=self.device,
+        )
+        for user in users:
+            user.attach(self.lanes)
+        self._dicts = DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
+        self._bridge_of = {
+            edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
+        }
+
+    @property
+    def _chains(self) -> dict[str, ModuleChain]:
+        return {
+            name: info.p2p_communicator
+            for name, info in self.rank_module_map.items()
+            if info.p2p_communicator is not None
+        }
+
+    # -- where this rank stands -------------------------------------------------------------------------
+
+    def _is_source_module(self, module_name: str) -> bool:
+        return module_name in self.graph.sources
+
+    def _is_sink_module(self, module_name: str) -> bool:
+        return module_name in self.graph.sinks
+
+    def is_current_rank_in_grid(self, grid: GridLike) -> bool:
+        """Whether this rank is in ``grid``."""
+        check_grid(grid, "grid")
+        return is_in(grid, self.rank)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The global numbers of the stages on this rank, ascending."""
+        return tuple(
+            sorted(
+                self.graph.stage(name, index)
+                for name, info in self.rank_module_map.items()
+                for index, place in enumerate(self.stage_placement[name])
+                if place == info.pp_rank
+            )
+        )
+
+    @cached_property
+    def positions(self) -> Positions:
+        """The positions of the job, the same on every rank: what a plan for this communicator is placed on."""
+        return positions_of(self.graph, self.module_to_grid_map, self.stage_placement)
+
+    @cached_property
+    def collective_edges(self) -> tuple[Edge, ...]:
+        """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
+        return collective_edges(self.graph, self.positions, self._sides())
+
+    @cached_property
+    def forward_edges(self) -> tuple[Edge, ...]:
+        """The edges declared without backward, ascending; the same on every rank."""
+        return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self._options.items() if not o.backward))
+
+    @property
+    def frozen_modules(self) -> tuple[str, ...]:
+        """Modules that get no gradient, because every edge that leaves them is declared without backward."""
+        return tuple(name for name in self.graph.order if not self._has_backward[name])
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds the first stage of a module that nothing feeds."""
+        return any(info.is_source_stage for info in self.rank_module_map.values())
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank holds the last stage of a module that feeds nothing."""
+        return any(info.is_terminal_stage for info in self.rank_module_map.values())
+
+    @property
+    def total_stages(self) -> int:
+        """Pipeline ranks on the longest path through the modules."""
+        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map)
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's place on the longest path that leads to it, from 0."""
+        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map, rank=self.rank) - 1
+
+    @staticmethod
+    def compute_total_pipeline_stages(
+        topology: Mapping[str, Sequence[str]],
+        module_to_grid_map: Mapping[str, GridLike],
+        rank: int | None = None,
+        module_name: str | None = None,
+    ) -> int:
+        """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
+
+        Args:
+            topology: the modules that each module feeds.
+            module_to_grid_map: grid of each module.
+            rank: count up to this rank; in the module where that gives most, if it is in several.
+            module_name: count up to ``rank`` in this module.
+
+        Raises:
+            ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
+        """
+        return total_pipeline_stages(topology, module_to_grid_map, rank=rank, module_name=module_name)
+
+    # -- the asynchronous form --------------------------------------------------------------------------
+
+    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
+        """Start sending along ``edge`` (forward) or against it (backward).
+
+        Raises:
+            StageError: there is no such edge, or this rank does not send on it.
+            BridgeError: as `BridgeCommunicator.isend_forward` and ``isend_backward``.
+        """
+        self._require_alive()
+        bridge = self._bridge_of.get(edge)
+        if bridge is None:
+            chain, inner = self._inside(edge)
+            return chain.isend(payload, edge=inner, direction=direction)
+        handle = bridge.isend_forward(payload) if direction is Direction.FORWARD else bridge.isend_backward(payload)
+        if handle is None:
+            raise StageError(self._not_on(edge))
+        return handle
+
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
+        """Start receiving the next message of ``edge`` in that direction.
+
+        Raises:
+            StageError: there is no such edge, or this rank does not receive on it.
+            BridgeError: as `BridgeCommunicator.irecv_forward` and ``irecv_backward``.
+        """
+        self._require_alive()
+        bridge = self._bridge_of.get(edge)
+        if bridge is None:
+            chain, inner = self._inside(edge)
+            return chain.irecv(edge=inner, direction=direction, shapes=shapes)
+        handle = bridge.irecv_forward(shapes) if direction is Direction.FORWARD else bridge.irecv_backward(shapes)
+        if handle is None:
+            raise StageError(self._not_on(edge))
+        return handle
+
+    def collective(
+        self, payload: Any, *, edge: Edge, direction: Direction
+    ) -> tuple[Handle | None, ReceiveHandle | None]:
+        """Start the exchange along ``edge`` among all ranks of its two stages, some of which hold both.
+
+        Every rank of either stage calls it, in the same order: with its own tensor where it holds the stage that
+        makes it, with None elsewhere.
+
+        Returns:
+            The send of a rank that holds the stage that makes it, and the receive of one that holds the other.
+
+        Raises:
+            StageError: no bridge is there, or this rank is not on it.
+            BridgeError: as `BridgeCommunicator`'s verbs.
+        """
+        self._require_alive()
+        bridge = self._bridge_of.get(edge)
+        if edge not in self.graph.stage_edges:
+            self._inside(edge)  # says that there is no such edge
+        if bridge is None or not (bridge.is_source or bridge.is_destination):
+            raise StageError(f"there is no collective to take part in: {self._not_on(edge)}")
+        with self.batch():
+            if direction is Direction.FORWARD:
+                sending = bridge.isend_forward(payload) if bridge.is_source else None
+                return sending, bridge.irecv_forward() if bridge.is_destination else None
+            sending = bridge.isend_backward(payload) if bridge.is_destination else None
+            return sending, bridge.irecv_backward() if bridge.is_source else None
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
+        return self.lanes.batch()
+
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
+        """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it.
+
+        Raises:
+            StageError: there is no such edge, or it does not touch this rank.
+        """
+        edges = as_tuple(edges, "edges", "Edges", error=StageError)
+        return self.lanes.neighbours({rank for edge in edges for spec in self._specs(edge) for rank in spec.pair})
+
+    def _specs(self, edge: Edge) -> list[LaneSpec]:
+        """The lanes of this rank that carry activations along ``edge``."""
+        bridge = self._bridge_of.get(edge)
+        if bridge is None:
+            chain, inner = self._inside(edge)
+            return [chain.spec(inner, Direction.FORWARD)]
+        return [spec for spec in bridge.lane_specs if self.rank in spec.pair]
+
+    def abort(self, reason: str) -> None:
+        """End all lanes at once and tell the other sides why."""
+        self.lanes.abort(reason)
+
+    def destroy(self) -> None:
+        """Close all lanes and destroy all groups. Idempotent."""
+        if not self._destroyed:
+            self._destroyed = True
+            self.lanes.close()
+            for bridge in self.bridge_comms:
+                bridge.destroy()
+
+    # -- the blocking verbs, over dicts by module -------------------------------------------------------------
 
     def recv_forward(self, tensor_shape: Any = None, is_first_stage: bool = False) -> Tensors:
         """The next activations of this rank's modules, by name; no entry for a module that nothing feeds here.
@@ -114,10 +505,28 @@ class MultiModulePipelineCommunicator(ModuleEdges):
 
     def _require_verbs(self, *, first: bool = False, last: bool = False) -> None:
         self._require_alive()
-        as_flag(first, "is_first_stage", error=StageError)
-        as_flag(last, "is_last_stage", error=StageError)
         if first and not self.is_pp_first_stage:
             raise StageError(f"is_first_stage=True on rank {self.rank}, which holds no first stage of the pipeline")
         if last and not self.is_pp_last_stage:
             raise StageError(f"is_last_stage=True on rank {self.rank}, which holds no last stage of the pipeline")
         self._dicts.require(self.stage_placement)
+
+    # -- underneath -------------------------------------------------------------------------------------------
+
+    def _inside(self, edge: Edge) -> tuple[ModuleChain, Edge]:
+        if edge not in self.graph.stage_edges:
+            raise StageError(
+                f"there is no edge {edge}; the stages are joined by {', '.join(map(str, self.graph.stage_edges))}"
+            )
+        (name, first), (other, second) = self.graph.module_of(edge.source), self.graph.module_of(edge.destination)
+        if name != other or name not in self._chains:
+            raise StageError(self._not_on(edge))
+        return self._chains[name], Edge(first, second)
+
+    def _not_on(self, edge: Edge) -> str:
+        ends = [f"{name!r} stage {index}" for name, index in map(self.graph.module_of, (edge.source, edge.destination))]
+        return f"edge {edge} ({' -> '.join(ends)}) does not end at rank {self.rank}, which holds stages {self.stages}"
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise DestroyedError("this communicator was destroyed; make a new one")

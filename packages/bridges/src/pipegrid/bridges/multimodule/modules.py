@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,20 @@ from attrs import frozen
 from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_mapping, as_text, as_tuple, check_grid
 from pipegrid.bridges.errors import LaneTotalsError, StageError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.bridges.reshard.links import Links
-from pipegrid.bridges.reshard.side import GridLike, Placement, as_placements
-from pipegrid.bridges.reshard.sizes import as_axis_of, axis_names
-from pipegrid.bridges.reshard.strategy import AUTO_LEADER_BYTES, Choice, Strategy
+from pipegrid.bridges.reshard import (
+    AUTO_LEADER_BYTES,
+    Choice,
+    GridLike,
+    Links,
+    Placement,
+    Strategy,
+    as_axis_of,
+    as_placements,
+    axis_names,
+    dim_size,
+    is_in,
+    place_of,
+)
 
 
 @frozen(kw_only=True)
@@ -52,37 +61,6 @@ class EdgeOptions:
         for name, lanes in (("src_lanes", self.src_lanes), ("dest_lanes", self.dest_lanes)):
             if lanes is not None:
                 as_integers(lanes, name, error=LaneTotalsError)
-
-
-def dim_size(grid: GridLike, name: str) -> int:
-    """Size of a dim; 1 where the grid does not have it."""
-    return dict(zip(grid.dim_names, grid.shape, strict=True)).get(name, 1)
-
-
-def dim_stride(grid: GridLike, name: str) -> int:
-    """Ranks between neighbours along a dim."""
-    stride = 1
-    for dim, size in zip(grid.dim_names, grid.shape, strict=True):
-        if dim == name:
-            return stride
-        stride *= size
-    return 0
-
-
-def ranks_of(grid: GridLike) -> range:
-    """The ranks of the grid."""
-    return range(grid.rank_offset, grid.rank_offset + math.prod(grid.shape))
-
-
-def is_in(grid: GridLike, rank: int) -> bool:
-    """Whether the grid has the rank."""
-    return rank in ranks_of(grid)
-
-
-def place_of(grid: GridLike, rank: int, stage_dim: str = "pp") -> int:
-    """The coordinate of the rank along the pipeline dim."""
-    size = dim_size(grid, stage_dim)
-    return 0 if size == 1 else (rank - grid.rank_offset) // dim_stride(grid, stage_dim) % size
 
 
 def check_topology(topology: Mapping[str, Sequence[str] | None], grids: Mapping[str, GridLike]) -> None:

@@ -13,8 +13,7 @@ from attrs import field, frozen
 from pipegrid.bridges.checks import as_integers, as_kind, as_mapping, as_tuple, check_grid
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.multimodule.modules import dim_size, place_of, ranks_of
-from pipegrid.bridges.reshard.side import GridLike, Side
+from pipegrid.bridges.reshard import GridLike, Side, dim_size, place_of, ranks_of
 from pipegrid.transport.edge import Edge
 
 

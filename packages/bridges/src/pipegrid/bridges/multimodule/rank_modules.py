@@ -7,25 +7,14 @@ from typing import Any
 
 from attrs import define
 
-from pipegrid.bridges.bridge.communicator import BridgeCommunicator
-from pipegrid.bridges.checks import as_integer, as_kind
+from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.checks import as_integer
 from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.multimodule.modules import dim_stride, place_of
-from pipegrid.bridges.reshard.side import GridLike
+from pipegrid.bridges.reshard import GridLike, dim_stride, place_of
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.opening import Lanes
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
-
-
-def check_edge(edge: object, direction: object) -> None:
-    """Refuse what is no edge, or no direction along it.
-
-    Raises:
-        StageError: one of the two is something else.
-    """
-    as_kind(edge, "edge", Edge, "Edge(source stage, destination stage)", error=StageError)
-    as_kind(direction, "direction", Direction, "Direction.FORWARD or Direction.BACKWARD", error=StageError)
 
 
 class ModuleChain:

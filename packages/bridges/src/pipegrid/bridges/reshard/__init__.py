@@ -1,1 +1,58 @@
-"""The reshard plan: which rank sends which box of a tensor to which rank. Pure; no torch."""
+"""The reshard plan: sides and sizes in, messages and completions out. Pure; no torch."""
+
+from __future__ import annotations
+
+from pipegrid.bridges.reshard.box import Box
+from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy
+from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan, plan_reshard, routes
+from pipegrid.bridges.reshard.prove import check_plan
+from pipegrid.bridges.reshard.side import (
+    BATCH,
+    GridLike,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    Side,
+    as_placements,
+    boundary_side,
+    dim_size,
+    dim_stride,
+    is_in,
+    place_of,
+    ranks_of,
+)
+from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axis_of, axis_names
+
+__all__ = [
+    "AUTO_LEADER_BYTES",
+    "BATCH",
+    "AxisNames",
+    "Box",
+    "Choice",
+    "Completion",
+    "GridLike",
+    "Links",
+    "Message",
+    "Partial",
+    "Placement",
+    "Replicated",
+    "ReshardPlan",
+    "Route",
+    "Sharded",
+    "Side",
+    "Sizes",
+    "Strategy",
+    "as_axis_of",
+    "as_placements",
+    "axis_names",
+    "boundary_side",
+    "check_plan",
+    "dim_size",
+    "dim_stride",
+    "is_in",
+    "place_of",
+    "plan_reshard",
+    "ranks_of",
+    "routes",
+]

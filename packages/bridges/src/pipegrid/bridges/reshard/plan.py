@@ -23,19 +23,10 @@ from attrs import field, frozen
 from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_kind, as_tuple
 from pipegrid.bridges.errors import TilingError
 from pipegrid.bridges.reshard.box import Box, Span, shares
-from pipegrid.bridges.reshard.cuts import (
-    Cut,
-    local_shape,
-    local_spans,
-    meeting_classes,
-    part_cuts,
-    pieces,
-    row_cuts,
-)
-from pipegrid.bridges.reshard.links import Links
+from pipegrid.bridges.reshard.cuts import Cut, local_shape, local_spans, meeting_classes, part_cuts, pieces, row_cuts
+from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy, check_strategy, leaders
 from pipegrid.bridges.reshard.side import Side
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axes
-from pipegrid.bridges.reshard.strategy import AUTO_LEADER_BYTES, Choice, Route, Strategy, check_strategy, leaders
 
 
 def _as_rank(value: int) -> int:

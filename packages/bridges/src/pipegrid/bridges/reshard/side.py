@@ -92,6 +92,37 @@ class GridLike(Protocol):
         ...
 
 
+def dim_size(grid: GridLike, name: str) -> int:
+    """Size of a dim; 1 where the grid does not have it."""
+    return dict(zip(grid.dim_names, grid.shape, strict=True)).get(name, 1)
+
+
+def dim_stride(grid: GridLike, name: str) -> int:
+    """Ranks between neighbours along a dim."""
+    stride = 1
+    for dim, size in zip(grid.dim_names, grid.shape, strict=True):
+        if dim == name:
+            return stride
+        stride *= size
+    return 0
+
+
+def ranks_of(grid: GridLike) -> range:
+    """The ranks of the grid."""
+    return range(grid.rank_offset, grid.rank_offset + math.prod(grid.shape))
+
+
+def is_in(grid: GridLike, rank: int) -> bool:
+    """Whether the grid has the rank."""
+    return rank in ranks_of(grid)
+
+
+def place_of(grid: GridLike, rank: int, stage_dim: str = "pp") -> int:
+    """The coordinate of the rank along the pipeline dim."""
+    size = dim_size(grid, stage_dim)
+    return 0 if size == 1 else (rank - grid.rank_offset) // dim_stride(grid, stage_dim) % size
+
+
 @frozen
 class SideDim:
     """One dim of the boundary: its size, the distance in ranks between neighbours, and what it does."""

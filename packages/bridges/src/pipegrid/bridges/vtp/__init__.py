@@ -1,1 +1,15 @@
 """Variable tensor parallelism: stages of one pipeline with different tensor-parallel sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipegrid.bridges.lazy import lazy_names
+from pipegrid.bridges.vtp.topology import VTPTopology
+
+if TYPE_CHECKING:
+    from pipegrid.bridges.vtp.communicator import VTPCommunicator
+
+__all__ = ["VTPCommunicator", "VTPTopology"]
+
+__getattr__ = lazy_names(__name__, {"VTPCommunicator": "communicator"})

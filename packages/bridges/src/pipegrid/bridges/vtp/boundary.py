@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from attrs import frozen
 
 from pipegrid.bridges.errors import ShapeError, TilingError
-from pipegrid.bridges.reshard.box import Box
-from pipegrid.bridges.reshard.plan import Completion, plan_reshard, routes
-from pipegrid.bridges.reshard.side import Placement, Replicated, Sharded, Side, SideDim
-from pipegrid.bridges.reshard.sizes import Sizes
+from pipegrid.bridges.reshard import Box, Completion, Placement, Replicated, Sharded, Side, Sizes, plan_reshard, routes
+from pipegrid.bridges.reshard.side import SideDim
 from pipegrid.transport.edge import Direction, Edge
 
 Shape = tuple[int, ...]

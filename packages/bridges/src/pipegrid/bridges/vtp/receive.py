@@ -13,9 +13,9 @@ import torch
 from attrs import define, field
 
 from pipegrid.bridges.bridge.receive import remaining
-from pipegrid.bridges.bridge.steps import Completing, unpack
 from pipegrid.bridges.errors import CompletionError, ShapeError
-from pipegrid.bridges.reshard.plan import Completion
+from pipegrid.bridges.reshard import Completion
+from pipegrid.bridges.steps import Completing, unpack
 from pipegrid.bridges.vtp.boundary import Crossing, Shape
 from pipegrid.transport.handle import ReceiveTransfer
 from pipegrid.transport.streams import follow, mark, used_here, working_on

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge.steps import Completing, pack
 from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard.plan import Completion
+from pipegrid.bridges.reshard import Completion
+from pipegrid.bridges.steps import Completing, pack
 from pipegrid.bridges.vtp.boundary import Crossing, Shape, VTPBoundary
 from pipegrid.bridges.vtp.receive import LandingQueue, VTPReceive, encode_shape
 from pipegrid.topology import GroupSpec

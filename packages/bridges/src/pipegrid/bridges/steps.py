@@ -8,8 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.reshard.box import Box
-from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan
+from pipegrid.bridges.reshard import Box, Completion, Message, ReshardPlan
 
 
 def pack(tensor: torch.Tensor, boxes: Iterable[Box], dtype: torch.dtype) -> torch.Tensor:

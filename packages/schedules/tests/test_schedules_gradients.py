@@ -10,7 +10,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from pipegrid.schedules.gradients.reduce import GradientError, clip_grad_norm_, reduce_gradients
+from pipegrid.schedules.gradients.clip import clip_grad_norm_
+from pipegrid.schedules.gradients.reduce import GradientError, reduce_gradients
 
 
 @frozen

@@ -12,9 +12,9 @@ from torch import nn
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import interleaved_1f1b
+from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving, interleaved_plan
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
-from pipegrid.schedules.megatron.interleaving import forward_backward_pipelining_with_interleaving, interleaved_plan
 from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
 from pipegrid.schedules.megatron.step import StepArgumentError
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func

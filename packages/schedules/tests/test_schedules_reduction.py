@@ -8,7 +8,8 @@ from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.gradients.policy import ReductionError, settle_reduction
+from pipegrid.schedules.errors import ReductionError
+from pipegrid.schedules.gradients.policy import gradient_reduction
 from pipegrid.schedules.gradients.reduce import GradientError
 from pipegrid.schedules.megatron.config import PipelineConfig
 
@@ -53,7 +54,7 @@ class Wrapped(nn.Linear):
 
 def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
     communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
-    return settle_reduction(
+    return gradient_reduction(
         models=chunks or {stage: model or nn.Linear(1, 1)},
         config=PipelineConfig(**options),
         communicator=communicator,

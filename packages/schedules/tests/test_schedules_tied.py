@@ -28,7 +28,8 @@ from pipegrid.schedules import (
     verify,
     with_reduce,
 )
-from pipegrid.schedules.gradients.policy import ReductionError, settle_ties
+from pipegrid.schedules.errors import ReductionError
+from pipegrid.schedules.gradients.policy import required_ties
 from pipegrid.schedules.gradients.reduce import GradientError
 from pipegrid.schedules.gradients.tied import TieMark
 from pipegrid.schedules.gradients.tying import stages_here, tie_groups
@@ -468,14 +469,14 @@ def test_ties_are_settled_before_the_step():
     module = nn.Linear(2, 2)
     module.weight.tied = TieMark("w", over_lanes=True)
     with pytest.raises(ReductionError, match=r"is tied as 'w', which config.tied_parameters does not have \(\[\]\)"):
-        settle_ties(models=[module], config=PipelineConfig(), stages=[0])
+        required_ties(models=[module], config=PipelineConfig(), stages=[0])
     tie = Tie("w", (0, 1), (module.weight,))
-    assert settle_ties(models=[module], config=PipelineConfig(tied_parameters=[tie]), stages=[0]) == (tie,)
+    assert required_ties(models=[module], config=PipelineConfig(tied_parameters=[tie]), stages=[0]) == (tie,)
     with pytest.raises(ReductionError, match="'w' lies on stage 1, which this rank runs, but its model has no copy"):
-        settle_ties(models=[nn.Linear(1, 1)], config=PipelineConfig(tied_parameters=[tie]), stages=[1])
+        required_ties(models=[nn.Linear(1, 1)], config=PipelineConfig(tied_parameters=[tie]), stages=[1])
     module.no_sync = None
     with pytest.raises(ReductionError, match="by its REDUCE, and by the model's wrapper as well"):
-        settle_ties(models=[module], config=PipelineConfig(tied_parameters=[tie]), stages=[0])
+        required_ties(models=[module], config=PipelineConfig(tied_parameters=[tie]), stages=[0])
 
 
 def test_a_gradient_whose_reduce_never_ran_is_not_finished():

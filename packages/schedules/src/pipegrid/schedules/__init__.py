@@ -89,6 +89,7 @@ from pipegrid.schedules.verify.verify import Proof, verify
 
 if TYPE_CHECKING:
     from pipegrid.schedules.autograd import SplitBackwardError
+    from pipegrid.schedules.gradients.clip import clip_grad_norm_
     from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.gradients.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
     from pipegrid.schedules.gradients.output_layer import (
@@ -97,7 +98,7 @@ if TYPE_CHECKING:
         finish_embedding_wgrad_compute,
         output_linear,
     )
-    from pipegrid.schedules.gradients.reduce import GradientError, clip_grad_norm_, reduce_gradients
+    from pipegrid.schedules.gradients.reduce import GradientError, reduce_gradients
     from pipegrid.schedules.gradients.tied import TiedParameters, tie_parameters, tied_stages
     from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
     from pipegrid.schedules.megatron.forward import (
@@ -268,7 +269,7 @@ _TORCH_HALF = {
     "forward_backward_pipelining_without_interleaving": "megatron.step_functions",
     "get_forward_backward_func": "megatron.step_functions",
     "GradientError": "gradients.reduce",
-    "clip_grad_norm_": "gradients.reduce",
+    "clip_grad_norm_": "gradients.clip",
     "reduce_gradients": "gradients.reduce",
     "Hook": "runtime",
     "MessageHook": "runtime",

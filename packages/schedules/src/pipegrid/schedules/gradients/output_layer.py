@@ -17,8 +17,6 @@ import torch.distributed as dist
 from pipegrid.schedules.arguments import require, shown
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.main_grad import add_gradient
-from pipegrid.schedules.megatron.config import option
-from pipegrid.schedules.megatron.counts import size_of
 
 
 class DeferralError(ValueError):
@@ -62,16 +60,16 @@ def output_linear(
         StepArgumentError: no tensors, or shapes that do not go together.
     """
     _require_linear(x, weight, bias)
-    deferred = bool(option(config, "defer_embedding_wgrad_compute"))
+    deferred = bool(getattr(config, "defer_embedding_wgrad_compute", False))
     if deferred:
         _require_buffers(module)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    group = None if size_of("tp_group", tp_group) == 1 else tp_group
-    shared = group is not None and bool(option(config, "sequence_parallel"))
-    limit = int(option(config, "wgrad_deferral_limit")) if deferred else None
+    group = None if _size(tp_group) == 1 else tp_group
+    shared = group is not None and bool(getattr(config, "sequence_parallel", False))
+    limit = int(getattr(config, "wgrad_deferral_limit", 0)) if deferred else None
     output: torch.Tensor = _OutputLinear.apply(x, weight, bias, group, shared, module, limit)  # type: ignore[no-untyped-call]
     return output
 
@@ -171,7 +169,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     Raises:
         DeferralError: deferral is set, and neither the model nor anything that it wraps has the buffers.
     """
-    if not is_last_stage or not option(config, "defer_embedding_wgrad_compute"):
+    if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
     if isinstance(model, (list, tuple)) and not model:
         raise DeferralError("model is an empty list; give this rank's chunks, of which the last has the output layer")
@@ -203,7 +201,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     Raises:
         DeferralError: the two buffers hold different numbers of microbatches, or there is no weight.
     """
-    if not is_last_stage or not option(config, "defer_embedding_wgrad_compute"):
+    if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
     _require_buffers(embedding_module)
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
@@ -215,7 +213,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     if not inputs:
         return
     weight = _weight_of(embedding_module)
-    shared = size_of("tp_group", tp_group) > 1 and bool(option(config, "sequence_parallel"))
+    shared = _size(tp_group) > 1 and bool(getattr(config, "sequence_parallel", False))
     following = _start_gather(inputs[0], tp_group) if shared else None
     while inputs:
         x = inputs.pop(0)
@@ -226,7 +224,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         add_gradient(weight, _weight_gradient(x, gradients.pop(0)))
 
 
-def settle_deferral(config: Any, model: Any, *, is_last_stage: bool, tp_group: Any) -> Callable[[], None]:
+def deferred_weight_gradients(config: Any, model: Any, *, is_last_stage: bool, tp_group: Any) -> Callable[[], None]:
     """Clear the buffers for a new step; what is returned finishes it, and may be called again in vain.
 
     It must have run when the weight's gradient is summed: before the ``REDUCE`` of a tied weight, and before the
@@ -262,3 +260,7 @@ def _weight_of(module: Any) -> torch.nn.Parameter:
             "there is no weight to add deferred gradients to"
         )
     return weight
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()

@@ -16,14 +16,13 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.gradients.reduce import collection_of, lanes_group, reduce_gradients
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
-from pipegrid.schedules.megatron.config import option
 from pipegrid.transport.opening import resolve_device
 
-Finish = Callable[[Mapping[int, torch.Tensor | None]], None]
+FinishGradients = Callable[[Mapping[int, torch.Tensor | None]], None]
 """Called once after the last backward, with the tokens that the loss of each stage counted (None without a loss)."""
 
 
-def settle_reduction(
+def gradient_reduction(
     *,
     models: Mapping[int, torch.nn.Module],
     config: Any,
@@ -31,7 +30,7 @@ def settle_reduction(
     graph: ModuleGraph,
     pg_collection: Any,
     frozen: Collection[str] = (),
-) -> Finish:
+) -> FinishGradients:
     """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
     ``config.finalize_model_grads_func`` is asked first; then a wrapper that reduces by itself (it has ``no_sync``) is
@@ -42,7 +41,7 @@ def settle_reduction(
         ReductionError: a wrapper that would average by the wrong number, or at the wrong time; per-token loss that
             nobody would divide by the tokens; data lanes without their group, or that nobody would divide by.
     """
-    per_token = bool(option(config, "calculate_per_token_loss"))
+    per_token = bool(getattr(config, "calculate_per_token_loss", False))
     names = {stage: graph.module_of(stage)[0] for stage in models}
     collections = {
         name: None if pg_collection is None else collection_of(pg_collection, name) for name in names.values()
@@ -54,7 +53,7 @@ def settle_reduction(
         parts = [_tokens(counted[stage], model, collections[names[stage]]) for stage, model in models.items()]
         return sum(parts[1:], start=parts[0])
 
-    finalize = option(config, "finalize_model_grads_func")
+    finalize = getattr(config, "finalize_model_grads_func", None)
     if finalize is not None:
         return lambda counted: finalize(list(models.values()), tokens(counted), pg_collection=pg_collection)
     _require_all_or_none(models, names)
@@ -79,7 +78,7 @@ def settle_reduction(
         collections,
         num_tokens=tokens(counted),
         loss_lanes=of_loss,
-        job_group=option(config, "job_group"),
+        job_group=getattr(config, "job_group", None),
     )
 
 
@@ -124,7 +123,9 @@ def _require_group(name: str, collection: Any, own: int | None) -> None:
         )
 
 
-def settle_ties(*, models: Sequence[torch.nn.Module], config: Any, stages: Sequence[int]) -> tuple[TiedParameters, ...]:
+def required_ties(
+    *, models: Sequence[torch.nn.Module], config: Any, stages: Sequence[int]
+) -> tuple[TiedParameters, ...]:
     """The ties whose ``REDUCE`` the plan of a step needs, checked against what this rank runs.
 
     Args:
@@ -136,7 +137,7 @@ def settle_ties(*, models: Sequence[torch.nn.Module], config: Any, stages: Seque
         ReductionError: a tie of one of ``stages`` without a copy in ``models``, a tied parameter whose tie the config
             does not have, or one whose wrapper would sum over data lanes what its ``REDUCE`` sums as well.
     """
-    ties: tuple[TiedParameters, ...] = tuple(option(config, "tied_parameters"))
+    ties: tuple[TiedParameters, ...] = tuple(getattr(config, "tied_parameters", ()))
     parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
     for tie in ties:
         held = sorted(set(tie.stages) & set(stages))

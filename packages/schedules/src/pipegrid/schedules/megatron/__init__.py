@@ -1,1 +1,66 @@
-"""The step functions with Megatron's names: build the plan, run it."""
+"""The step functions with Megatron's names: each builds its plan and runs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipegrid.schedules._lazy import lazy_names
+from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.megatron.counts import (
+    check_first_val_step,
+    convert_schedule_table_to_order,
+    get_pp_rank_microbatches,
+    get_schedule_table,
+    get_tensor_shapes,
+)
+from pipegrid.schedules.megatron.place import Place, interleaved_plan, place_of, step_plan
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
+    from pipegrid.schedules.megatron.forward import forward_step, forward_step_calc_loss, set_current_microbatch
+    from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
+    from pipegrid.schedules.megatron.step_functions import (
+        forward_backward_no_pipelining,
+        forward_backward_pipelining_with_interleaving,
+        forward_backward_pipelining_without_interleaving,
+        get_forward_backward_func,
+    )
+
+__all__ = [
+    "AnnouncedShapesError",
+    "PipelineConfig",
+    "Place",
+    "backward_step",
+    "check_first_val_step",
+    "convert_schedule_table_to_order",
+    "custom_backward",
+    "deallocate_output_tensor",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_step",
+    "forward_step_calc_loss",
+    "get_forward_backward_func",
+    "get_pp_rank_microbatches",
+    "get_schedule_table",
+    "get_tensor_shapes",
+    "interleaved_plan",
+    "place_of",
+    "set_current_microbatch",
+    "step_plan",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "backward": ("backward_step", "custom_backward", "deallocate_output_tensor"),
+        "forward": ("forward_step", "forward_step_calc_loss", "set_current_microbatch"),
+        "shapes": ("AnnouncedShapesError",),
+        "step_functions": (
+            "forward_backward_no_pipelining",
+            "forward_backward_pipelining_with_interleaving",
+            "forward_backward_pipelining_without_interleaving",
+            "get_forward_backward_func",
+        ),
+    },
+)

@@ -1,7 +1,8 @@
-"""One forward of one stage and its loss, with the seeds' names. The backward is in `backward_steps`."""
+"""One forward of one stage, its autocast context and its loss, with the seeds' names."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from pipegrid.schedules.arguments import require, require_function, require_integer
 from pipegrid.schedules.errors import LossError, StepArgumentError
-from pipegrid.schedules.megatron.autocasting import autocast
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.runtime import describe
 
@@ -209,3 +209,33 @@ def _tokens(counted: Any) -> torch.Tensor:
         )
     whole = isinstance(counted, int) if not isinstance(counted, torch.Tensor) else not counted.is_floating_point()
     return torch.as_tensor(counted, dtype=torch.int64 if whole else torch.float64).reshape(())
+
+
+def autocast(config: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """The context of one forward of ``model``.
+
+    Raises:
+        StepArgumentError: as `require_autocast`.
+    """
+    if not option(config, "enable_autocast"):
+        return contextlib.nullcontext()
+    device, dtype = require_autocast(config, model)
+    return torch.autocast(device, dtype=dtype)
+
+
+def require_autocast(config: Any, model: torch.nn.Module) -> tuple[str, torch.dtype | None]:
+    """The device type and the dtype (None: the device's default) of a forward under autocast.
+
+    Raises:
+        StepArgumentError: ``enable_autocast`` with a dtype that autocast does not have: torch would go on without it.
+    """
+    parameter = next(model.parameters(), None)
+    device = "cpu" if parameter is None else parameter.device.type
+    dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")
+    if option(config, "enable_autocast") and dtype not in (None, torch.float16, torch.bfloat16):
+        name = "autocast_dtype" if option(config, "autocast_dtype") else "pipeline_dtype"
+        raise StepArgumentError(
+            f"enable_autocast is set and {name} is {dtype}; autocast computes in torch.float16 or torch.bfloat16: set "
+            "config.autocast_dtype to one of them, or enable_autocast=False"
+        )
+    return device, dtype

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.arguments import require_items, shown
 from pipegrid.schedules.errors import PlanError, StepArgumentError
-from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b
 from pipegrid.schedules.generators.shapes import check_sizes
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_communicator
 from pipegrid.schedules.plan.parts import as_placement
 from pipegrid.schedules.plan.plan import Plan, require_graph
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
+
+Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""The name and the stages of each tied parameter."""
 
 
 @frozen
@@ -101,7 +104,7 @@ def place_of(communicator: Any) -> Place:
 def step_plan(
     graph: ModuleGraph,
     num_microbatches: int,
-    tied: tuple[tuple[str, tuple[int, ...]], ...] = (),
+    tied: Ties = (),
     *,
     placement: tuple[tuple[int, ...], ...] | None = None,
     collectives: tuple[Edge, ...] = (),
@@ -128,7 +131,7 @@ def step_plan(
     )
 
 
-def _as_ties(tied: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _as_ties(tied: Any) -> Ties:
     remedy = "give tied_stages(...), pairs of a name and its stages"
     ties = []
     for pair in require_items("tied", tied, tuple, remedy, error=PlanError):
@@ -142,7 +145,7 @@ def _as_ties(tied: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
 def _step_plan(
     graph: ModuleGraph,
     num_microbatches: int,
-    tied: tuple[tuple[str, tuple[int, ...]], ...],
+    tied: Ties,
     placement: tuple[tuple[int, ...], ...] | None,
     collectives: tuple[Edge, ...],
     frozen: tuple[str, ...],
@@ -150,6 +153,28 @@ def _step_plan(
     plan = lower(
         multi_module_1f1b(graph, num_microbatches, placement=placement, forward_only=frozen),
         collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives},
+        tied=dict(tied),
+    )
+    verify(plan)
+    return plan
+
+
+@lru_cache(maxsize=64)
+def interleaved_plan(
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int,
+    receives: Receives = "late",
+    tied: Ties = (),
+    extra_warmup: int = 0,
+) -> Plan:
+    """The verified plan that the interleaved step function runs. Pure."""
+    plan = lower(
+        interleaved_1f1b(
+            num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
+        ),
+        receives=receives,
         tied=dict(tied),
     )
     verify(plan)

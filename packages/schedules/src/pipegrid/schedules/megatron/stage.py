@@ -19,7 +19,7 @@ from pipegrid.transport.edge import Edge
 
 
 @define
-class SeedStage:
+class MegatronStage:
     """Runs one microbatch of one stage through `forward_step`.
 
     In a graph of one module, what travels is a tensor (or whatever payload the user's function returns). In a

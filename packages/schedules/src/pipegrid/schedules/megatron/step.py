@@ -6,26 +6,24 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from pipegrid.schedules.arguments import is_integer
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.output_layer import settle_deferral
-from pipegrid.schedules.gradients.policy import Finish, settle_reduction, settle_ties
+from pipegrid.schedules.gradients.output_layer import deferred_weight_gradients
+from pipegrid.schedules.gradients.policy import FinishGradients, gradient_reduction, required_ties
 from pipegrid.schedules.gradients.reduce import collection_of
 from pipegrid.schedules.gradients.tied import tied_stages
-from pipegrid.schedules.megatron.autocasting import require_autocast
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
+from pipegrid.schedules.megatron.forward import require_autocast
+from pipegrid.schedules.megatron.place import Ties
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
-from pipegrid.schedules.megatron.stage import SeedStage
+from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.runtime import PipelineRuntime, position_of
-
-Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-"""The name and the stages of each tied parameter."""
 
 
 def single(value: Any, name: str) -> Any:
@@ -76,14 +74,14 @@ def run_step(
         require_autocast(config, model)
     if collect_non_loss_data and not forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
-    ties = () if forward_only else settle_ties(models=list(models.values()), config=config, stages=list(models))
+    ties = () if forward_only else required_ties(models=list(models.values()), config=config, stages=list(models))
     agreed = plan(tied_stages(ties))
     position = position_of(agreed, models)
-    finish: Finish | None = None
+    finish: FinishGradients | None = None
     finish_output_layers: list[Callable[[], None]] = []
     if not forward_only:
         finish_output_layers = _deferrals(agreed, config, models, pg_collection)
-        finish = settle_reduction(
+        finish = gradient_reduction(
             models=models,
             config=config,
             communicator=communicator,
@@ -96,7 +94,7 @@ def run_step(
                 sync(model.parameters())
     chunks = _chunk_numbers(agreed, models)
     stages = {
-        stage: SeedStage(
+        stage: MegatronStage(
             forward_step_func,
             data_iterators[stage],
             model,
@@ -200,7 +198,7 @@ def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
     return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
 
 
-def announce(
+def message_shapes(
     adjust: Callable[..., Any] | None,
     models: Mapping[int, Any],
     *,
@@ -235,7 +233,9 @@ def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection
     for stage, model in models.items():
         groups = None if pg_collection is None else collection_of(pg_collection, plan.graph.module_of(stage)[0])
         is_last = all(edge.source != stage for edge in plan.graph.stage_edges)
-        finish.append(settle_deferral(config, model, is_last_stage=is_last, tp_group=getattr(groups, "tp", None)))
+        finish.append(
+            deferred_weight_gradients(config, model, is_last_stage=is_last, tp_group=getattr(groups, "tp", None))
+        )
     return finish
 
 

@@ -377,3 +377,91 @@ def test_outputs_that_do_not_need_each_other_are_freed(network, memory_communica
     functions = [two, lambda microbatch, x: sum(part.sum() for part in x)]
     step(plan, functions, network, memory_communicator, in_threads, deallocate_outputs=True)
     assert [tensor.numel() for tensor in made] == [1, 1, 2 * WIDTH, 1] * 2
+
+
+# What goes back
+
+
+FIRST_OPERATORS = {
+    "transpose": lambda x, model: model(x.transpose(0, 1)),
+    "mean of an axis": lambda x, model: model(x.mean(1)),
+    "sum": lambda x, model: x.sum(0) * model.bias,
+    "attention, batch first": lambda x, model: nn.MultiheadAttention(WIDTH, 2, batch_first=True)(x, x, x)[0],
+    "gru, batch first": lambda x, model: nn.GRU(WIDTH, WIDTH, batch_first=True)(x)[0],
+    "conv after a transpose": lambda x, model: nn.Conv1d(WIDTH, WIDTH, 1)(x.transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_OPERATORS)
+@pytest.mark.parametrize("schedule", [gpipe, zero_bubble_h1])
+def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(
+    schedule, name, network, memory_communicator, in_threads
+):
+    plan = lower(schedule(2, 2))
+    model = nn.Linear(WIDTH, WIDTH)
+
+    class Strict(memory_communicator):
+        def isend(self, payload, *, edge, direction):
+            assert payload.is_contiguous()
+            return super().isend(payload, edge=edge, direction=direction)
+
+    functions = [
+        lambda m: model(torch.ones(3, 2, WIDTH)),
+        lambda m, x: FIRST_OPERATORS[name](x, model).square().mean(),
+    ]
+    step(plan, functions, network, Strict, in_threads)
+
+
+LOST = {
+    "detached": lambda model, x: model(x).detach(),
+    "under no_grad": lambda model, x: torch.no_grad()(model)(x),
+    "reentrant checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("schedule", [gpipe, zero_bubble_h1])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_an_output_without_a_graph_on_a_stage_with_parameters_is_an_error(schedule, name, network, memory_communicator):
+    plan = lower(schedule(2, 3))
+    model = nn.Linear(WIDTH, WIDTH)
+    forwards = []
+
+    def first(microbatch):
+        forwards.append(microbatch)
+        return LOST[name](model, torch.ones(2, WIDTH))
+
+    communicator = memory_communicator(network, 2, 0)
+    for _ in range(3):  # the gradients that stage 1 would send back
+        memory_communicator(network, 2, 1).isend(
+            torch.ones(2, WIDTH), edge=plan.graph.stage_edges[0], direction=Direction.BACKWARD
+        )
+    stage = Function(plan, 0, first, model=model)
+    with pytest.raises(PipelineError, match=r"stage 0 has parameters that require grad \(model\.weight\), but none"):
+        PipelineRuntime(plan, {0: stage}, communicator).step()
+    assert forwards == [0, 1, 2]
+
+
+@pytest.mark.parametrize("payload", ["None", "frozen", "one with a graph"])
+def test_an_output_without_a_graph_may_be_right(payload, network, memory_communicator, in_threads):
+    plan = lower(gpipe(2, 3))
+    model = nn.Linear(WIDTH, WIDTH).requires_grad_(payload != "frozen")
+
+    def first(microbatch):
+        if payload == "None":
+            return None
+        output = model(torch.ones(2, WIDTH))
+        return output if microbatch == 1 else output.detach()
+
+    weight = torch.ones((), requires_grad=True)
+    positions = [
+        Function(plan, 0, first, model=model),
+        Function(plan, 1, lambda m, x: weight * (1.0 if x is None else x.sum())),
+    ]
+    in_threads(
+        [
+            PipelineRuntime(plan, {stage: each}, memory_communicator(network, 2, stage)).step
+            for stage, each in enumerate(positions)
+        ]
+    )
+    assert (model.weight.grad is not None) == (payload == "one with a graph")

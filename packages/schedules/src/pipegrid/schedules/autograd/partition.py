@@ -96,6 +96,7 @@ class Division:
         whole: the nodes with edges out of the input path that are no owners.
         arrivals: the owners' outputs, each as a node and an output: I keeps the gradients that arrive there.
         levels: the owners by height.
+        reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
         spent: nodes of the input path that W does not run again.
         refused: nodes of the input path that cannot run while others are kept for later.
     """
@@ -105,6 +106,7 @@ class Division:
     whole: tuple[Whole, ...]
     arrivals: tuple[tuple[int, int], ...]
     levels: tuple[Level, ...]
+    reruns: bool
     spent: tuple[int, ...]
     refused: tuple[int, ...]
 
@@ -167,12 +169,17 @@ def divide(outline: Outline) -> Division:
     ]
     owners.sort(key=lambda owner: -owner.height)
     waiting = {owner.node for owner in owners}
+    whole = tuple(Whole(node, tuple(entries[node]), node in custom) for node in entries if node not in waiting)
+    # To have a node of `whole` compute its weight half, the engine is asked for the gradients at its entries. What lies
+    # between two such entries (the norm of a weight, above the weight) then runs as well, ahead of its time.
+    asks = any(not part.custom for part in whole)
     return Division(
         input_path=path,
         owners=tuple(owners),
-        whole=tuple(Whole(node, tuple(entries[node]), node in custom) for node in entries if node not in waiting),
+        whole=whole,
         arrivals=tuple((owner.node, output) for owner in owners for output in owner.outputs),
         levels=tuple(_levels(owners)),
+        reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
         spent=tuple(node for node in path if node not in waiting),
         refused=tuple(node for node in path if outline.kinds[node].__name__ in UNSPLITTABLE),
     )

@@ -89,18 +89,19 @@ def backward_inputs(
             asked += [edge for _, edge in entries]
     for owner in parts.owners:
         keep_recomputed(nodes[owner.node])
+    keep = bool(parts.owners) or parts.reruns
     group = GraphExecGroup()
     with group:
         found = run_backward(
             roots,
             gradients,
             inputs=[*inputs, *arriving, *asked],
-            keep_graph=bool(parts.owners),
+            keep_graph=keep,
             accumulate=False,
         )
         if leaving:
             run_backward([edge for edge, _ in leaving], [gradient for _, gradient in leaving])
-    if parts.owners:
+    if keep:
         for node in parts.spent:
             release_saved(nodes[node])
     arrived = found[len(inputs) : len(inputs) + len(arriving)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.schedules.arguments import as_number, require, require_function, require_items, shown
@@ -13,6 +12,7 @@ from pipegrid.schedules.errors import PlanError, PlanMismatchError, ReductionErr
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import actions_of, require_plan
 from pipegrid.schedules.runtime.hooks import Hook
+from pipegrid.schedules.runtime.stage import modules_of
 from pipegrid.schedules.verify import own_faults
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def require_right_wrappers(plan: Plan, position: int, stages: Mapping[int, Any])
     for number, stage in stages.items():
         if number in plan.forward_only or _one_at_a_time(plan, position, number):
             continue
-        for name, module in _modules(stage):
+        for name, module in modules_of(stage):
             if isinstance(module, DistributedDataParallel):
                 raise ReductionError(
                     f"stage {number} has a DistributedDataParallel ({name}), which decides in a forward whether the "
@@ -247,12 +247,3 @@ def _one_at_a_time(plan: Plan, position: int, stage: int) -> bool:
     """Whether each forward of ``stage`` is followed by its own backward, a whole one, before its next forward."""
     order = [(a.kind, a.microbatch) for a in plan.actions(position) if a.stage == stage and a.kind.is_compute]
     return order == [(kind, microbatch) for _, microbatch in order[::2] for kind in (ActionKind.F, ActionKind.B)]
-
-
-def _modules(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of a stage: those that it is, or holds as attributes, ``model`` among them."""
-    held = {"model": getattr(stage, "model", None), **getattr(stage, "__dict__", {})}
-    for name, value in [("the stage itself", stage), *held.items()]:
-        if isinstance(value, torch.nn.Module):
-            for inner, module in value.named_modules():
-                yield f"{name}.{inner}" if inner else name, module

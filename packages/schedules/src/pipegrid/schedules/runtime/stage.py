@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -124,3 +124,24 @@ def _described(value: Any) -> str:
     text = repr(value)
     short = text if len(text) <= 60 else f"{text[:57]}..."
     return short if value is None else f"{type(value).__name__} {short}"
+
+
+def modules_of(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of a stage with their names: itself, or its attributes, ``model`` among them."""
+    held = {"model": getattr(stage, "model", None), **getattr(stage, "__dict__", {})}
+    for name, value in [("the stage itself", stage), *held.items()]:
+        if isinstance(value, torch.nn.Module):
+            for inner, module in value.named_modules():
+                yield f"{name}.{inner}" if inner else name, module
+
+
+def trainable(stage: Any) -> str | None:
+    """The name of a parameter of a stage that requires grad, None without any."""
+    for name, value in getattr(stage, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+            return str(name)
+    for name, module in modules_of(stage):
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                return f"{name}.{own}"
+    return None

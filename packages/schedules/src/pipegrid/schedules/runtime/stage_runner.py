@@ -19,10 +19,18 @@ from pipegrid.schedules.autograd import (
     require_splittable,
     run_backward,
 )
-from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.errors import PlanMismatchError, StageOutputError
 from pipegrid.schedules.runtime.edge_queues import PendingFree, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.payloads import flatten, gradient_of, map_tensors
-from pipegrid.schedules.runtime.stage import Forwarded, Stage, changed_in_place, check_loss, check_outputs, ended
+from pipegrid.schedules.runtime.stage import (
+    Forwarded,
+    Stage,
+    changed_in_place,
+    check_loss,
+    check_outputs,
+    ended,
+    trainable,
+)
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
@@ -76,6 +84,8 @@ class StageRunner:
     live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
+    _rooted: bool = field(default=False, init=False)
+    _rootless: int = field(default=0, init=False)
     _differentiated: frozenset[Edge] = field(init=False)
     _outgoing: frozenset[Edge] = field(init=False)
     _lending: tuple[RecvQueue, ...] = field(init=False)
@@ -88,6 +98,7 @@ class StageRunner:
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
         self.training = training and self.trains
+        self._rootless = 0
         self.live.clear()
         self.halves.clear()
 
@@ -132,12 +143,33 @@ class StageRunner:
             produced.loss,
         )
         self.live[microbatch] = live
+        if not self._rooted:
+            self._require_root(live, produced)
         if self.splits and not self._looked_at:
             self._looked_at = True
             roots = [root.edge for part in live.roots for root in part if root is not None]
             if live.loss is not None:
                 roots.append(get_gradient_edge(live.loss))
             self._refuse(input_path_of(roots, _differentiable(live.inputs)))
+
+    def _require_root(self, live: InFlight, produced: Forwarded) -> None:
+        """Raise if no output of the first step has a graph, although the stage has parameters to train.
+
+        Judged at the last forward: one microbatch alone may well need no gradient (a text without images).
+        """
+        if live.loss is not None or any(root is not None for part in live.roots for root in part):
+            self._rooted = True
+            return
+        sent = flatten([produced.outputs[queue.edge] for queue in self.gradients_in])
+        self._rootless += any(tensor is not None for tensor in sent)
+        if self._rootless == self.num_microbatches and (name := trainable(self.stage)) is not None:
+            edges = ", ".join(str(queue.edge) for queue in self.gradients_in)
+            raise StageOutputError(
+                f"stage {self.number} has parameters that require grad ({name}), but none of the outputs of its "
+                f"{self.num_microbatches} microbatches does, and edge {edges} is to carry gradients back: they would "
+                "be dropped, and nothing learned. Look for detach(), no_grad() or a reentrant checkpoint in the "
+                "forward; to train nothing here, freeze the parameters, or declare the edge with backward=False"
+            )
 
     def _refuse(self, path: Iterable[Node]) -> None:
         """Say which module made a graph that cannot be cut: after the first forward, or at the I of a later one."""
@@ -171,9 +203,10 @@ class StageRunner:
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
         found, self.halves[microbatch] = backward_inputs(roots, gradients, inputs, refuse=self._refuse)
-        # As in a whole backward: an input that was not used has a gradient all the same, of zeros.
+        # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns as a
+        # view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
         by_input = {
-            id(tensor): torch.zeros_like(tensor) if gradient is None else gradient
+            id(tensor): torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
             for tensor, gradient in zip(inputs, found, strict=True)
         }
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):

@@ -29,8 +29,8 @@ from pipegrid.schedules.generators import (
     zero_bubble_v_order,
 )
 from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.plan import from_text
 from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.plan.text import from_text
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.verify.verify import verify

@@ -101,9 +101,9 @@ def test_a_bad_token_says_what_would_be_right(token, message):
         ((ActionKind.F, 0, -1), "microbatch -1 of a F is not a microbatch number"),
         ((ActionKind.F, 0, 1.0), "microbatch 1.0 of a F is not a microbatch number"),
         ((ActionKind.SEND_F, 0, 0, (0, 1)), "edge (0, 1) of a SEND_F is not an edge; give Edge(source, destination)"),
-        ((ActionKind.SEND_F, 1, 0, Edge(0, 1)), "a SEND_F along edge 0>1 stands at stage 0, not at stage 1"),
-        ((ActionKind.SEND_B, 0, 0, Edge(0, 1)), "a SEND_B along edge 0>1 stands at stage 1, not at stage 0"),
-        ((ActionKind.COLLECTIVE, 2, 0, Edge(0, 1), "g"), "stands at stage 0 or 1, not at stage 2"),
+        ((ActionKind.SEND_F, 1, 0, Edge(0, 1)), "a SEND_F along edge 0>1 belongs to stage 0, not to stage 1"),
+        ((ActionKind.SEND_B, 0, 0, Edge(0, 1)), "a SEND_B along edge 0>1 belongs to stage 1, not to stage 0"),
+        ((ActionKind.COLLECTIVE, 2, 0, Edge(0, 1), "g"), "belongs to stage 0 or 1, not to stage 2"),
         ((ActionKind.REDUCE, 0, None, None, "a b"), "group 'a b' of a REDUCE is not a group name"),
     ],
 )

@@ -26,7 +26,7 @@ import pytest
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan.text import step_text
+from pipegrid.schedules.plan import step_text
 from pipegrid.schedules.verify.creation import check_creation
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.position import PositionVerifier

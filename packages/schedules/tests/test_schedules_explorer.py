@@ -17,7 +17,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan.text import from_text
+from pipegrid.schedules.plan import from_text
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 

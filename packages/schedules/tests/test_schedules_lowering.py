@@ -204,7 +204,11 @@ def test_batches_match_one_to_one_between_positions():
         (one_f_one_b(2, 2), {"receives": "never"}, "receives is 'never'; choose 'late' or 'early'"),
         (one_f_one_b(2, 2), {"collectives": {Edge(0, 2): "g"}}, "collectives names edge 0>2; the graph has 0>1"),
         (one_f_one_b(2, 2), {"tied": {"t": [2]}}, "tied 't' names stage 2; the plan has stages 0..1"),
-        (forward_only(2, 2), {"tied": {"t": [0]}}, "group 't' ties stage 0, which has no backward to reduce"),
+        (
+            forward_only(2, 2),
+            {"tied": {"t": [0]}},
+            "group 't' ties stage 0, which is forward_only",
+        ),
         (
             one_f_one_b(3, 2),
             {"collectives": {Edge(0, 1): "g", Edge(1, 2): "g"}},

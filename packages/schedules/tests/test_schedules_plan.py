@@ -36,20 +36,20 @@ def test_plans_are_values():
     [
         ({"positions": []}, "the plan has no positions"),
         ({"positions": [[()]]}, "a batch is empty"),
-        ({"positions": [["0F0"]]}, "step is '0F0'; give an Action, or a batch of Actions"),
-        ({"positions": [[3]]}, "step is 3; give an Action, or a batch of Actions"),
-        ({"positions": [[("0F0",)]]}, "item 0 of step is '0F0'; give an Action, or a batch of Actions"),
+        ({"positions": [["0F0"]]}, "step '0F0' is neither an Action nor a batch of Actions"),
+        ({"positions": [[3]]}, "step 3 is neither an Action nor a batch of Actions"),
+        ({"positions": [[("0F0",)]]}, "step ('0F0',) (tuple) is neither an Action nor a batch of Actions"),
         ({"positions": [[(forward(0, 0), SEND)]]}, "0F0 is in a batch; only communications are batched"),
         ({"placement": [0, 0]}, "the placement covers 2 stages and the graph has 1"),
         ({"placement": [1]}, "stage 0 is placed on position 1; the plan has positions 0..0"),
-        ({"placement": [()]}, "stage 0 is placed on []; name each of its positions once"),
+        ({"placement": [()]}, "stage 0 is placed on []; name one or more positions, each once"),
         ({"placement": [(0, 0)]}, "stage 0 is placed on [0, 0]"),
-        ({"num_microbatches": 0}, "num_microbatches is 0; a plan has at least 1 microbatch"),
+        ({"num_microbatches": 0}, "Plan.num_microbatches is 0; it must be an integer of at least 1"),
         ({"num_microbatches": 2.0}, "num_microbatches is 2.0"),
         ({"forward_only": [1]}, "forward_only names stage 1; the graph has stages 0..0"),
         ({"groups": [Group("g", [1])]}, "group 'g' names position 1"),
-        ({"groups": [Group("g", [0]), Group("g", [0])]}, "groups are named twice"),
-        ({"creation": [[], []]}, "creation has 2 lists and the plan 1 positions"),
+        ({"groups": [Group("g", [0]), Group("g", [0])]}, "group 'g' has the name of another group"),
+        ({"creation": [[], []]}, "creation has 2 lists; give one for each of 1 positions"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes, message):
@@ -69,12 +69,12 @@ def test_a_trained_stage_needs_a_gradient():
 
 @pytest.mark.parametrize("name", ["", "a b", "a>b", "[a]"])
 def test_group_names_are_words(name):
-    with pytest.raises(PlanError, match="is not a group name"):
+    with pytest.raises(PlanError, match="it must be a group name"):
         Group(name, [0])
 
 
 def test_a_group_has_members():
-    with pytest.raises(PlanError, match="name each once"):
+    with pytest.raises(PlanError, match="name one or more, each once"):
         Group("g", [])
 
 
@@ -84,12 +84,12 @@ def test_a_group_has_members():
         ([Group("g", [0, 1], edges=[Edge(0, 2)])], "group 'g' names edge 0>2; the graph has 0>1, 1>2"),
         (
             [Group("g", [0, 1], edges=[Edge(0, 1)]), Group("h", [0, 1], edges=[Edge(0, 1)])],
-            "groups 'g' and 'h' both carry edge 0>1; choose one",
+            "group 'h' carries edge 0>1, as group 'g' does; choose one",
         ),
         ([Group("g", [0, 1], tied=[3])], "group 'g' ties stage 3; the plan has stages 0..2"),
         ([Group("g", [0, 1, 2], tied=[0, 1])], "group 'g' has positions [0, 1, 2] and ties stages of [0, 1] alone"),
         ([Group("g", [0, 1], tied=[0, 2])], "group 'g' has positions [0, 1] and ties stages of [0, 2] alone"),
-        ([Group("g", [0], tied=[0, 2])], "group 'g' has positions [0] and its stages lie on [0, 2]; it must have"),
+        ([Group("g", [0], tied=[0, 2])], "group 'g' has positions [0] and its stages lie on [0, 2]; it needs all"),
         ([Group("g", [0, 1], edges=[Edge(1, 2)])], "group 'g' has positions [0, 1] and its stages lie on [1, 2]"),
     ],
 )

@@ -7,6 +7,8 @@ from torch.distributed.pipelining.schedules import _Action
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
+    PlanError,
+    PlanFieldError,
     PlanSyntaxError,
     forward_only,
     from_csv,
@@ -20,7 +22,6 @@ from pipegrid.schedules import (
     to_json,
     to_text,
 )
-from pipegrid.schedules.plan.json_reading import locate
 from pipegrid.transport.edge import Edge
 
 from .schedules_plans import compute_plans, lowered_module_plan
@@ -97,12 +98,48 @@ def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
     assert str(plan).splitlines()[-1] == "0: 0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1"
 
 
+CONTRADICTIONS = [
+    ("microbatches 4\n0: 0F0 0F1", 1, "4 microbatches are declared and the table has 2"),
+    ("modules m:3\n0: 0F0 1F0", 1, "3 stages are declared (m:3) and the table has 2"),
+    ("modules m:60000000\n0: 0F0 0B0\n", 1, "60000000 stages are declared (m:60000000) and the table has 1"),
+    ("modules a:1 b:2\n0: 0F0", 1, "3 stages are declared (a:1, b:2) and the table has 1"),
+    ("modules a:1 a:1\n0: 0F0", 1, "modules are declared twice"),
+    ("modules a:1 b:1\nedges a>b a>c\n0: 0F0 1F0", 2, "edge 'a' -> 'c' names the unknown module"),
+    ("modules a:1 b:1\nedges a>b b>a\n0: 0F0", 2, "the modules form a cycle"),
+    ("placement 0,0\n0: 0F0", 1, "stage 0 is placed on [0, 0]; name one or more positions, each once"),
+    ("placement\n0: 0F0", 1, "the placement covers 0 stages and the graph has 1"),
+    ("placement 0\n0: 0F0 1F0", 1, "the placement covers 1 stages and the graph has 2"),
+    ("placement 0 1\n0: 0F0", 1, "the placement covers 2 stages and the graph has 1"),
+    ("placement 0 0,7\n0: 0F0 1F0", 1, "stage 1 is placed on position 7; the plan has positions 0..0"),
+    ("forward_only 0 3\n0: 0F0", 1, "forward_only names stage 3; the graph has stages 0..0"),
+    ("forward_only 1\n0: 0F0 1F0", 1, "stage 0 is trained, but all stages that it feeds (1) are forward_only"),
+    ("group t 0 edges 0>1\n0: 0F0", 1, "group 't' names edge 0>1; the graph has none"),
+    ("group s 0\ngroup t 0 edges 0>1,0>2\n0: 0F0 1F0", 2, "group 't' names edge 0>2; the graph has 0>1"),
+    ("group s 0 edges 0>1\ngroup t 0 edges 0>1\n0: 0F0 1F0", 2, "group 't' carries edge 0>1, as group 's' does"),
+    ("group t 0\ngroup s 0\ngroup t 0\n0: 0F0", 3, "group 't' has the name of another group"),
+    ("group t 0,0\n0: 0F0", 1, "group 't' has positions [0, 0]; name one or more, each once"),
+    ("group t 0 tied 0,3\n0: 0F0 0B0", 1, "group 't' ties stage 3; the plan has stages 0..0"),
+    ("group t 0 tied 0\n0: 0F0", 1, "group 't' ties stage 0, which is forward_only"),
+    ("group t 0,1 tied 0\n0: 0F0 0B0\n1: 1F0 1B0", 1, "group 't' has positions [0, 1] and ties stages of [0] alone"),
+    ("group t 0 tied 0,1\n0: 0F0 0B0\n1: 1F0 1B0", 1, "group 't' has positions [0] and its stages lie on [0, 1]"),
+    ("group t 0,4\n0: 0F0", 1, "group 't' names position 4; the plan has positions 0..0"),
+    ("placement 0\ngroup replace 0,9\n0: 0F0", 2, "group 'replace' names position 9"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "message"), CONTRADICTIONS)
+def test_parts_that_contradict_each_other_are_named_with_their_line(text, line, message):
+    with pytest.raises(PlanFieldError) as error:
+        from_text(text)
+    assert str(error.value).startswith(f"line {line}: {message}")
+
+
 @pytest.mark.parametrize(
     ("text", "line", "column", "found", "expected"),
     [
         ("0: 0F0 0X0", 1, 8, "'0X0'", "'X' is not a kind of action"),
-        ("0: 0F0 [0F0 0B0]", 1, 9, "'0F0'", "a communication; computes stand alone"),
-        ("0: [0F0", 1, 4, "'[0F0'", "']' at the end of the batch"),
+        ("0: 0F0 [0F0 0B0]", 1, 9, "'0F0'", "a communication; computes stay outside a batch"),
+        ("0: [0REDUCE", 1, 4, "'[0REDUCE'", "']' at the end of the batch"),
         ("0: [0REDUCE [0REDUCE 0REDUCE]]", 1, 13, "'[0REDUCE'", "']' first"),
         ("0: 0F0] 0B0", 1, 4, "'0F0]'", "'[' before ']'"),
         ("0: 0F0 []", 1, 8, "'[]'", "communications between '[' and ']'"),
@@ -118,7 +155,6 @@ def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
         ("bogus 3\n0: 0F0", 1, 1, "'bogus'", "a position such as '0:' or one of microbatches, modules"),
         ("microbatches 2 3\n0: 0F0", 1, 16, "'3'", "one number"),
         ("microbatches\n0: 0F0", 1, 13, "the end of the line", "one number"),
-        ("microbatches 4\n0: 0F0 0F1", 1, 14, "'4'", "2, the microbatches that the table has"),
         ("microbatches 1\nmodules m:1\nplacement 0\n0:\n", 5, 1, "the end", "an action; no position does anything"),
         ("microbatches 0\n0: 0F0", 1, 14, "'0'", "at least 1 microbatch"),
         ("microbatches -1\n0: 0F0", 1, 14, "'-1'", "an integer from 0"),
@@ -127,48 +163,19 @@ def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
         ("modules m\n0: 0F0", 1, 9, "'m'", "a module as name:depth"),
         ("modules m:x\n0: 0F0", 1, 11, "'x'", "a depth, an integer"),
         ("modules m:0\n0: 0F0", 1, 11, "'0'", "a depth of at least 1"),
-        ("modules m:3\n0: 0F0 1F0", 1, 11, "'3'", "a depth of at most 2, as the table has only stages 0..1"),
-        ("modules a:1 b:2\n0: 0F0", 1, 15, "'2'", "stages of this module in the table, which has only stages 0..0"),
-        ("modules a:1 a:1\n0: 0F0", 1, 13, "'a:1'", "a module that fits (modules are declared twice"),
         ('modules "m:1\n0: 0F0', 1, 9, "'\"m:1'", "the closing"),
         ("modules\n0: 0F0", 1, 8, "the end of the line", "modules as name:depth"),
         ("edges a>b\n0: 0F0", 1, 7, "'a>b'", "a 'modules' line"),
         ("modules a:1 b:1\nedges a-b\n0: 0F0", 2, 7, "'a-b'", "source>destination"),
-        (
-            "modules a:1 b:1\nedges a>b a>c\n0: 0F0 1F0",
-            2,
-            11,
-            "'a>c'",
-            "an edge that fits (edge 'a' -> 'c' names",
-        ),
-        ("modules a:1 b:1\nedges a>b b>a\n0: 0F0", 2, 11, "'b>a'", "an edge that fits (the modules form a cycle"),
         ("placement x\n0: 0F0", 1, 11, "'x'", "a position, an integer from 0"),
         ("placement 0 0,,1\n0: 0F0", 1, 15, "''", "a position, an integer from 0"),
-        ("placement 0,0\n0: 0F0", 1, 11, "'0,0'", "one or more positions, each once"),
-        ("placement\n0: 0F0", 1, 10, "the end of the line", "the position of stage 0; the graph has 1 stage"),
-        ("placement 0\n0: 0F0 1F0", 1, 12, "the end of the line", "the position of stage 1; the graph has 2"),
-        ("placement 0 1\n0: 0F0", 1, 13, "'1'", "no more than the positions of 1 stage"),
-        ("placement 0 0,7\n0: 0F0 1F0", 1, 15, "'7'", "a position in 0..0"),
         ("forward_only x\n0: 0F0", 1, 14, "'x'", "a stage, an integer"),
-        ("forward_only 0 3\n0: 0F0", 1, 16, "'3'", "a stage in 0..0"),
-        ("forward_only 1\n0: 0F0 1F0", 1, 14, "'1'", "stage 0 beside it: of all that it feeds (1), no gradient"),
         ("group t\n0: 0F0", 1, 8, "the end of the line", "a name and positions"),
         ("group t 0 edges\n0: 0F0", 1, 16, "the end of the line", "a name and positions"),
         ("group t 0 edge 0>1\n0: 0F0", 1, 11, "'edge'", "'edges' or 'tied', once"),
         ("group t 0 tied 0 tied 0\n0: 0F0", 1, 18, "'tied'", "'edges' or 'tied', once"),
         ("group t 0 edges 1>0\n0: 0F0", 1, 17, "'1>0'", "an edge between stages, such as 1>2"),
-        ("group t 0 edges 0>1\n0: 0F0", 1, 17, "'0>1'", "an edge of the graph, which has none"),
-        ("group s 0\ngroup t 0 edges 0>1,0>2\n0: 0F0 1F0", 2, 21, "'0>2'", "an edge of the graph, which has 0>1"),
-        ("group s 0 edges 0>1\ngroup t 0 edges 0>1\n0: 0F0 1F0", 2, 17, "'0>1'", "no other group carries; 's' has"),
-        ("group t 0\ngroup s 0\ngroup t 0\n0: 0F0", 3, 7, "'t'", "a name that no other group has"),
-        ("group t 0,0\n0: 0F0", 1, 9, "'0,0'", "one or more positions, each once"),
-        ("group t 0 tied 0,3\n0: 0F0 0B0", 1, 18, "'3'", "a stage in 0..0"),
-        ("group t 0 tied 0\n0: 0F0", 1, 16, "'0'", "a stage that is trained; 0 is forward_only"),
-        ("group t 0,1 tied 0\n0: 0F0 0B0\n1: 1F0 1B0", 1, 11, "'1'", "only the positions of the tied stages, [0]"),
-        ("group t 0 tied 0,1\n0: 0F0 0B0\n1: 1F0 1B0", 1, 9, "'0'", "all positions of its stages, [0, 1]"),
         ("group t 0 tied 0,x\n0: 0F0", 1, 18, "'x'", "a stage, an integer"),
-        ("group t 0,4\n0: 0F0", 1, 11, "'4'", "a position in 0..0"),
-        ("placement 0\ngroup replace 0,9\n0: 0F0", 2, 17, "'9'", "a position in 0..0"),
         ("group a>b 0\n0: 0F0", 1, 7, "'a>b'", "a group name: letters, digits"),
         ("create 0\ncreate 3 F0>1\n0: 0F0", 2, 8, "'3'", "a position in 0..0"),
         ("create 0\ncreate 0\n0: 0F0", 2, 8, "'0'", "one 'create' line for position 0"),
@@ -220,94 +227,101 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "path", "expected"),
+    ("changes", "message"),
     [
-        ({"positions": [["0F0"], ["1F0", "1X0"]]}, ("positions", 1, 1), "'X' is not a kind"),
-        ({"positions": [["0F0"], ["1F1"]]}, ("positions", 1, 0), "a microbatch in 0..0"),
-        ({"positions": [["0F0"], ["2F0"]]}, ("positions", 1, 0), "a stage in 0..1"),
-        ({"positions": [["0F0", ["1F0"]], []]}, ("positions", 0, 1, 0), "a communication"),
-        ({"positions": [["0F0", []], []]}, ("positions", 0, 1), "communications in the batch"),
-        ({"positions": [[7], []]}, ("positions", 0, 0), "an action, such as"),
-        ({"positions": ["0F0"]}, ("positions", 0), "a list of steps"),
-        ({"positions": 3}, ("positions",), "a list of positions"),
-        ({"microbatches": "1"}, ("microbatches",), "an integer from 1"),
-        ({"microbatches": True}, ("microbatches",), "an integer from 1"),
-        ({"microbatches": 0}, ("microbatches",), "an integer from 1"),
-        ({"microbatches": 10**400}, ("microbatches",), "an integer from 1"),
-        ({"microbatches": 2}, ("microbatches",), "1, the microbatches that the table has"),
-        ({"modules": [["a", 1], ["b", 10**9]]}, ("modules", 1, 1), "a depth of at most 1"),
-        ({"modules": [["a", 1], ["a", 1]]}, ("modules", 1), "a module that fits (modules are declared twice"),
-        ({"positions": [[], []]}, ("positions",), "an action; no position does anything"),
-        ({"positions": []}, ("positions",), "an action"),
-        ({"modules": [["a", -1]]}, ("modules", 0, 1), "a depth, an integer"),
-        ({"modules": [["a"]]}, ("modules", 0), "a pair of a name and a depth"),
-        ({"edges": [["a", "b"], ["a", "c"]]}, ("edges", 1), "the unknown module 'c'"),
-        ({"edges": [["a", ["b"]]]}, ("edges", 0, 1), "the name of a module"),
-        ({"placement": [[0], ["x"]]}, ("placement", 1, 0), "a position, an integer"),
-        ({"placement": [[0], [1, 7]]}, ("placement", 1, 1), "a position in 0..1"),
-        ({"placement": [[0], []]}, ("placement", 1), "one or more positions, each once"),
-        ({"placement": [[0]]}, ("placement",), "the position of stage 1; the graph has 2 stages"),
-        ({"placement": [[0], [1], [1]]}, ("placement", 2), "no more than the positions of 2 stages"),
-        ({"forward_only": [0, 1, 3]}, ("forward_only", 2), "a stage in 0..1"),
-        ({"groups": [{"name": "g"}]}, ("groups", 0), 'a group as {"name"'),
-        ({"groups": [{"name": "a b", "positions": [0]}]}, ("groups", 0, "name"), "a group name: letters"),
-        ({"groups": [{"name": "g", "positions": [1, 9]}]}, ("groups", 0, "positions", 1), "a position in 0..1"),
-        ({"groups": [{"name": "g", "positions": [0], "edges": ["0>1", "0>2"]}]}, ("groups", 0, "edges", 1), "0>1"),
-        ({"groups": [{"name": 7, "positions": [0]}]}, ("groups", 0, "name"), "a name"),
-        ({"groups": [{"name": "g", "positions": [0], "edges": ["1"]}]}, ("groups", 0, "edges", 0), "such as 1>2"),
-        ({"groups": [{"name": "g", "positions": [0], "tied": 3}]}, ("groups", 0, "tied"), "a list of stages"),
-        ({"creation": [[]]}, ("creation",), "one list for each of 2 positions"),
-        ({"creation": [[1], []]}, ("creation", 0, 0), "the name of a group, or a lane"),
-        ({"colour": "red"}, ("colour",), "one of the keys microbatches"),
+        ({"positions": [["0F0"], ["1F0", "1X0"]]}, "positions[1][1]: 'X' is not a kind of action"),
+        ({"positions": [["0F0"], ["1F1"]]}, "positions[1][0]: found '1F1'; expected a microbatch in 0..0"),
+        ({"positions": [["0F0"], ["2F0"]]}, "positions[1][0]: found '2F0'; expected a stage in 0..1"),
+        ({"positions": [["0F0", ["0REDUCE", "1REDUCE@g"]], ["1F0"]]}, "positions[0][1][1]: found '1REDUCE@g'; exp"),
+        (
+            {"positions": [["0F0", ["1F0", "0F0"]], []]},
+            "positions[0][1]: 1F0 is in a batch; only",
+        ),
+        ({"positions": [["0F0", []], []]}, "positions[0][1]: a batch is empty"),
+        ({"positions": [[7], []]}, 'positions[0][0]: 7 is not an action such as "3F7"'),
+        ({"positions": [["0F0"], [["1F0", 7]]]}, 'positions[1][0][1]: 7 is not an action such as "3F7"'),
+        ({"positions": ["0F0"]}, "positions[0][0]: '0' is not an action"),
+        ({"positions": 3}, "positions: "),
+        ({"microbatches": "1"}, "microbatches: '1' is not an integer"),
+        ({"microbatches": True}, "microbatches: True is not an integer"),
+        ({"microbatches": 0}, "microbatches is 0; it must be an integer of at least 1"),
+        ({"microbatches": 10**400}, "microbatches: inf is not an integer"),
+        ({"microbatches": 2}, "microbatches: 2 microbatches are declared and the table has 1"),
+        ({"modules": [["a", 1], ["b", 10**9]]}, "modules: 1000000001 stages are declared (a:1, b:1000000000) and the"),
+        ({"modules": [["a", 1], ["a", 1]]}, "modules: modules are declared twice"),
+        ({"positions": [[], []]}, "positions: no position does anything"),
+        ({"positions": []}, "positions: no position does anything"),
+        ({"modules": [["a", -1]]}, "modules: module 'a' has depth -1"),
+        ({"modules": [["a"]]}, "modules[0]: "),
+        ({"modules": [[1, 1]]}, "modules[0][0]: 1 is not a string"),
+        ({"edges": [["a", "b"], ["a", "c"]]}, "edges: edge 'a' -> 'c' names the unknown module 'c'"),
+        ({"edges": [["a", ["b"]]]}, "edges[0][1]: ['b'] (list) is not a string"),
+        ({"placement": [[0], ["x"]]}, "placement[1][0]: 'x' is not an integer"),
+        ({"placement": [[0], [1, 7]]}, "placement[1]: stage 1 is placed on position 7; the plan has positions 0..1"),
+        ({"placement": [[0], []]}, "placement[1]: stage 1 is placed on []; name one or more positions, each once"),
+        ({"placement": [[0]]}, "placement: the placement covers 1 stages and the graph has 2"),
+        ({"placement": [[0], [1], [1]]}, "placement: the placement covers 3 stages and the graph has 2"),
+        ({"forward_only": [0, 1, 3]}, "forward_only: forward_only names stage 3; the graph has stages 0..1"),
+        ({"groups": [{"name": "g"}]}, "groups[0].positions: the key 'positions' is missing"),
+        ({"groups": [{"name": "a b", "positions": [0]}]}, "groups[0]: Group.name is 'a b'; it must be a group name"),
+        ({"groups": [{"name": "g", "positions": [1, 9]}]}, "groups[0].positions: group 'g' names position 9"),
+        ({"groups": [{"name": "g", "positions": [0], "edges": ["0>1", "0>2"]}]}, "groups[0].edges: group 'g' names ed"),
+        ({"groups": [{"name": 7, "positions": [0]}]}, "groups[0].name: 7 is not a string"),
+        ({"groups": [{"name": "g", "positions": [0], "edges": ["1"]}]}, "groups[0].edges[0]: an edge between stages,"),
+        ({"groups": [{"name": "g", "positions": [0], "tied": 3}]}, "groups[0].tied: "),
+        ({"groups": [{"name": "g", "positions": [0], "color": 3}]}, "groups[0]: unknown keys ['color']"),
+        ({"creation": [[]]}, "creation: creation has 1 lists; give one for each of 2 positions"),
+        ({"creation": [[1], []]}, "creation[0][0]: 1 is not a string"),
+        ({"creation": [["F0>#1"], []]}, "creation[0][0] is 'F0>#1'; it must be a group name"),
+        ({"creation": [["a b"], []]}, "creation[0][0] is 'a b'; it must be a group name"),
+        ({"colour": "red"}, "the document: unknown keys ['colour']"),
     ],
 )
-def test_a_mistake_in_json_is_pointed_at(changes, path, expected):
-    text = json.dumps({**GOOD, **changes}, indent=1)
+def test_a_mistake_in_json_is_named_with_its_path(changes, message):
     assert from_json(json.dumps(GOOD)).num_stages == 2
-    with pytest.raises(PlanSyntaxError) as error:
-        from_json(text)
-    assert expected in error.value.expected
-    assert (error.value.line, error.value.column) == locate(text, path)[:2]
-    value = {**GOOD, **changes}
-    for key in path:
-        value = value[key]
-    rest = "\n".join(text.splitlines()[error.value.line - 1 :])[error.value.column - 1 :]
-    assert json.JSONDecoder().raw_decode(rest)[0] == value
+    with pytest.raises(PlanError) as error:
+        from_json(json.dumps({**GOOD, **changes}))
+    assert str(error.value).startswith(message)
 
 
-def test_json_that_is_none_is_pointed_at():
+def test_text_that_is_not_json_is_an_error_with_its_place():
     with pytest.raises(PlanSyntaxError, match="line 2, column 3"):
         from_json("{\n  microbatches: 1}")
-    with pytest.raises(PlanSyntaxError, match="line 1, column 1: found an object without it; expected the key 'mod"):
-        from_json('{"microbatches": 1}')
-    with pytest.raises(PlanSyntaxError, match="expected an object"):
-        from_json("[]")
     with pytest.raises(PlanSyntaxError, match="line 1, column 1: found the end; expected a JSON value"):
         from_json("")
+    with pytest.raises(PlanError, match="modules: the key 'modules' is missing"):
+        from_json('{"microbatches": 1}')
+    for text in ("[]", "3", "null", '"x"'):
+        with pytest.raises(PlanError, match="it must be an object with"):
+            from_json(text)
     with pytest.raises(PlanSyntaxError, match=r"column 1: found '\[\[.*expected brackets that nest less deeply"):
         from_json("[" * 200_000)
-    with pytest.raises(PlanSyntaxError, match=r"line 1, column 18: found 9{57}\.\.\.; expected a number of microb"):
+    with pytest.raises(PlanError, match="microbatches: inf is not an integer"):
         from_json(json.dumps(GOOD).replace('"microbatches": 1', '"microbatches": ' + "9" * 5000))
 
 
-def test_parts_that_do_not_fit_are_a_plan_error_in_every_form():
-    expected = "the position of stage 1; the graph has 2 stages"
-    for read, text in [
-        (from_json, json.dumps({**GOOD, "placement": [[0]]})),
-        (from_text, "placement 0\n0: 0F0\n1: 1F0\n"),
-        (from_csv, "#: placement 0\n0F0\n1F0\n"),
+def test_a_contradiction_is_the_same_error_in_every_form():
+    for read, text, where in [
+        (from_json, json.dumps({**GOOD, "placement": [[0]]}), "placement"),
+        (from_text, "placement 0\n0: 0F0\n1: 1F0\n", "line 1"),
+        (from_csv, "# by hand\n#: placement 0\n0F0\n1F0\n", "line 2"),
     ]:
-        with pytest.raises(PlanSyntaxError) as error:
+        with pytest.raises(PlanFieldError, match=f"^{where}: the placement covers 1 stages and the graph has 2"):
             read(text)
-        assert error.value.expected == expected
 
 
 @pytest.mark.parametrize(
     ("table", "line", "column", "found", "home"),
     [
-        ("0: 0F0 0F1 0B0 0B1\n1: 0F0 1F1 1B0 1B1\n", 2, 4, "'0F0'", "stage 0 is at home on position 0"),
-        ("0: 0F0 1F1 0B0 0B1\n1: 1F0 1F1 1B0 1B1\n", 1, 8, "'1F1'", "stage 1 is at home on position 1"),
-        ("0: 0F0 0SEND_F0>1 0B0\n1: 1F0 0RECV_B0<1 1B0\n", 2, 8, "'0RECV_B0<1'", "stage 0 is at home on position 0"),
+        ("0: 0F0 0F1 0B0 0B1\n1: 0F0 1F1 1B0 1B1\n", 2, 4, "'0F0'", "stage 0 has 4 computes on position 0"),
+        ("0: 0F0 1F1 0B0 0B1\n1: 1F0 1F1 1B0 1B1\n", 1, 8, "'1F1'", "stage 1 has 4 computes on position 1"),
+        (
+            "0: 0F0 0SEND_F0>1 0B0\n1: 1F0 0RECV_B0<1 1B0\n",
+            2,
+            8,
+            "'0RECV_B0<1'",
+            "stage 0 has 2 computes on position 0",
+        ),
     ],
 )
 def test_a_slip_in_a_table_without_placement_is_one_fault_at_its_token(table, line, column, found, home):
@@ -324,11 +338,6 @@ def test_a_colocated_module_is_where_all_its_computes_are():
     bridged = lower(multi_module_1f1b(ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]}), 1), collectives={Edge(0, 1): "g"})
     lines = [line for line in to_text(bridged).splitlines() if not line.startswith("placement")]
     assert from_text("\n".join(lines)) == bridged
-
-
-def test_a_depth_beyond_the_table_is_refused_before_its_stages_are_counted_out():
-    with pytest.raises(PlanSyntaxError, match="line 1, column 11: found '60000000'; expected a depth of at most 1"):
-        from_text("modules m:60000000\n0: 0F0 0B0\n")
 
 
 def test_nothing_beside_an_overlapped_pair_is_lost():

@@ -69,11 +69,10 @@ from pipegrid.schedules.megatron.counts import (
 )
 from pipegrid.schedules.megatron.place import step_plan
 from pipegrid.schedules.monitor import DisagreementError, JobFailedError, Monitor, MonitorError
+from pipegrid.schedules.plan import from_csv, from_text, to_csv, to_text
 from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.csv import from_csv, to_csv
 from pipegrid.schedules.plan.json import from_json, to_json
 from pipegrid.schedules.plan.plan import Group, Lane, Plan, Step, actions_of, chain, compute_plan
-from pipegrid.schedules.plan.text import from_text, to_text
 from pipegrid.schedules.search.compare import compare, comparison_table
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json, costs_to_json

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from attrs import frozen
 
@@ -37,28 +36,16 @@ class PlanError(ValueError):
         super().__init__(message + listed)
 
 
-FieldPath: TypeAlias = tuple[Hashable, ...]
-"""The way to a part of a plan: an attribute, then what leads on from it.
-
-That is an index, or the item itself where order means nothing: ``("placement", 1, 7)`` is position 7 of stage 1's.
-"""
-
-
 class PlanFieldError(PlanError):
-    """A part of a plan that does not fit the others: where (``path``), and what was expected there."""
+    """Parts of a plan that contradict each other; ``path`` leads to one of them, such as ``groups[0].positions``."""
 
-    def __init__(self, message: str, *, path: FieldPath, expected: str) -> None:
+    def __init__(self, message: str, *, path: str) -> None:
         self.path = path
-        self.expected = expected
         super().__init__(message)
-
-    def inside(self, *path: Hashable) -> PlanFieldError:
-        """The same of something that lies at ``path`` of the plan."""
-        return PlanFieldError(str(self), path=(*path, *self.path), expected=self.expected)
 
 
 class PlanSyntaxError(PlanError):
-    """Text that is not a plan: where (``line`` and ``column``, from 1), what was found, what was expected."""
+    """Text that is not a plan: its place (``line`` and ``column``, from 1), what was found, what was expected."""
 
     def __init__(self, *, line: int, column: int, found: str, expected: str) -> None:
         self.line = line

@@ -8,8 +8,8 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.arguments import require_items
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, check_sizes
+from pipegrid.schedules.plan import as_placement
 from pipegrid.schedules.plan.actions import Action, backward, forward
-from pipegrid.schedules.plan.parts import as_placement
 from pipegrid.schedules.plan.plan import Plan, compute_plan, require_graph
 
 

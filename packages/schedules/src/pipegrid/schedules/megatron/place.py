@@ -15,7 +15,7 @@ from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b
 from pipegrid.schedules.generators.shapes import check_sizes
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_communicator
-from pipegrid.schedules.plan.parts import as_placement
+from pipegrid.schedules.plan import as_placement
 from pipegrid.schedules.plan.plan import Plan, require_graph
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge

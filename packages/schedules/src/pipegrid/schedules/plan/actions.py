@@ -1,4 +1,4 @@
-"""What a position does, one action at a time, and how an action is written.
+"""Actions: what a position computes, sends and receives, and the token that each is written as.
 
 An action is a compute (``F`` forward, ``B`` full backward, ``I`` and ``W`` its input-gradient and
 weight-gradient halves), one end of a message (``SEND_F`` and ``RECV_F`` for an activation, ``SEND_B`` and
@@ -19,12 +19,25 @@ from __future__ import annotations
 
 import enum
 import re
+from typing import Annotated, TypeAlias
 
 from attrs import frozen
 
-from pipegrid.schedules.arguments import is_integer, shown
 from pipegrid.schedules.errors import PlanError
+from pipegrid.topology.fields import Rule, shown
 from pipegrid.transport.edge import Direction, Edge
+
+_GROUP_NAME = re.compile(r"[A-Za-z0-9_.:\-]+")
+
+
+def _group_name(value: object) -> str:
+    if not isinstance(value, str) or _GROUP_NAME.fullmatch(value) is None:
+        raise ValueError
+    return value
+
+
+GroupName: TypeAlias = Annotated[str, Rule(_group_name, "a group name: letters, digits and any of _ . : -")]
+"""The name of a group, which is a word of a plan's text."""
 
 
 class ActionKind(enum.StrEnum):
@@ -45,7 +58,7 @@ class ActionKind(enum.StrEnum):
     def _missing_(cls, value: object) -> ActionKind:
         raise PlanError(f"{shown(value)} is not a kind of action; the kinds are {', '.join(cls)}")
 
-    __hash__ = str.__hash__  # Enum's own hashes the same text, many times as slowly
+    __hash__ = str.__hash__  # equal to Enum's, and many times faster
 
     @property
     def is_compute(self) -> bool:
@@ -64,7 +77,7 @@ class ActionKind(enum.StrEnum):
 
     @property
     def is_at_source(self) -> bool:
-        """Whether a message's end of this kind stands at the source of its edge; a gradient flows against it."""
+        """Whether this end of a message is at the source of its edge; a gradient flows against the edge."""
         return self in AT_SOURCE
 
     @property
@@ -87,15 +100,15 @@ AT_SOURCE = frozenset({ActionKind.SEND_F, ActionKind.RECV_B})
 
 @frozen
 class Action:
-    """One thing a position does for one stage.
+    """One compute, message end or collective of one stage.
 
-    ``stage`` is the stage at which the action stands: the sender's for a send, the receiver's for a receive,
-    and for a ``COLLECTIVE`` along an edge the stage whose result travels. ``edge`` is that of the message:
-    always written source to destination of the activation, also for a gradient that flows against it.
+    ``stage``: the sender for a send, the receiver for a receive, and for a ``COLLECTIVE`` along an edge the stage
+    whose result travels. ``edge``: the edge of the message, from source to destination of the activation, also for
+    a gradient, which flows against it.
 
     Raises:
-        PlanError: a field that the kind needs is missing, one it has no use for is given, or the stage is not
-            at the end of the edge where the kind stands.
+        PlanError: a field that the kind needs is missing, one that it has no use for is given, or the stage is at
+            the wrong end of the edge.
     """
 
     kind: ActionKind
@@ -105,7 +118,7 @@ class Action:
     group: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        # The common cases are decided quickly, for plans have hundreds of thousands of actions.
+        # Fast path: plans have hundreds of thousands of actions.
         if (
             type(self.kind) is not ActionKind
             or type(self.stage) is not int
@@ -147,6 +160,10 @@ class Action:
         return Direction.FORWARD if forward else Direction.BACKWARD
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _check_fields(action: Action) -> None:
     kind, stage, microbatch, edge, group = (
         action.kind,
@@ -157,13 +174,13 @@ def _check_fields(action: Action) -> None:
     )
     if not isinstance(kind, ActionKind):
         raise PlanError(f"{shown(kind)} is not a kind of action; the kinds are {', '.join(ActionKind)}")
-    if not is_integer(stage):
+    if not _is_number(stage):
         raise PlanError(f"stage {stage!r} of a {kind} is not a stage number; stages count from 0")
-    if microbatch is not None and not is_integer(microbatch):
+    if microbatch is not None and not _is_number(microbatch):
         raise PlanError(f"microbatch {microbatch!r} of a {kind} is not a microbatch number; they count from 0")
     if edge is not None and not isinstance(edge, Edge):
         raise PlanError(f"edge {edge!r} of a {kind} is not an edge; give Edge(source, destination)")
-    if group is not None and not (isinstance(group, str) and GROUP_NAME.fullmatch(group)):
+    if group is not None and not (isinstance(group, str) and _GROUP_NAME.fullmatch(group)):
         raise PlanError(f"group {group!r} of a {kind} is not a group name; use letters, digits and any of _ . : -")
     wants_microbatch = kind in COMPUTES or kind in MESSAGES
     if wants_microbatch and microbatch is None:
@@ -188,7 +205,7 @@ def _check_fields(action: Action) -> None:
             ends = {edge.source if kind.is_at_source else edge.destination}
         if stage not in ends:
             where = " or ".join(map(str, sorted(ends)))
-            raise PlanError(f"a {kind} along edge {edge} stands at stage {where}, not at stage {stage}")
+            raise PlanError(f"a {kind} along edge {edge} belongs to stage {where}, not to stage {stage}")
 
 
 def forward(stage: int, microbatch: int) -> Action:
@@ -202,16 +219,15 @@ def backward(stage: int, microbatch: int) -> Action:
 
 
 def input_backward(stage: int, microbatch: int) -> Action:
-    """``I``, the half of the backward that the stage before waits for."""
+    """``I``, the input-gradient half of the backward, on which the stage before depends."""
     return Action(ActionKind.I, stage, microbatch)
 
 
 def weight_backward(stage: int, microbatch: int) -> Action:
-    """``W``, the half of the backward that nobody waits for."""
+    """``W``, the weight-gradient half of the backward, on which no other stage depends."""
     return Action(ActionKind.W, stage, microbatch)
 
 
-GROUP_NAME = re.compile(r"[A-Za-z0-9_.:\-]+")
 _TOKEN = re.compile(
     r"(?P<stage>\d{1,9})(?P<kind>[A-Za-z_]+)(?P<microbatch>\d{1,9})?"
     r"(?:(?P<way>[<>])(?P<peer>\d{1,9}))?(?:@(?P<group>[A-Za-z0-9_.:\-]+))?",
@@ -242,7 +258,7 @@ def parse_action(token: str) -> Action:
         if match["way"] != wanted:
             raise PlanError(f"{token!r} points the wrong way; a {kind} is written with {wanted!r}")
         peer = int(match["peer"])
-        # Gradients travel against their edge, so whoever handles one stands at the other end.
+        # A gradient travels against its edge: its sender is the edge's destination.
         at_source = kind.is_at_source if kind.is_message else stage < peer
         edge = Edge(stage, peer) if at_source else Edge(peer, stage)
     microbatch = None if match["microbatch"] is None else int(match["microbatch"])

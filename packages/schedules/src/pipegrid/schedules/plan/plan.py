@@ -1,4 +1,4 @@
-"""A plan: what every position of a pipeline does, in order, as plain data.
+"""A plan: what every position of a pipeline does, in order, as plain data; and how it is written as text.
 
 A *position* is the class of ranks that hold the same set of stages; all its ranks act alike. A *step* is one
 action, or a batch (a tuple) of communications that are issued together.
@@ -6,97 +6,193 @@ action, or a batch (a tuple) of communications that are issued together.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.schedules.arguments import Refusal, is_integer, require, require_integer, require_items, shown
-from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan.actions import Action
-from pipegrid.schedules.plan.checks import check_creation_lists, check_shape
-from pipegrid.schedules.plan.parts import (
-    Group,
-    Lane,
-    Step,
-    actions_of,
-    as_creation,
-    as_forward_only,
-    as_groups,
-    as_placement,
-    as_steps,
-    refusal_at,
-)
+from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.plan.actions import Action, GroupName
+from pipegrid.topology.fields import Count, Index, checked, checked_fields, shown
 from pipegrid.transport.edge import Direction, Edge
 
-__all__ = [
-    "Group",
-    "Lane",
-    "Plan",
-    "Step",
-    "actions_of",
-    "chain",
-    "compute_plan",
-    "default_creation",
-    "message_routes",
-    "require_graph",
-    "require_plan",
-    "require_position",
-]
+Step: TypeAlias = Action | tuple[Action, ...]
+"""One action, or a batch of at least two communications that are issued together."""
+
+
+def _ascending(value: Any) -> Any:
+    """The items of ``value`` in ascending order; a value without such an order is left to the check of its field."""
+    try:
+        return tuple(sorted(value))
+    except TypeError:
+        return value
+
+
+@frozen(order=True, field_transformer=checked_fields(PlanError))
+class Group:
+    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
+
+    ``edges``: the edges between stages whose data travels by a ``COLLECTIVE`` of this group, both ways, in place
+    of messages. ``tied``: the stages that share a parameter, whose gradients this group reduces.
+    """
+
+    name: GroupName
+    positions: tuple[Index, ...] = field(converter=_ascending)
+    edges: tuple[Edge, ...] = field(converter=_ascending, default=())
+    tied: tuple[Index, ...] = field(converter=_ascending, default=())
+
+    def __attrs_post_init__(self) -> None:
+        if not self.positions or len(set(self.positions)) != len(self.positions):
+            raise PlanFieldError(
+                f"group {self.name!r} has positions {list(self.positions)}; name one or more, each once",
+                path="positions",
+            )
+
+
+def _direction_key(direction: Direction) -> str:
+    return direction.value
+
+
+@frozen(order=True, cache_hash=True, field_transformer=checked_fields(PlanError))
+class Lane:
+    """One direction of traffic from one position to another, first in, first out.
+
+    All edges that lead between the two positions in that direction share it.
+    """
+
+    source: Index
+    destination: Index
+    direction: Direction = field(order=_direction_key)
+
+    def __str__(self) -> str:
+        return f"{self.direction.value}{self.source}>{self.destination}"
 
 
 def chain(num_stages: int) -> ModuleGraph:
     """The graph of one module named ``model`` with ``num_stages`` stages in a row.
 
     Raises:
-        ModuleGraphError: no integer of at least 1.
+        ModuleGraphError: ``num_stages`` is not an integer of at least 1.
     """
-    return ModuleGraph({"model": require_integer("num_stages", num_stages, error=ModuleGraphError)})
+    return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})
 
 
-def require_graph(graph: object, *, error: Refusal = PlanError) -> None:
-    """Refuse what is no graph of modules."""
-    require("graph", graph, ModuleGraph, "give a ModuleGraph, or chain(number of stages)", error=error)
+def actions_of(step: Step) -> tuple[Action, ...]:
+    """The actions of a step: one, or those of the batch."""
+    return (step,) if isinstance(step, Action) else step
+
+
+def _as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
+    try:
+        return tuple(tuple([step if type(step) is Action else as_step(step) for step in steps]) for steps in value)
+    except TypeError:
+        raise PlanFieldError(
+            f"positions is {shown(value)}; it must be a list with the steps of each position", path="positions"
+        ) from None
+
+
+def as_step(step: Action | Iterable[Action]) -> Step:
+    """An action or a batch as a step; a batch of one is that action.
+
+    Raises:
+        PlanError: something else, an empty batch, or a compute in a batch.
+    """
+    batch = (step,) if isinstance(step, Action) or not isinstance(step, Iterable) else tuple(step)
+    for action in batch:
+        if not isinstance(action, Action):
+            raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
+        if action.kind.is_compute and len(batch) > 1:
+            raise PlanError(f"{action} is in a batch; only communications are batched")
+    if not batch:
+        raise PlanError("a batch is empty; leave it out")
+    return batch[0] if len(batch) == 1 else batch
+
+
+def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Per stage its positions, ascending; a single position may be given as an integer.
+
+    Raises:
+        PlanError: something else.
+    """
+    stages: Any = value
+    with contextlib.suppress(TypeError):  # left to the check
+        stages = [(places,) if isinstance(places, int) else _ascending(places) for places in value]
+    placement: tuple[tuple[int, ...], ...] = checked(stages, tuple[tuple[Index, ...], ...], "placement", PlanError)
+    return placement
+
+
+def _as_creation(value: Any) -> tuple[tuple[Lane | str, ...], ...] | None:
+    if value is None:
+        return None
+    try:
+        rows = [list(names) for names in value]
+    except TypeError:
+        raise PlanFieldError(
+            f"creation is {shown(value)}; it must be a list of Lanes and group names for each position", path="creation"
+        ) from None
+    return tuple(
+        tuple(
+            name if isinstance(name, Lane) else checked(name, GroupName, f"creation[{position}][{at}]", PlanError)
+            for at, name in enumerate(names)
+        )
+        for position, names in enumerate(rows)
+    )
+
+
+def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(value)
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
     return f"<{len(positions)} positions, {sum(map(len, positions))} steps>"
 
 
-@frozen(slots=False, kw_only=True)
+@frozen(slots=False, kw_only=True, field_transformer=checked_fields(PlanError))
 class Plan:
     """What each position does, in order.
 
-    ``positions``: per position, its steps. ``graph``: the modules and so the stages and their edges.
+    ``positions``: per position, its steps. ``graph``: the modules, and so the stages and their edges.
     ``placement``: per stage, the position that holds it (or the positions, where a module is colocated with
-    several stages of another). ``num_microbatches``: how many microbatches a step of training has.
-    ``forward_only``: the stages that run no backward, because nothing before or in them is trained (all of
+    several stages of another). ``num_microbatches``: the microbatches of one training step.
+    ``forward_only``: the stages without a backward, because nothing before or in them is trained (all of
     them in an evaluation); no gradient travels along an edge with such an end. ``groups``: the groups that
     ``REDUCE`` and ``COLLECTIVE`` actions name. ``creation``: per position, the groups (by name) and lanes
     that it creates before the first step, in order; by default all in one order that is the same everywhere.
 
-    Whether the plan is *right* is for `verify` to say: here only its shape is checked.
+    Whether the plan is *right* is proved by `verify`; the class checks only that its parts fit each other.
 
     Raises:
-        PlanFieldError: positions, placement, groups and creation do not fit each other; ``path`` says which.
+        PlanError: a part that is not what it must be, or parts that contradict each other (`PlanFieldError`).
     """
 
-    positions: tuple[tuple[Step, ...], ...] = field(converter=as_steps, repr=_count_steps)
+    positions: tuple[tuple[Step, ...], ...] = field(converter=_as_positions, repr=_count_steps)
     graph: ModuleGraph
     placement: tuple[tuple[int, ...], ...] = field(converter=as_placement)
-    num_microbatches: int
-    forward_only: tuple[int, ...] = field(converter=as_forward_only, default=())
-    groups: tuple[Group, ...] = field(converter=as_groups, default=())
-    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=as_creation, default=None, repr=False)
+    num_microbatches: Count
+    forward_only: tuple[Index, ...] = field(converter=_ascending, default=())
+    groups: tuple[Group, ...] = field(converter=_as_groups, default=())
+    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=_as_creation, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        require_graph(self.graph, error=refusal_at("graph", "a ModuleGraph"))
-        check_shape(self)
+        require_graph(self.graph)
+        if not self.positions:
+            raise PlanFieldError("the plan has no positions; it needs at least one", path="positions")
+        _check_placement(self)
+        _check_forward_only(self)
+        _check_groups(self)
         if self.creation is None:
             object.__setattr__(self, "creation", default_creation(self))
-        check_creation_lists(self)
+        if len(self.creation) != self.num_positions:
+            raise PlanFieldError(
+                f"creation has {len(self.creation)} lists; give one for each of {self.num_positions} positions",
+                path="creation",
+            )
 
     @property
     def num_positions(self) -> int:
@@ -124,9 +220,9 @@ class Plan:
 
     @cached_property
     def stages_beside(self) -> tuple[int, ...]:
-        """Per stage, how many stages its position holds, itself included; of several positions, the most.
+        """Per stage, the number of stages on its position, itself included; of several positions, the most.
 
-        Stages that lie together are taken to share a position evenly: each is 1/n of one.
+        The stages of a position share it evenly unless costs say otherwise: each is 1/n of one.
         """
         return tuple(max(len(self.stages_at[place]) for place in places) for places in self.placement)
 
@@ -141,7 +237,7 @@ class Plan:
         """The actions of ``position`` in order, batches opened.
 
         Raises:
-            PlanError: there is no such position.
+            PlanError: the plan has no such position.
         """
         require_position(position, self)
         for step in self.positions[position]:
@@ -152,7 +248,7 @@ class Plan:
 
     @property
     def communicates(self) -> bool:
-        """Whether positions tell each other what they have made; a plan of computes leaves that open."""
+        """Whether the plan says how data travels between positions; a plan of computes leaves that open."""
         return any(self.creation) or self.has_communication
 
     @cached_property
@@ -182,36 +278,19 @@ class Plan:
         return tuple(sorted(found))
 
     def __str__(self) -> str:
-        from pipegrid.schedules.plan.text import to_text
-
         return to_text(self)
 
     @cached_property
     def digest(self) -> str:
-        """Twelve hex digits that tell plans apart, the same in every process."""
+        """Twelve hex digits of the plan's text, the same in every process."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:12]
-
-
-def require_plan(plan: object, *, error: Refusal = PlanError) -> None:
-    """Refuse what is no plan: a generator that was not called, say."""
-    require("plan", plan, Plan, "give a Plan, such as gpipe(4, 8) or from_text(...)", error=error)
-
-
-def require_position(position: object, plan: Plan) -> None:
-    """Refuse a position that ``plan`` does not have.
-
-    Raises:
-        PlanError: names the position and the range.
-    """
-    if not is_integer(position) or position not in range(plan.num_positions):
-        raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{plan.num_positions - 1}")
 
 
 def message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
     """The pairs of positions (source, destination) between which an activation on ``edge`` is a message.
 
     Every position of the source stage sends to every position of the destination stage, itself excepted. A
-    pair of stages on the very same positions is colocated: each position keeps what it has made.
+    pair of stages on the very same positions is colocated: each position keeps its own result.
     """
     sources, destinations = plan.placement[edge.source], plan.placement[edge.destination]
     if sources == destinations:
@@ -247,13 +326,180 @@ def compute_plan(
     """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain.
 
     Raises:
-        PlanFieldError, ModuleGraphError: as `Plan` and `chain`.
+        PlanError, ModuleGraphError: as `Plan` and `chain`.
     """
-    remedy = "give for each position the list of its actions"
     return Plan(
-        positions=require_items("orders", orders, Iterable, remedy, error=PlanError),
+        positions=orders,
         graph=chain(graph) if isinstance(graph, int) else graph,
         placement=placement,
         num_microbatches=num_microbatches,
         forward_only=forward_only,
     )
+
+
+def require_plan(plan: object, *, error: type[Exception] = PlanError) -> None:
+    """Raise unless ``plan`` is a Plan: a generator that was not called is a common mistake.
+
+    Raises:
+        error: names the value.
+    """
+    if not isinstance(plan, Plan):
+        raise error(f"plan is {shown(plan)}; give a Plan, such as gpipe(4, 8) or from_text(...)")
+
+
+def require_graph(graph: object, *, error: type[Exception] = PlanError) -> None:
+    """Raise unless ``graph`` is a ModuleGraph.
+
+    Raises:
+        error: names the value.
+    """
+    if not isinstance(graph, ModuleGraph):
+        raise error(f"graph is {shown(graph)}; give a ModuleGraph, or chain(number of stages)")
+
+
+def require_position(position: object, plan: Plan) -> None:
+    """Raise unless ``plan`` has ``position``.
+
+    Raises:
+        PlanError: names the position and the range.
+    """
+    if isinstance(position, bool) or not isinstance(position, int) or position not in range(plan.num_positions):
+        raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{plan.num_positions - 1}")
+
+
+# How the parts of a plan must fit each other
+
+
+def _check_placement(plan: Plan) -> None:
+    if len(plan.placement) != plan.graph.num_stages:
+        raise PlanFieldError(
+            f"the placement covers {len(plan.placement)} stages and the graph has {plan.graph.num_stages}; give the "
+            "position of every stage",
+            path="placement",
+        )
+    for stage, positions in enumerate(plan.placement):
+        if not positions or len(set(positions)) != len(positions):
+            raise PlanFieldError(
+                f"stage {stage} is placed on {list(positions)}; name one or more positions, each once",
+                path=f"placement[{stage}]",
+            )
+        if positions[-1] >= plan.num_positions:
+            raise PlanFieldError(
+                f"stage {stage} is placed on position {positions[-1]}; the plan has positions "
+                f"0..{plan.num_positions - 1}",
+                path=f"placement[{stage}]",
+            )
+
+
+def _check_forward_only(plan: Plan) -> None:
+    last = plan.graph.num_stages - 1
+    for stage in plan.forward_only:
+        if stage > last:
+            raise PlanFieldError(
+                f"forward_only names stage {stage}; the graph has stages 0..{last}", path="forward_only"
+            )
+    for stage in range(last + 1):
+        after = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
+        if stage not in plan.forward_only and after and all(s in plan.forward_only for s in after):
+            raise PlanFieldError(
+                f"stage {stage} is trained, but all stages that it feeds ({', '.join(map(str, after))}) are "
+                "forward_only, so no gradient comes back to it; make it forward_only too, or one of them not",
+                path="forward_only",
+            )
+
+
+def _check_groups(plan: Plan) -> None:
+    names: set[str] = set()
+    carriers: dict[Edge, str] = {}
+    for number, group in enumerate(plan.groups):
+
+        def fault(text: str, part: str, number: int = number, name: str = group.name) -> PlanFieldError:
+            return PlanFieldError(f"group {name!r} {text}", path=f"groups[{number}].{part}")
+
+        if group.name in names:
+            raise fault("has the name of another group; every name must be unique", "name")
+        names.add(group.name)
+        if group.positions[-1] >= plan.num_positions:
+            raise fault(
+                f"names position {group.positions[-1]}; the plan has positions 0..{plan.num_positions - 1}", "positions"
+            )
+        for stage in group.tied:
+            if stage >= plan.num_stages:
+                raise fault(f"ties stage {stage}; the plan has stages 0..{plan.num_stages - 1}", "tied")
+            if stage in plan.forward_only:
+                raise fault(f"ties stage {stage}, which is forward_only and has no gradient to reduce", "tied")
+        for edge in group.edges:
+            if edge not in plan.graph.stage_edges:
+                known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
+                raise fault(f"names edge {edge}; the graph has {known}", "edges")
+            if carriers.setdefault(edge, group.name) != group.name:
+                raise fault(f"carries edge {edge}, as group {carriers[edge]!r} does; choose one", "edges")
+        holders = {place for stage in group.tied for place in plan.placement[stage]}
+        if holders and not holders.issuperset(group.positions):
+            raise fault(
+                f"has positions {list(group.positions)} and ties stages of {sorted(holders)} alone; a position without "
+                "a tied stage has nothing to reduce",
+                "positions",
+            )
+        ends = {stage for edge in group.edges for stage in (edge.source, edge.destination)}
+        needed = holders | {place for stage in ends for place in plan.placement[stage]}
+        if not needed.issubset(group.positions):
+            raise fault(
+                f"has positions {list(group.positions)} and its stages lie on {sorted(needed)}; it needs all of these",
+                "positions",
+            )
+
+
+# How a plan is written
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as text; `from_text` reads it back to an equal plan.
+
+    Raises:
+        PlanError: ``plan`` is not a `Plan`.
+    """
+    require_plan(plan)
+    width = len(str(plan.num_positions - 1))
+    rows = [
+        " ".join([f"{position:>{width}}:", *map(step_text, steps)]) for position, steps in enumerate(plan.positions)
+    ]
+    return "\n".join([*header_lines(plan), *rows]) + "\n"
+
+
+def step_text(step: Step) -> str:
+    """A step as text: an action's token, or the tokens of a batch in brackets."""
+    return str(step) if isinstance(step, Action) else f"[{' '.join(map(str, step))}]"
+
+
+def header_lines(plan: Plan) -> list[str]:
+    """The lines above the table of steps: all that the table itself does not say."""
+    modules = [f"{_name_text(name)}:{depth}" for name, depth in plan.graph.modules]
+    edges = [f"{_name_text(source)}>{_name_text(destination)}" for source, destination in plan.graph.edges]
+    lines = [
+        f"microbatches {plan.num_microbatches}",
+        " ".join(["modules", *modules]),
+        " ".join(["edges", *edges]) if edges else "",
+        " ".join(["placement", *(",".join(map(str, places)) for places in plan.placement)]),
+        " ".join(["forward_only", *map(str, plan.forward_only)]) if plan.forward_only else "",
+        *map(_group_line, plan.groups),
+    ]
+    if plan.creation != default_creation(plan):
+        lines += [" ".join(["create", str(position), *map(str, names)]) for position, names in enumerate(plan.creation)]
+    return [line for line in lines if line]
+
+
+def _group_line(group: Group) -> str:
+    line = f"group {group.name} {','.join(map(str, group.positions))}"
+    if group.edges:
+        line += f" edges {','.join(map(str, group.edges))}"
+    if group.tied:
+        line += f" tied {','.join(map(str, group.tied))}"
+    return line
+
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+def _name_text(name: str) -> str:
+    return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name)

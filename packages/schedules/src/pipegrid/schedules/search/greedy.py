@@ -13,8 +13,8 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.generators.shapes import check_sizes, looped_placement, v_placement
+from pipegrid.schedules.plan import as_placement
 from pipegrid.schedules.plan.actions import Action
-from pipegrid.schedules.plan.parts import as_placement
 from pipegrid.schedules.plan.plan import Plan, chain, compute_plan, require_graph
 from pipegrid.schedules.search.list_scheduler import (
     SLACK,

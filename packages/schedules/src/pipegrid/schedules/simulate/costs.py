@@ -12,8 +12,7 @@ from attrs import evolve, field, fields, frozen
 
 from pipegrid.schedules.arguments import Refusal, require, require_choice, require_integer, require_items
 from pipegrid.schedules.errors import PlanError, PlanSyntaxError
-from pipegrid.schedules.plan.json_reading import load_json
-from pipegrid.schedules.plan.words import parse_edge
+from pipegrid.schedules.plan import load_json, parse_edge
 from pipegrid.transport.edge import Edge
 
 PerStage: TypeAlias = float | tuple[float, ...]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipegrid.schedules.errors import Fault
+from pipegrid.schedules.plan import step_text
 from pipegrid.schedules.plan.actions import COMPUTES, Action, ActionKind
 from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.plan.text import step_text
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.table import Rule
 from pipegrid.transport.edge import Direction

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from attrs import Factory, define
 
 from pipegrid.schedules.errors import Fault
-from pipegrid.schedules.plan.text import step_text
+from pipegrid.schedules.plan import step_text
 from pipegrid.schedules.verify.deadlock import Program
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import who_sets

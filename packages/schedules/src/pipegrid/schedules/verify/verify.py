@@ -10,8 +10,8 @@ from attrs import frozen
 
 from pipegrid.schedules.arguments import require_choice, shown
 from pipegrid.schedules.errors import Fault, PlanError
+from pipegrid.schedules.plan import step_text
 from pipegrid.schedules.plan.plan import Plan, require_plan
-from pipegrid.schedules.plan.text import step_text
 from pipegrid.schedules.verify.creation import check_creation
 from pipegrid.schedules.verify.deadlock import Program, cycles, play
 from pipegrid.schedules.verify.event_ids import EventIds

@@ -1,0 +1,141 @@
+"""Every plan, whatever its names and however wrong: what is written reads back equal, or raises."""
+
+import string
+
+import pytest
+from attrs import evolve
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import (
+    Action,
+    ActionKind,
+    Group,
+    Lane,
+    Plan,
+    PlanError,
+    from_csv,
+    from_json,
+    from_text,
+    gpipe,
+    lower,
+    to_csv,
+    to_json,
+    to_text,
+    verify,
+    with_reduce,
+)
+from pipegrid.transport.edge import Direction, Edge
+
+FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
+IDS = ["text", "csv", "json"]
+# Names with the characters that the forms themselves use, and any others.
+MODULES = st.text(st.sampled_from('ab09_.-:>#," \\\n\r\t\x0b\x1c\x85\u2028\ud800é[]@') | st.characters(), max_size=6)
+GROUPS = st.text(string.ascii_letters + string.digits + "_.:-", min_size=1, max_size=5)
+KINDS = list(ActionKind)
+
+
+@st.composite
+def graphs(draw):
+    names = draw(st.lists(MODULES.filter(bool), min_size=1, max_size=3, unique=True))
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=3)) if pairs else []
+    if draw(st.booleans()) and len(names) == 1:
+        names = ["model"]
+    return ModuleGraph([(name, draw(st.integers(1, 2))) for name in names], edges)
+
+
+@st.composite
+def plans(draw):
+    """Plans of any actions at all: most cannot run, some are tables that imply their header."""
+    graph = draw(graphs())
+    positions = draw(st.integers(1, 3))
+    stages = range(graph.num_stages)
+    microbatches = draw(st.integers(1, 2))
+    placement = [draw(st.sets(st.integers(0, positions - 1), min_size=1, max_size=2)) for _ in stages]
+    groups = []
+    for name in draw(st.lists(GROUPS, unique=True, max_size=2)):
+        members = set(draw(st.sets(st.integers(0, positions - 1), min_size=1)))
+        free = [edge for edge in graph.stage_edges if not any(edge in other.edges for other in groups)]
+        edges = draw(st.lists(st.sampled_from(free), unique=True, max_size=2)) if free else []
+        for edge in edges:
+            members |= {*placement[edge.source], *placement[edge.destination]}
+        groups.append(Group(name, members, edges=edges))
+
+    def action():
+        kind, stage = draw(st.sampled_from(KINDS)), draw(st.sampled_from(stages))
+        microbatch = draw(st.integers(0, microbatches - 1))
+        group = draw(st.sampled_from([group.name for group in groups])) if groups else None
+        if kind is ActionKind.REDUCE:
+            return Action(kind, stage, group=draw(st.sampled_from([None, group])))
+        if kind is ActionKind.COLLECTIVE and group is not None:
+            return Action(kind, stage, draw(st.sampled_from([None, microbatch])), group=group)
+        if kind.is_message and graph.stage_edges:
+            edge = draw(st.sampled_from(graph.stage_edges))
+            return Action(kind, edge.source if kind.is_at_source else edge.destination, microbatch, edge)
+        return Action(draw(st.sampled_from([k for k in KINDS if k.is_compute])), stage, microbatch)
+
+    def step():
+        found = [action() for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
+        return found[0] if any(each.kind.is_compute for each in found) else tuple(found)
+
+    rows = [[step() for _ in range(draw(st.integers(0, 4)))] for _ in range(positions)]
+    if draw(st.booleans()):  # a whole table, where each stage acts at home
+        computes = [Action(kind, s, m) for kind in KINDS[:2] for m in range(microbatches) for s in stages]
+        rows = [[a for a in computes if position in placement[a.stage]] for position in range(positions)]
+    trained = draw(st.booleans())
+    plan = Plan(
+        positions=rows,
+        graph=graph,
+        placement=placement,
+        num_microbatches=microbatches,
+        forward_only=() if trained else stages,
+        groups=groups,
+    )
+    if draw(st.booleans()):
+        names = st.sampled_from([*(group.name for group in groups), Lane(0, 1, Direction.FORWARD), "other:1.0"])
+        plan = evolve(plan, creation=[draw(st.lists(names, max_size=2)) for _ in range(positions)])
+    return plan
+
+
+@pytest.mark.parametrize(("write", "read"), FORMS, ids=IDS)
+@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@given(plans())
+def test_every_plan_reads_back_equal_or_raises(write, read, plan):
+    written = write(plan)
+    try:
+        again = read(written)
+    except PlanError:
+        # Only a table that lacks a declared stage or microbatch does not read back.
+        actions = [action for position in range(plan.num_positions) for action in plan.actions(position)]
+        assert {action.stage for action in actions} != set(range(plan.num_stages)) or {
+            action.microbatch for action in actions if action.microbatch is not None
+        } != set(range(plan.num_microbatches))
+        return
+    assert again == plan
+    assert write(again) == written
+
+
+@pytest.mark.parametrize(("write", "read"), FORMS, ids=IDS)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_positions_that_do_nothing_are_read_back_wherever_they_lie(write, read, rows):
+    for at in range(rows + 1):
+        whole = gpipe(1, 2)
+        positions = [()] * at + [whole.positions[0]] + [()] * (rows - at)
+        plan = evolve(whole, positions=positions, placement=[at], creation=None)
+        assert read(write(plan)) == plan
+        assert verify(read(write(plan)))
+
+
+@pytest.mark.parametrize("name", ["F0>#1", "a b", "a,b", "a\nb", "", "F0>1 ", "[a]", 7, None])
+def test_what_is_created_is_a_lane_or_has_the_name_of_a_group(name):
+    with pytest.raises(PlanError, match=r"creation\[1\]\[0\] is .*; it must be a group name"):
+        evolve(lower(gpipe(2, 2)), creation=[[], [name]])
+
+
+def test_shared_parameters_are_read_back():
+    plan = with_reduce(lower(gpipe(2, 2)), {"word:1.0-_": (0, 1)})
+    for write, read in FORMS:
+        assert read(write(plan)) == plan
+    assert Edge(0, 1) in plan.graph.stage_edges

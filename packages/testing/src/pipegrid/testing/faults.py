@@ -1,4 +1,4 @@
-"""Faults to plan: what happens to which rank, and at which action or time."""
+"""Planned faults: kind, rank, and the action or time at which it happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FaultError(ValueError):
 
 
 class InjectedFault(RuntimeError):  # noqa: N818 (a fault of the test's own making)
-    """What a planned ``raise`` fault raises on its rank."""
+    """Raised on its rank by a planned ``raise`` fault."""
 
 
 def _text(point: object) -> str | None:
@@ -63,7 +63,7 @@ class Fault:
             )
         if (self.kind == "delay") != (self.seconds is not None):
             raise FaultError(
-                f"seconds= says how long a delay lasts, got kind {self.kind!r} and seconds={self.seconds!r}"
+                f"seconds= is the length of a delay, and of no other fault; got kind {self.kind!r} and seconds={self.seconds!r}"
             )
         if self.seconds is not None and not _is_time(self.seconds):
             raise FaultError(f"a delay is a finite number of seconds of at least 0, got seconds={self.seconds!r}")
@@ -82,7 +82,7 @@ def _is_time(value: object) -> bool:
 
 
 def check_rank(fault: Fault, world_size: int) -> None:
-    """Refuse a fault on a rank that does not exist.
+    """Raise if the fault's rank is outside of the world.
 
     Raises:
         FaultError: the fault's rank is not below ``world_size``.

@@ -1,4 +1,4 @@
-"""One test on its ranks, as the pytest process follows it: messages in, verdict out."""
+"""One test on its ranks, followed by the pytest process: messages in, a `Run` out."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from pipegrid.testing.pool import START_LIMIT, Pool, Worker
 
 # After a first failure the other ranks get this long to end by themselves before their stacks are taken.
 GRACE = 2.0
-# How long a rank may take to say where it stands, by itself and then by a signal handler, and to destroy its groups.
+# Limits for a rank's stacks (from its own thread, then from a signal handler), and for destroying its groups.
 _STACKS_LIMIT = 4.0
 _SIGNAL_LIMIT = 5.0
 _CLEAN_LIMIT = 10.0
-# A signal handler that wrote nothing for so long has written all.
+# A signal handler that wrote nothing for this long is done.
 _DUMP_PAUSE = 0.1
 
 
@@ -48,7 +48,7 @@ class State(Enum):
 
 @define(eq=False)
 class RankRecord:
-    """All that is known of one rank of the test."""
+    """State of one rank of the test, as the pytest process knows it."""
 
     rank: int
     worker: Worker = field(repr=False)
@@ -67,12 +67,12 @@ class RankRecord:
 
     @property
     def open(self) -> bool:
-        """Whether the rank may still do something."""
+        """The rank's test has neither ended nor been stopped."""
         return self.state in (State.STARTING, State.RUNNING)
 
     @property
     def expected_end(self) -> bool:
-        """Whether the rank ended, or hangs, the way that its planned fault wants."""
+        """The rank ended, or hangs, as its planned fault requires."""
         if self.fault is None:
             return False
         if self.fault.kind == "kill":
@@ -83,7 +83,7 @@ class RankRecord:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank ended in any way but passing or as planned."""
+        """The rank ended, neither passed nor as its planned fault requires."""
         if self.expected_end:
             return False
         if self.state is State.DEAD:
@@ -103,7 +103,7 @@ class _Timed:
 
 @define(eq=False)
 class Run:
-    """What the ranks of one test did, once `run_test` returns."""
+    """Record of one test on its ranks: the result of `run_test`."""
 
     job: Job
     records: list[RankRecord]
@@ -179,7 +179,7 @@ class _Follower:
         run.unfired += [timed.plan for timed in self.timed if not timed.resume]
 
     def clean_up(self) -> list[Worker]:
-        """Have the ranks of a test without trouble destroy their groups; the workers that did so whole."""
+        """After a test that passed, have every rank destroy its groups; the workers that left nothing behind."""
         records = self.run.records
         if any(
             record.fault is not None or record.finished is None or record.finished.outcome != "passed"
@@ -217,7 +217,7 @@ class _Follower:
             self._step(limit - time.monotonic())
 
     def _wait_for_dumps(self, mute: list[RankRecord]) -> None:
-        """Wait until each rank has written its stacks and writes no more; no message tells of it."""
+        """Wait until each rank has written its stacks; no message marks the end, only a pause in writing."""
         limit = time.monotonic() + _SIGNAL_LIMIT
         before: list[str] | None = None
         while time.monotonic() < limit:
@@ -237,7 +237,7 @@ class _Follower:
         for news in self.pool.news():
             for record in self.run.records:
                 if record.worker.pid == news.pid:
-                    self._hear(record)  # its last words came before its end
+                    self._hear(record)  # messages sent before its end come first
                     self._end(record, news)
 
     def _end(self, record: RankRecord, news: Exited | Stopped) -> None:
@@ -254,7 +254,7 @@ class _Follower:
         messages, gone = record.worker.channel.ready()
         if gone and not record.gone:
             record.gone = True
-            self.selector.unregister(record.worker.channel.socket)  # the template says how it ended
+            self.selector.unregister(record.worker.channel.socket)  # the template reports how it ended
         for message in messages:
             if isinstance(message, Position):
                 record.position, record.position_at = message.text, time.monotonic()

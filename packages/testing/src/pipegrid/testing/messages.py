@@ -68,7 +68,7 @@ class Stopped:
 
 @frozen
 class Hello:
-    """What a worker needs to hold the same pytest configuration as the process that started it."""
+    """The pytest configuration of the process that started the worker."""
 
     options: dict[str, object]
     args: tuple[str, ...]
@@ -95,7 +95,7 @@ class Job:
 
 @frozen
 class AskStacks:
-    """Say where every thread stands."""
+    """Request for the stacks of every thread."""
 
 
 @frozen
@@ -113,7 +113,7 @@ class Started:
 
 @frozen
 class Position:
-    """The rank stands at ``text``, in the test's own words."""
+    """The rank's position, as reported by the code under test."""
 
     text: str
 
@@ -165,7 +165,7 @@ class Finished:
 
 @frozen
 class Cleaned:
-    """The answer to `CleanUp`; ``left`` says what could not be cleaned, and is empty where all is well."""
+    """The answer to `CleanUp`; ``left`` names what was left behind, and is empty where nothing was."""
 
     left: str
 
@@ -232,7 +232,7 @@ class Channel:
 
 
 def is_plain(value: object) -> bool:
-    """Whether ``value`` is made of nothing but built-in values, so that any process can read it."""
+    """True if ``value`` consists of built-in values only, which any process can unpickle."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     if isinstance(value, dict):

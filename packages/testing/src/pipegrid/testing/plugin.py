@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the template while pytest gets under way, if there is anything for it to do."""
+    """Start the template early if any test runs on ranks."""
     if session.config.option.collectonly:
         return
     if any(isinstance(item, RankedFunction) for item in session.items):
@@ -87,7 +87,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Say of a skipped test where it stands, not where this plugin skipped it."""
+    """Report the source line of a skipped test, not the line of this plugin that skipped it."""
     report = yield
     if isinstance(item, RankedFunction) and report.skipped and isinstance(report.longrepr, tuple):
         path, line, _ = item.reportinfo()

@@ -45,7 +45,7 @@ class Worker:
     _read_to: int = field(default=0, init=False)
 
     def new_output(self) -> str:
-        """What the process wrote to its standard output and error since the last call."""
+        """Standard output and error of the process since the last call."""
         if self.output is None:  # pytest -s: it went straight to the terminal
             return ""
         descriptor = self.output.fileno()
@@ -67,7 +67,7 @@ class Worker:
 
 
 class Pool:
-    """Workers of one pytest session. `take` gives some out, `give_back` or `discard` ends their test."""
+    """Workers of one pytest session. `take` hands out, `give_back` and `discard` take back."""
 
     def __init__(self, hello: Hello, *, passthrough: bool) -> None:
         self._hello = hello
@@ -162,7 +162,7 @@ class Pool:
     def signal(self, worker: Worker, number: int) -> None:
         """Send a signal to the worker's process group, through the template, which knows whether it still lives."""
         if self._template is not None:
-            # Without a template there are no workers; whoever waits for news hears of it.
+            # Without a template there are no workers; `news` raises.
             with contextlib.suppress(ConnectionError):
                 self._template.send(Signal(pid=worker.pid, signal=number))
 
@@ -173,7 +173,7 @@ class Pool:
         selector.register(self._template.socket, selectors.EVENT_READ, None)
 
     def news(self) -> list[Exited | Stopped]:
-        """Which workers ended or were stopped since the last call.
+        """Workers that ended or were stopped since the last call.
 
         Raises:
             PoolError: the template itself is gone.
@@ -213,7 +213,7 @@ class Pool:
         self._groups.clear()
 
     def _answers(self, worker: Worker) -> bool:
-        # An idle worker says nothing; anything to read is the end of its socket.
+        # An idle worker sends nothing; a readable socket is one that ended.
         _, gone = worker.channel.ready()
         if gone:
             self.discard([worker])

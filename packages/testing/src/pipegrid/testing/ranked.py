@@ -1,4 +1,4 @@
-"""The pytest item that stands, in the pytest process, for a test on ranks."""
+"""The pytest item of a test on ranks, in the pytest process; and the report of its failure."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _hello(config: pytest.Config) -> Hello:
 
 
 def _verdict(run: Run) -> None:
-    """Skip or xfail where the ranks did so."""
+    """Skip or xfail if the ranks did."""
     ended = [
         (record.rank, record.finished.outcome, record.finished.text)
         for record in run.records
@@ -164,7 +164,7 @@ def _show(item: pytest.Item, warned: Warned) -> None:
 
 
 def failure_text(run: Run) -> str | None:
-    """Why the test failed, rank by rank, the first failure first; ``None`` if it did not."""
+    """Report of a failed test, rank by rank, the first failure first; ``None`` if the test did not fail."""
     given_up = ("skipped", "xfailed")
     broken = [record for record in run.records if record.failed and _outcome(record) not in given_up]
     never = [
@@ -222,7 +222,7 @@ def _state(run: Run, record: RankRecord) -> str:
 
 
 def exit_text(code: int | None) -> str:
-    """``code`` in words: a status, or the name of a signal."""
+    """An exit code as text: a status, or the name of a signal."""
     if code is None or code >= 0:
         return f"exit status {code}"
     return f"by signal {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""What a test on ranks is given: the `ranks` fixture's value."""
+"""`Ranks`, the value of the `ranks` fixture: one rank's view of its test."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Ranks:
         backend: the default group's backend, ``gloo`` or ``nccl``.
         device: where this rank's tensors belong: ``cpu``, or the rank's GPU.
         deadline: seconds that the test has.
-        strict_sends: the ``--strict-sends`` setting; the code under test is to wait for each batch of sends before
-            the next action, so that a wrong order hangs here as it would on GPUs.
+        strict_sends: the ``--strict-sends`` setting; the code under test waits for each batch of sends before the next
+            action, so that a wrong order hangs on gloo as on GPUs.
         shared_path: an empty directory that all ranks of this test share.
         store: a ``torch.distributed`` store for the test's own keys, apart from the default group's.
     """
@@ -59,11 +59,11 @@ class Ranks:
         self._barriers += 1
         if self.store.add(f"{key}/arrived", 1) == self.world_size:
             self.store.set(f"{key}/open", "1")
-        # The deadline is the pytest process's to enforce; the store's own limit only has to be later.
+        # The pytest process enforces the deadline; the store's own limit only has to be later.
         self.store.wait([f"{key}/open"], timedelta(seconds=self.deadline + 60))
 
     def report_position(self, position: object) -> None:
-        """Say where this rank stands; a failure or a passed deadline prints each rank's last position."""
+        """Report this rank's position; a failure or a passed deadline prints the last one of each rank."""
         self._channel.send(Position(text=str(position)))
 
     def reach(self, point: object) -> None:

@@ -1,4 +1,4 @@
-"""What a ``ranks`` mark asks for, and where its silence is filled from: the command line, then the ini file."""
+"""Settings of a test on ranks: from its ``ranks`` mark, else the command line, else the ini file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST = 7 * 24 * 3600.0
 
 @frozen
 class Settings:
-    """What one test's ranks are told."""
+    """Settings of one test on ranks."""
 
     world_size: int
     backend: str
@@ -32,7 +32,7 @@ def settings_of(item: pytest.Item) -> Settings:
     """The settings of a marked test.
 
     Raises:
-        pytest.UsageError: one of its marks asks for the impossible.
+        pytest.UsageError: a mark has an invalid argument.
     """
     mark = item.get_closest_marker("ranks")
     if mark is None:
@@ -63,7 +63,7 @@ def faults_of(item: pytest.Item) -> list[Fault]:
     """The faults that the test's ``fault`` marks plan, the innermost mark's first.
 
     Raises:
-        FaultError: a mark that plans no possible fault.
+        FaultError: a mark has an invalid argument.
     """
     return [Fault(*mark.args, **mark.kwargs) for mark in item.iter_markers("fault")]
 
@@ -84,7 +84,7 @@ def _settings(
 
 
 def _chosen(item: pytest.Item, marked: object, option: str) -> object:
-    """The mark's word, or else the command line's, or else the ini file's."""
+    """The value of the mark, else of the command line, else of the ini file."""
     if marked is not None:
         return marked
     given: object = item.config.getoption(option)
@@ -116,7 +116,7 @@ def _backend(value: object) -> str:
 def _deadline(value: object) -> float:
     seconds = math.nan
     if isinstance(value, int | float | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):  # said below, as for any other value
+        with contextlib.suppress(ValueError, OverflowError):  # reported below, as for any other value
             seconds = float(value)  # an ini file holds text
     if not 0 < seconds <= _LONGEST:
         raise ValueError(f"a deadline is a number of seconds above 0 and up to {_LONGEST:.0f} (a week), got {value!r}")

@@ -28,10 +28,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int) -> bool:
-    """Have the kernel send this process signal ``number`` when its parent ends; whether the parent still lived.
+    """Have the kernel send this process signal ``number`` when its parent ends; True if the parent still lives.
 
-    Only Linux can send it. Elsewhere the end of the parent's socket says the same, unless a process that the parent
-    started holds that socket open too.
+    Linux only. Elsewhere the end of the parent's socket has the same meaning, unless a process that the parent started
+    holds that socket open too.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -51,14 +51,14 @@ def main(control: int, parent: int, directory: str, preload: list[str]) -> None:
         Path(directory).mkdir(mode=0o700)
         _serve(Channel(socket.socket(fileno=control)), children, _imported(preload))
     finally:
-        signal.set_wakeup_fd(-1)  # the children that are killed now need wake nobody
+        signal.set_wakeup_fd(-1)  # the ends of the children killed below are not waited for here
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill(children)
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _imported(preload: list[str]) -> Callable[[Channel, int], None]:
-    """What a worker does, once all that it needs is imported."""
+    """The main function of a worker, with everything it needs imported."""
     import pytest  # noqa: F401
     import torch
     import torch.distributed
@@ -95,7 +95,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
             # A fork is answered before the next is asked for, so the three descriptors at hand belong to it.
             try:
                 data, received, _, _ = socket.recv_fds(channel.socket, 1 << 16, 3)
-            except ConnectionResetError:  # pytest is gone and left what it was told unread
+            except ConnectionResetError:  # pytest is gone, with unread messages
                 return
             if not data:
                 return
@@ -118,7 +118,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
 
 
 def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel, int], None]) -> None:
-    """In the child: take a process group and the output file as own, and work until told to end."""
+    """In the child: own process group, own output file, then serve jobs until the end."""
     code = 1
     try:
         _own_group(0)

@@ -1,4 +1,4 @@
-"""What happened to a test on one rank, phase by phase, and what it comes to."""
+"""Outcome of a test on one rank, from the reports of its phases; and the stacks of this process's threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Failure:
 
 
 class RankTest:
-    """What happened to the test on this rank so far."""
+    """The test on this rank so far: failures, warnings, captured output."""
 
     def __init__(self) -> None:
         self.failures: list[_Failure] = []
@@ -41,12 +41,12 @@ class RankTest:
     def add(self, report: pytest.TestReport, error: BaseException | None) -> None:
         """Note one phase's report, made from ``error``."""
         self._sections.update(report.sections)
-        # What is no plain data could not be read elsewhere; reports write a property's text anyhow.
+        # Only plain data is readable in every process; reports write a property as text in any case.
         self._properties = tuple(
             (name, value if is_plain(value) else str(value)) for name, value in report.user_properties
         )
         if error is None:
-            return  # an xpass is the pytest process's to judge, once all ranks are known
+            return  # the pytest process decides on an xpass, once all ranks have ended
         if report.failed:
             self.failures.append(
                 _Failure(report.when or "", report.longreprtext, _summary(error), injected=_is_injected(error))
@@ -64,7 +64,7 @@ class RankTest:
         self.failures.append(_Failure("world", "".join(formatted.format()), _summary(error)))
 
     def check_faults(self, pending: tuple[Fault, ...]) -> None:
-        """Fail a test that passed without meeting the faults planned for it; one that was skipped met none."""
+        """Fail a test that passed although faults planned for it never happened."""
         if pending and not self.failures and self._skipped is None and self._xfailed is None:
             names = "; ".join(map(str, pending))
             text = f"FaultError: planned, but the test ended without reaching it: {names}"
@@ -108,7 +108,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _is_injected(error: BaseException) -> bool:
-    """Whether ``error`` is an injected fault or was raised from one."""
+    """True if ``error`` is an injected fault or was raised from one."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:

@@ -39,8 +39,8 @@ from pipegrid.testing.world import end_world, loopback_only, make_world, watch_l
 
 # Dumps every stack from a signal handler, to a file of its own, for a thread that sits in C++ and keeps the GIL.
 STACKS_SIGNAL = signal.SIGUSR1
-# Plugins that talk to the person at the terminal, choose tests or write files of the session: the pytest process's
-# business. Those that bring fixtures stay (junitxml, cacheprovider), less the parts and options that do such things.
+# Plugins that write to the terminal, select tests or write files of the session: they act in the pytest process
+# only. Those that bring fixtures stay (junitxml, cacheprovider), less the parts and options that do such things.
 _BLOCKED = ("terminal", "lfplugin", "nfplugin", "pastebin", "stepwise", "debugging")
 # Options of those plugins and of the session as a whole that must not act in a worker.
 _RESET: dict[str, object] = {
@@ -61,9 +61,9 @@ _RESET: dict[str, object] = {
 }
 # Positional arguments are given as such; as an option too, argparse warns of them.
 _POSITIONAL = "file_or_dir"
-# What ends a path in an argument of pytest's.
+# Marks that end the path in a pytest argument.
 _SPECIAL = ("[", "::")
-# What the template imported cannot be rewritten any more; the pytest process, which rewrote it, has the say on that.
+# Modules that the template imported are past rewriting here; the pytest process rewrote and warned of them itself.
 _PRELOADED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 
 
@@ -98,7 +98,7 @@ def _strings(option: object) -> list[str]:
 
 
 def _listen(channel: Channel, inbox: queue.SimpleQueue[object]) -> None:
-    """Answer what cannot wait for the main thread, hand it the rest, and end the process when pytest is gone."""
+    """Answer `AskStacks` at once, queue other messages for the main thread, end the process when pytest is gone."""
     while True:
         try:
             message = channel.receive()
@@ -112,7 +112,7 @@ def _listen(channel: Channel, inbox: queue.SimpleQueue[object]) -> None:
 
 
 def argument_for(path: str, directory: Path) -> str:
-    """What to have pytest collect for the file ``path``, in a session that was started in ``directory``.
+    """The pytest argument that collects the file ``path`` in a session started in ``directory``.
 
     An argument of pytest's is no plain path: ``[`` and ``::`` end it. A file with these in its path is collected
     through the nearest directory above it that can be named, from ``directory`` on if that is needed.

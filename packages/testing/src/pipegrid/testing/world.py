@@ -20,13 +20,13 @@ from pipegrid.testing.ranks import Ranks
 
 # NCCL refuses two ranks on one GPU before this version.
 _NCCL_SHARED_GPU = (2, 30)
-# A worker may hold a little more after a test than before (lazily opened files, a library's own thread), not much more.
+# Growth of a worker's descriptors and native threads that is no leak: lazily opened files, a library's own thread.
 _SLACK = 16
 _LAST_BREATH = 0.5
 
 
 def loopback_only() -> None:
-    """Have gloo listen on the loopback device: all ranks are on this machine, whatever its host name resolves to."""
+    """Make gloo listen on the loopback device: all ranks are on this machine."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
@@ -98,7 +98,7 @@ def watch_leaks(left: list[str]) -> Iterator[None]:
 
 
 def _has_children() -> bool:
-    """Whether a child process runs, or has ended and was not waited for."""
+    """True if a child process runs, or has ended and was not waited for."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -63,7 +63,8 @@ class Fault:
             )
         if (self.kind == "delay") != (self.seconds is not None):
             raise FaultError(
-                f"seconds= is the length of a delay, and of no other fault; got kind {self.kind!r} and seconds={self.seconds!r}"
+                f"seconds= is the length of a delay and of no other fault, got kind {self.kind!r} and "
+                f"seconds={self.seconds!r}"
             )
         if self.seconds is not None and not _is_time(self.seconds):
             raise FaultError(f"a delay is a finite number of seconds of at least 0, got seconds={self.seconds!r}")

@@ -90,6 +90,7 @@ class Job:
     backend: str
     deadline: float
     strict_sends: bool
+    fake_nccl: str
     directory: str
 
 

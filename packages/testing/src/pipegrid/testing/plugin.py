@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipegrid.testing.ranked import RankedFunction, close_pool, pool_of
-from pipegrid.testing.settings import BACKENDS, WORLD_SIZE
+from pipegrid.testing.settings import BACKENDS, FAKE_NCCL, WORLD_SIZE
 
 if TYPE_CHECKING:
     from pipegrid.testing.ranks import Ranks
@@ -27,8 +27,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="tests that read `ranks.strict_sends` wait for each batch of sends before the next action",
     )
+    group.addoption(
+        "--fake-nccl",
+        choices=FAKE_NCCL,
+        help="with --backend fake_nccl: a stream for each group (default), or one serial stream for the rank",
+    )
     parser.addini("ranks_backend", "default of --backend", default="gloo")
     parser.addini("ranks_deadline", "default of --deadline, in seconds", default="60")
+    parser.addini("ranks_fake_nccl", "default of --fake-nccl", default="streams")
     parser.addini("ranks_strict_sends", "default of --strict-sends", type="bool", default=False)
 
 
@@ -36,8 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks."""
     config.addinivalue_line(
         "markers",
-        "ranks(*n, backend=None, deadline=None, strict_sends=None): run the test, its fixtures included, "
-        "on n processes; once for each n where there are several",
+        "ranks(*n, backend=None, deadline=None, strict_sends=None, fake_nccl=None): run the test, "
+        "its fixtures included, on n processes; once for each n where there are several",
     )
     config.addinivalue_line(
         "markers",

@@ -66,6 +66,7 @@ class RankedFunction(pytest.Function):
                 backend=settings.backend,
                 deadline=settings.deadline,
                 strict_sends=settings.strict_sends,
+                fake_nccl=settings.fake_nccl,
                 directory=str(pool.directory()),
             ),
         )

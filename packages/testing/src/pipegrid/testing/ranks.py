@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from pipegrid.testing.fake_nccl import FakeDevice
+
 
 @define(eq=False, repr=False)
 class Ranks:
@@ -27,13 +29,14 @@ class Ranks:
     Attributes:
         rank: this process's rank in the default group, from 0.
         world_size: the number of ranks.
-        backend: the default group's backend, ``gloo`` or ``nccl``.
-        device: where this rank's tensors belong: ``cpu``, or the rank's GPU.
+        backend: ``gloo``, ``nccl``, ``fake_nccl`` or ``staged`` (CUDA tensors over gloo).
+        device: where this rank's tensors live: ``cpu``, or GPU ``rank % device_count``.
         deadline: seconds that the test has.
         strict_sends: the ``--strict-sends`` setting; the code under test waits for each batch of sends before the next
             action, so that a wrong order hangs on gloo as on GPUs.
         shared_path: an empty directory that all ranks of this test share.
         store: a ``torch.distributed`` store for the test's own keys, apart from the default group's.
+        fake_device: with ``fake_nccl``, the fake GPU: launches in order, violations, entries that have not ended.
     """
 
     rank: int
@@ -44,6 +47,7 @@ class Ranks:
     strict_sends: bool
     shared_path: Path
     store: Store
+    fake_device: FakeDevice | None
     _channel: Channel = field(alias="channel")
     _faults: list[Fault] = field(alias="faults", factory=list)
     _reached: Counter[str] = field(init=False, factory=Counter)

@@ -10,7 +10,9 @@ from attrs import frozen
 
 from pipegrid.testing.faults import Fault, FaultError, check_rank
 
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", "fake_nccl", "staged")
+# How the fake NCCL plays its entries: a stream for each group, or one for the rank.
+FAKE_NCCL = ("streams", "serial")
 # The argument that `@pytest.mark.ranks(2, 4)` adds to the test's parameters.
 WORLD_SIZE = "_pipegrid_testing_world_size"
 
@@ -26,6 +28,7 @@ class Settings:
     backend: str
     deadline: float
     strict_sends: bool
+    fake_nccl: str
 
 
 def settings_of(item: pytest.Item) -> Settings:
@@ -74,12 +77,14 @@ def _settings(
     backend: str | None = None,
     deadline: float | None = None,
     strict_sends: bool | None = None,
+    fake_nccl: str | None = None,
 ) -> Settings:
     return Settings(
         world_size=_world_size(item, sizes),
-        backend=_backend(_chosen(item, backend, "backend")),
+        backend=_one_of(BACKENDS, _chosen(item, backend, "backend"), "backend"),
         deadline=_deadline(_chosen(item, deadline, "deadline")),
         strict_sends=_strict_sends(_chosen(item, strict_sends, "strict_sends")),
+        fake_nccl=_one_of(FAKE_NCCL, _chosen(item, fake_nccl, "fake_nccl"), "fake_nccl"),
     )
 
 
@@ -107,9 +112,9 @@ def _world_size(item: pytest.Item, sizes: tuple[object, ...]) -> int:
     return n
 
 
-def _backend(value: object) -> str:
-    if not isinstance(value, str) or value not in BACKENDS:
-        raise ValueError(f"backend {value!r} is unknown; use {' or '.join(BACKENDS)}")
+def _one_of(choices: tuple[str, ...], value: object, what: str) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{what} {value!r} is unknown; use {', '.join(choices[:-1])} or {choices[-1]}")
     return value
 
 

@@ -70,6 +70,12 @@ class RankTest:
             text = f"FaultError: planned, but the test ended without reaching it: {names}"
             self.failures.append(_Failure("faults", text, text))
 
+    def check_rules(self, violations: list[str]) -> None:
+        """Fail a test that broke rules of the fake NCCL."""
+        if violations:
+            text = "the fake NCCL saw:\n" + "\n".join(f"- {violation}" for violation in violations)
+            self.failures.append(_Failure("fake_nccl", text, f"fake NCCL: {violations[0]}"))
+
     def finished(self) -> Finished:
         """The test's end on this rank."""
         text = summary = ""

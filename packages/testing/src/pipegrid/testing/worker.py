@@ -170,8 +170,8 @@ class RankSession:
                 message = self._inbox.get()
                 if not isinstance(message, CleanUp):
                     raise TypeError(f"a worker expects CleanUp after a test, got {message!r}")
-                self.ranks = None
-                end_world()
+                ranks, self.ranks = self.ranks, None
+                end_world(ranks)
                 os.chdir(self._directory)  # the next test's path may be relative
             self._channel.send(Cleaned(left="; ".join(left)))
 
@@ -228,6 +228,8 @@ class RankSession:
             self._test.add_error(error)
         if self.ranks is not None:
             self._test.check_faults(self.ranks.pending_faults())
+            if self.ranks.fake_device is not None:
+                self._test.check_rules(self.ranks.fake_device.violations)
         return self._test.finished()
 
     def _find(self, session: pytest.Session, job: Job) -> pytest.Item:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -15,14 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
+from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.testing.messages import Channel, Job
 from pipegrid.testing.ranks import Ranks
 
-# NCCL refuses two ranks on one GPU before this version.
-_NCCL_SHARED_GPU = (2, 30)
+# Several ranks on one GPU: refused by NCCL before 2.30, broken before this version (nccl#2257).
+_NCCL_SHARED_GPU = (2, 31, 2)
 # Growth of a worker's descriptors and native threads that is no leak: lazily opened files, a library's own thread.
 _SLACK = 16
 _LAST_BREATH = 0.5
+# What torch calls the default group's backends. With NCCL on the GPU, gloo serves the CPU tensors: control messages and
+# objects. Gloo takes CUDA tensors, too: it copies them through the host.
+_BACKENDS = {"nccl": "cpu:gloo,cuda:nccl", "fake_nccl": "cpu:fake_nccl", "staged": "cpu:gloo,cuda:gloo"}
 
 
 def loopback_only() -> None:
@@ -32,11 +37,13 @@ def loopback_only() -> None:
 
 def make_world(job: Job, channel: Channel) -> Ranks:
     """Make the default group of ``job`` and this rank's view of it."""
-    device = _device(job)
+    device = device_of(job)
     directory = Path(job.directory)
     store = FileStore(str(directory / "store"), job.world_size)
-    # With NCCL on the GPU, gloo serves the CPU tensors: control messages and objects.
-    backend = "cpu:gloo,cuda:nccl" if job.backend == "nccl" else job.backend
+    fake_device = FakeDevice(serial=job.fake_nccl == "serial") if job.backend == "fake_nccl" else None
+    if fake_device is not None:
+        register(fake_device)
+    backend = _BACKENDS.get(job.backend, job.backend)
     dist.init_process_group(backend, store=PrefixStore("world", store), rank=job.rank, world_size=job.world_size)
     ranks = Ranks(
         rank=job.rank,
@@ -47,14 +54,17 @@ def make_world(job: Job, channel: Channel) -> Ranks:
         strict_sends=job.strict_sends,
         shared_path=directory / "shared",
         store=PrefixStore("test", store),
+        fake_device=fake_device,
         channel=channel,
     )
     ranks.barrier()  # no rank begins the test, or dies in it, while another still connects
     return ranks
 
 
-def end_world() -> None:
+def end_world(ranks: Ranks | None) -> None:
     """Destroy the default group and every group that the test left."""
+    if ranks is not None and ranks.fake_device is not None:
+        ranks.fake_device.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -62,19 +72,26 @@ def end_world() -> None:
     gc.collect()
 
 
-def _device(job: Job) -> torch.device:
-    if job.backend != "nccl":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
+def device_of(job: Job) -> torch.device:
+    """The rank's device: the CPU, or a GPU, which several ranks share where there are fewer GPUs than ranks."""
+    count = torch.cuda.device_count() if job.backend in ("nccl", "staged") else 0
     if count == 0:
-        raise pytest.UsageError("backend 'nccl' needs a GPU and torch sees none; use --backend gloo")
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    if job.world_size > count and version < _NCCL_SHARED_GPU:
-        shown = ".".join(map(str, version))
-        pytest.skip(f"{job.world_size} ranks on {count} GPUs: NCCL {shown} wants a GPU for each rank")
+        if job.backend == "nccl":
+            raise pytest.UsageError("backend 'nccl' needs a GPU and torch sees none; use --backend gloo")
+        return torch.device("cpu")
+    if job.backend == "nccl" and job.world_size > count and nccl_version() < _NCCL_SHARED_GPU:
+        shown, needed = (".".join(map(str, version)) for version in (nccl_version(), _NCCL_SHARED_GPU))
+        pytest.skip(f"{job.world_size} ranks on {count} GPUs: NCCL {shown} is loaded, sharing a GPU needs {needed}")
     device = torch.device("cuda", job.rank % count)
     torch.cuda.set_device(device)
     return device
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL library that is loaded, which a preloaded one is, and not of the one compiled against."""
+    code = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
 @contextmanager

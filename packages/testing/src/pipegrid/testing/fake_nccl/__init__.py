@@ -1,0 +1,8 @@
+"""NCCL's rules on a CPU: entries in stream order, completion only by polling, aborts that wait for each other."""
+
+from __future__ import annotations
+
+from pipegrid.testing.fake_nccl.device import FakeDevice, Launch, Operation
+from pipegrid.testing.fake_nccl.group import FakeGroup, FakeWork, register
+
+__all__ = ["FakeDevice", "FakeGroup", "FakeWork", "Launch", "Operation", "register"]

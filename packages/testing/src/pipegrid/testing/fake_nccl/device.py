@@ -1,0 +1,228 @@
+"""One rank's fake GPU: streams on threads, the entries launched on them, and a watchdog.
+
+An entry is what NCCL launches as one kernel: a batch of transfers, or one collective. Rules:
+
+- A stream plays its entries one by one, in launch order. Each group has a stream of its own; in serial mode one stream
+  plays the entries of all groups, as a GPU may that runs one kernel at a time.
+- An entry that lost its peer keeps running: NCCL's kernels over shared memory spin. With ``reports_peer_errors`` it
+  ends with an error instead, as over a network.
+- `abort` ends the entries of one group, then blocks until every entry that this rank had launched has ended: freeing
+  the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang.
+- The watchdog fails an entry that is older than its group's timeout, and the test with it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from attrs import define, field, frozen
+
+_WATCHDOG_SECONDS = 0.05
+
+
+@frozen
+class Operation:
+    """One transfer of an entry: ``kind`` is ``send`` or ``recv``, ``peer`` a global rank."""
+
+    kind: str
+    peer: int
+    nbytes: int
+
+
+@frozen
+class Launch:
+    """Record of one launched entry.
+
+    Attributes:
+        number: launch order on this rank, over all groups, from 0.
+        group: the group's name.
+        kind: ``p2p``, or the collective's name.
+        operations: the transfers of a ``p2p`` entry, in the order of their calls.
+        thread: identifier of the launching thread.
+    """
+
+    number: int
+    group: str
+    kind: str
+    operations: tuple[Operation, ...]
+    thread: int
+
+
+@define(eq=False)
+class Entry:
+    """One entry on its stream.
+
+    Attributes:
+        run: moves the data; returns at the end, or raises ``RuntimeError``.
+        timeout: seconds from launch to end that the watchdog allows.
+    """
+
+    launch: Launch
+    run: Callable[[], None]
+    timeout: float
+    launched_at: float = field(factory=time.monotonic)
+    started: bool = False
+    error: Exception | None = None
+    cancelled: threading.Event = field(factory=threading.Event)
+    ended: threading.Event = field(factory=threading.Event)
+    _callbacks: list[Callable[[], None]] = field(factory=list)
+    _lock: threading.Lock = field(factory=threading.Lock)
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{op.kind} {op.nbytes} bytes, rank {op.peer}" for op in self.launch.operations)
+        return (
+            f"entry {self.launch.number} ({self.launch.kind}{': ' if what else ''}{what}) of group {self.launch.group}"
+        )
+
+    def cancel(self, error: Exception) -> None:
+        """End the entry with ``error`` unless it has ended."""
+        with self._lock:
+            if not self.ended.is_set() and self.error is None:
+                self.error = error
+        self.cancelled.set()
+
+    def end(self) -> None:
+        """Mark the end, and call the callbacks."""
+        with self._lock:
+            self.ended.set()
+        for callback in self._callbacks:
+            callback()
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at the end, or now if the entry has ended."""
+        with self._lock:
+            if not self.ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+class FakeDevice:
+    """The fake GPU of one rank.
+
+    Args:
+        serial: one stream for all groups, instead of one for each.
+        waits_hold: a work's ``wait()`` holds the host until its entry has ended, so that CPU code that follows comes
+            after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
+
+    Attributes:
+        launches: every entry launched on this rank, in order.
+        violations: broken rules, as texts; they fail the test.
+        reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
+    """
+
+    def __init__(self, *, serial: bool = False, waits_hold: bool = True) -> None:
+        self.serial = serial
+        self.waits_hold = waits_hold
+        self.reports_peer_errors = False
+        self.launches: list[Launch] = []
+        self.violations: list[str] = []
+        self._lock = threading.RLock()
+        self._open: dict[str, list[Entry]] = {}
+        self._streams: dict[str, queue.SimpleQueue[Entry | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._cuts: dict[str, Callable[[], None]] = {}
+        self._closed = threading.Event()
+
+    def add_group(self, group: str, cut: Callable[[], None]) -> None:
+        """Make a group's stream; ``cut`` wakes an entry of the group that waits for a peer."""
+        self._cuts[group] = cut
+        self._stream(group)
+
+    def launch(
+        self, group: str, kind: str, operations: tuple[Operation, ...], run: Callable[[], None], timeout: float
+    ) -> Entry:
+        """Append an entry to the group's stream."""
+        with self._lock:
+            entry = Entry(Launch(len(self.launches), group, kind, operations, threading.get_ident()), run, timeout)
+            self.launches.append(entry.launch)
+            self._open.setdefault(group, []).append(entry)
+            self._stream(group).put(entry)
+        return entry
+
+    def unfinished(self, group: str | None = None) -> list[Entry]:
+        """Launched entries that have not ended, of one group or all, in launch order."""
+        with self._lock:
+            entries = [
+                entry
+                for name, entries in self._open.items()
+                for entry in entries
+                if group in (None, name) and not entry.ended.is_set()
+            ]
+        return sorted(entries, key=lambda entry: entry.launch.number)
+
+    def drain(self) -> None:
+        """Block until every entry that is launched now has ended, as a free of device memory does."""
+        for entry in self.unfinished():
+            entry.ended.wait()
+
+    def abort(self, group: str, error: Exception) -> None:
+        """End the group's entries with ``error``, then `drain`."""
+        stuck = self.unfinished(group)
+        for entry in stuck:
+            entry.cancel(error)
+        if any(entry.started for entry in stuck):
+            self._cuts[group]()
+        self.drain()
+
+    def close(self) -> None:
+        """End every entry and every thread. For the end of a test."""
+        error = RuntimeError("the test ended")
+        groups = {entry.launch.group for entry in self.unfinished()}
+        for group in groups:
+            for entry in self.unfinished(group):
+                entry.cancel(error)
+        for group in groups:
+            self._cuts[group]()
+        self._closed.set()
+        for stream in self._streams.values():
+            stream.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _stream(self, group: str) -> queue.SimpleQueue[Entry | None]:
+        with self._lock:
+            key = "serial" if self.serial else group
+            if key not in self._streams:
+                self._streams[key] = queue.SimpleQueue()
+                self._start(f"fake stream {key}", self._play_all, self._streams[key])
+                if len(self._streams) == 1:
+                    self._start("fake watchdog", self._watch)
+            return self._streams[key]
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
+        self._threads[-1].start()
+
+    def _play_all(self, stream: queue.SimpleQueue[Entry | None]) -> None:
+        while (entry := stream.get()) is not None:
+            self._play(entry)
+            entry.end()
+            with self._lock:
+                self._open[entry.launch.group].remove(entry)
+
+    def _play(self, entry: Entry) -> None:
+        entry.started = True
+        if entry.cancelled.is_set():
+            return
+        try:
+            entry.run()
+        except RuntimeError as error:
+            if self.reports_peer_errors:
+                entry.cancel(error)
+            entry.cancelled.wait()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_WATCHDOG_SECONDS):
+            now = time.monotonic()
+            for entry in self.unfinished():
+                if now - entry.launched_at > entry.timeout and not entry.cancelled.is_set():
+                    text = (
+                        f"{entry} was ended by the watchdog: not done after the group's timeout of {entry.timeout:g} s"
+                    )
+                    self.violations.append(text)
+                    entry.cancel(RuntimeError(text))
+                    self._cuts[entry.launch.group]()

@@ -1,0 +1,322 @@
+"""The process group and the works of the fake NCCL, over a hidden gloo group.
+
+`torch.distributed` finds the group by the backend's name, as it finds NCCL's. It is a subclass of `ProcessGroup`, since
+torch's `Backend` cannot be subclassed in Python; hence ``type(group) is ProcessGroup`` is false, and
+`batch_isend_irecv` posts its operations one by one: bracket a batch with `_start_coalescing` and `_end_coalescing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define
+from torch import Tensor
+
+from pipegrid.testing.fake_nccl.device import Entry, FakeDevice, Operation
+
+BACKEND = "fake_nccl"
+# Gloo's own limit: never the first to end a wait.
+_NEVER = timedelta(days=7)
+# Tags of the hidden group: payloads, the receiver's answers, and one that no rank ever sends.
+_DATA, _ANSWER, _UNSENT = 0, 1, 2
+_UNREAD_BYTE = 0x7F
+# Collectives whose first argument is written and never read.
+_WRITES_FIRST = frozenset(
+    {"_allgather_base", "_reduce_scatter_base", "allgather", "alltoall", "alltoall_base", "reduce_scatter"}
+)
+
+# As Any: the stubs know neither what torch's trampolines call nor that a batch holds back its operations' works.
+_Group: Any = dist.ProcessGroup
+_Work: Any = torch._C._distributed_c10d.Work  # noqa: SLF001 (has no public name)
+
+
+def register(device: FakeDevice) -> str:
+    """Make ``fake_nccl`` a backend of this process, whose groups launch on ``device``; the backend's name."""
+    dist.Backend.register_backend(
+        BACKEND, lambda options, chosen: FakeGroup(device, options, chosen), extended_api=True, devices=["cpu"]
+    )
+    return BACKEND
+
+
+@define(eq=False)
+class _Transfer:
+    """One send or receive of a batch."""
+
+    sending: bool
+    tensor: Tensor
+    peer: int
+    # Sends: the values at the call. Receives: where data waits for the end of the entry.
+    copy: Tensor
+
+
+class FakeWork(_Work):  # type: ignore[misc]
+    """The work of one entry, with the behaviour of NCCL's.
+
+    `is_completed` is true for an entry that failed, too; then `exception` returns the error. `wait` raises nothing.
+    Its two forms: see `FakeDevice`. With a timeout it holds the host in both and raises past the timeout.
+    """
+
+    def __init__(self, entry: Entry, *, holds: bool) -> None:
+        super().__init__()
+        self.entry = entry
+        self._holds = holds
+
+    def is_completed(self) -> bool:
+        """The entry has ended, well or not."""
+        return self.entry.ended.is_set()
+
+    def is_success(self) -> bool:
+        """The entry has ended well."""
+        return self.entry.ended.is_set() and self.entry.error is None
+
+    def exception(self) -> Exception | None:
+        """The error of an entry that failed."""
+        return self.entry.error if self.entry.ended.is_set() else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order what follows after the entry."""
+        if timeout is not None and timeout > timedelta(0):
+            if not self.entry.ended.wait(timeout.total_seconds()):
+                raise dist.DistBackendError(f"{self.entry} is not done after {timeout.total_seconds():g} s")
+        elif self._holds:
+            self.entry.ended.wait()
+        return True
+
+    synchronize = wait
+
+    def get_future(self) -> Any:
+        """A future of no value, done at the entry's end."""
+        future: Any = torch.futures.Future()
+        self.entry.when_ended(lambda: future.set_result(None))
+        return future
+
+
+class FakeGroup(_Group):  # type: ignore[misc]
+    """A group of the backend ``fake_nccl``.
+
+    Between `_start_coalescing` and `_end_coalescing` sends and receives gather into one entry, whose transfers are
+    simultaneous. A send is done when its receive has the data. A receive's tensor holds NaN (integers 0x7f7f...) until
+    its entry ends. A send's tensor is read when its entry starts; a tensor that no longer holds the posted values at
+    the entry's end is a violation.
+    """
+
+    supports_coalescing = True
+    supports_splitting = False
+
+    def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.device = device
+        self.options = chosen
+        self._name: str = options.group_id
+        self.timeout: float = options.timeout.total_seconds()
+        self.aborted = False
+        # The devices that the group was connected to before its first use.
+        self.connected: list[torch.device] = []
+        self._here: int = options.group_rank
+        self._size: int = options.group_size
+        self._ranks: list[int] = list(options.global_ranks_in_group) or list(range(options.group_size))
+        self._hidden: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore(BACKEND, options.store),  # type: ignore[attr-defined]
+            options.group_rank,
+            options.group_size,
+            options.timeout,
+        )
+        self._hidden.set_timeout(_NEVER)
+        self._batch: list[_Transfer] | None = None
+        device.add_group(self._name, self._cut)
+
+    # Point to point
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
+        """Launch a send, or add it to the batch. Tags are ignored, as NCCL ignores them."""
+        del tag
+        return self._post([_Transfer(sending=True, tensor=t, peer=peer, copy=t.detach().clone()) for t in tensors])
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
+        """Launch a receive, or add it to the batch."""
+        del tag
+        for tensor in tensors:
+            _make_unreadable(tensor)
+        return self._post(
+            [
+                _Transfer(sending=False, tensor=t, peer=peer, copy=torch.empty_like(t, requires_grad=False))
+                for t in tensors
+            ]
+        )
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        del device
+        self._batch = []
+
+    def _end_coalescing(self, device: Any = None) -> FakeWork | None:
+        del device
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise RuntimeError("_end_coalescing without _start_coalescing")
+        return self._launch_transfers(batch) if batch else None
+
+    def _post(self, transfers: list[_Transfer]) -> FakeWork | None:
+        for transfer in transfers:
+            if transfer.peer == self._here:
+                raise ValueError(f"a {'send' if transfer.sending else 'receive'} names this rank itself as its peer")
+        if self._batch is None:
+            return self._launch_transfers(transfers)
+        self._batch += transfers
+        return None
+
+    def _launch_transfers(self, transfers: Sequence[_Transfer]) -> FakeWork:
+        operations = tuple(
+            Operation("send" if each.sending else "recv", self._ranks[each.peer], each.tensor.nbytes)
+            for each in transfers
+        )
+        return self._launch("p2p", operations, lambda: self._exchange(transfers))
+
+    def _exchange(self, transfers: Sequence[_Transfer]) -> None:
+        """Move a batch: everything is posted before anything is waited for."""
+        hidden = self._hidden
+        answers = [torch.zeros(1, dtype=torch.uint8) for _ in transfers]
+        posted: list[tuple[Tensor | None, Any, Any]] = []
+        for transfer, answer in zip(transfers, answers, strict=True):
+            if transfer.sending:
+                payload = transfer.tensor.detach().clone(memory_format=torch.contiguous_format)
+                data = hidden.send([payload], transfer.peer, _DATA)
+                posted.append((payload, data, hidden.recv([answer], transfer.peer, _ANSWER)))
+            else:
+                posted.append((None, hidden.recv([transfer.copy], transfer.peer, _DATA), None))
+        answered = []
+        for transfer, answer, (_, data, _) in zip(transfers, answers, posted, strict=True):
+            if not transfer.sending:
+                data.wait(_NEVER)
+                answered.append(hidden.send([answer], transfer.peer, _ANSWER))
+        for _, data, received in posted:
+            if received is not None:
+                data.wait(_NEVER)
+                received.wait(_NEVER)
+        for sent in answered:
+            sent.wait(_NEVER)
+        for transfer in transfers:
+            if not transfer.sending:
+                transfer.tensor.detach().copy_(transfer.copy)
+            elif not _same_bytes(transfer.tensor, transfer.copy):
+                self.device.violations.append(
+                    f"a send of {transfer.tensor.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
+                    f"{self._name}: its tensor was written to between the call and the end of the transfer"
+                )
+
+    # Collectives: gloo's, in stream order
+
+    def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
+        if name in _WRITES_FIRST:
+            for tensor in _tensors(arguments[0]):
+                _make_unreadable(tensor)
+
+        def run() -> None:
+            getattr(self._hidden, name)(*arguments, **options).wait(_NEVER)
+
+        return self._launch(name, (), run, holds=name == "barrier")
+
+    # Launching and ending
+
+    def _launch(
+        self, kind: str, operations: tuple[Operation, ...], run: Callable[[], None], *, holds: bool = False
+    ) -> FakeWork:
+        if self.aborted:
+            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._here} of group {self._name}")
+        entry = self.device.launch(self._name, kind, operations, run, self.timeout)
+        return FakeWork(entry, holds=holds or self.device.waits_hold)
+
+    def abort(self) -> None:
+        """End the group's entries with an error, then wait for the whole device."""
+        self.aborted = True
+        self.device.abort(self._name, dist.DistBackendError(f"group {self._name} was aborted"))
+
+    def shutdown(self) -> None:
+        """Wait for the whole device; the group takes no entries from then on."""
+        self.device.drain()
+        self.aborted = True
+
+    def _cut(self) -> None:
+        """Close the hidden group's connections: a gloo wait that times out does, at both ends."""
+        for peer in range(self._size):
+            if peer != self._here:
+                with contextlib.suppress(RuntimeError):
+                    work = self._hidden.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNSENT)
+                    work.wait(timedelta(milliseconds=1))
+
+    # What callers ask a group or its backend for
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connect before the first use; the fake only records it."""
+        self.connected.append(device)
+
+    def _get_backend(self, device: Any) -> FakeGroup:
+        del device
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout.total_seconds()
+
+    set_timeout = _set_default_timeout
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's trampoline calls it so)
+        """The backend's name."""
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """The group's name, the same on all members."""
+        return self._name
+
+
+def _forward(name: str) -> Callable[..., FakeWork]:
+    def collective(self: FakeGroup, *arguments: Any, **options: Any) -> FakeWork:
+        return self._collective(name, arguments, options)
+
+    collective.__name__ = name
+    collective.__doc__ = f"Launch gloo's ``{name}`` in stream order."
+    return collective
+
+
+# Newer names of torch's (2.13), and those of its gloo groups.
+_RENAMED = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+for _name in (
+    *("allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "barrier", "broadcast"),
+    *("gather", "reduce", "reduce_scatter", "scatter", *_RENAMED, *_RENAMED.values()),
+):
+    setattr(FakeGroup, _name, _forward(_RENAMED.get(_name, _name)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for each in value:
+            yield from _tensors(each)
+
+
+def _make_unreadable(tensor: Tensor) -> None:
+    """Fill with NaN, or with 0x7f in each byte of an integer."""
+    plain = tensor.detach()
+    if plain.is_floating_point() or plain.is_complex():
+        plain.fill_(float("nan"))
+    elif plain.dtype is torch.bool:
+        plain.fill_(True)
+    else:
+        plain.fill_(int.from_bytes([_UNREAD_BYTE] * plain.element_size(), "little"))
+
+
+def _same_bytes(tensor: Tensor, other: Tensor) -> bool:
+    here, there = tensor.detach().contiguous(), other.contiguous()
+    return torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+
+
+__all__ = ["BACKEND", "FakeGroup", "FakeWork", "register"]

@@ -77,12 +77,16 @@ def test_uneven_shares_may_be_given():
 
 def test_shares_that_do_not_fit_are_refused():
     grid = HyperCommGrid([3], ["dp"], world_size=3)
-    for sizes in ((5, 5), (5, 4, 2), (11, 0, -1)):
-        with pytest.raises(GridShapeError, match=r"do not share 10 samples among 3 lanes; give 3 non-negative numbers"):
+    for sizes in ((5, 5), (5, 4, 2)):
+        with pytest.raises(
+            GridShapeError, match=r"do not share 10 samples among 3 lanes; give 3 numbers that sum to 10"
+        ):
             lane_samples(10, grid, 0, sizes=sizes)
+    with pytest.raises(GridShapeError, match=r"sizes\[2\] is -1; it must be an integer of at least 0"):
+        lane_samples(10, grid, 0, sizes=(11, 0, -1))
     with pytest.raises(GridShapeError, match="num_samples is -1"):
         lane_sizes(-1, 2)
-    with pytest.raises(GridShapeError, match="the number of lanes is 0"):
+    with pytest.raises(GridShapeError, match="lanes is 0; it must be an integer of at least 1"):
         lane_sizes(1, 0)
     with pytest.raises(CoordinateError, match="rank 3 is not in the ranks of"):
         data_lane(grid, 3)

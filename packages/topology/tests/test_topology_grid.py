@@ -55,7 +55,7 @@ def test_an_unknown_world_names_the_three_ways_to_tell(monkeypatch):
     with pytest.raises(WorldSizeUnknownError, match=r"pass rank, or initialise the default process group, .* RANK"):
         HyperCommGrid([2], ["tp"], world_size=2).is_current_rank_in_grid()
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(WorldSizeUnknownError, match="WORLD_SIZE is 'many', which is no integer"):
+    with pytest.raises(WorldSizeUnknownError, match="WORLD_SIZE is 'many', not an integer"):
         HyperCommGrid([2], ["tp"])
     with pytest.raises(ValueError, match="world_size is 0; it must be an integer of at least 1"):
         HyperCommGrid([2], ["tp"], world_size=0)
@@ -121,10 +121,13 @@ def test_an_unknown_view_names_the_registered_ones():
     ("arguments", "text"),
     [
         (("expert", [1], ["ep"]), r"the view name 'expert' is taken; choose one that is not: \['expert'\] are"),
-        (("", [16], ["ep"]), "the name of a view is ''; it must be a text that is not empty"),
+        (("", [16], ["ep"]), "the name of a view is ''; it must be a string that is not empty"),
         (("v", [4, 2], ["ep", "pp"]), r"has 8 ranks, but the grid \(tp=2 cp=2 dp=2 pp=2 .*\) has 16"),
         (("v", [4, 4], ["ep"]), r"view 'v' of .* is not well formed: shape \[4, 4\] has 2 sizes"),
-        (("v", [8, 2], ["ep", "pp"], ["pp", "pp"]), r"shared_dims \['pp', 'pp'\] of view 'v' names a dimension twice"),
+        (
+            ("v", [8, 2], ["ep", "pp"], ["pp", "pp"]),
+            r"shared_dims \['pp', 'pp'\] of view 'v': give a list that names each dimension once",
+        ),
         (
             ("v", [8, 2], ["ep", "pp"], ["dp"]),
             r"'dp' of view 'v' must exist in both, but the grid has .*\['ep', 'pp'\]",

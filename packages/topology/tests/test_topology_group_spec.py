@@ -74,12 +74,13 @@ def test_ranks_are_kept_in_group_rank_order():
     ("arguments", "text"),
     [
         (([], "lane"), "group 'lane' has no ranks; a group has at least one member"),
-        (([1, -2], "lane"), "group 'lane' has the negative rank -2; ranks are global"),
+        (([1, -2], "lane"), r"ranks\[1\] is -2; it must be an integer of at least 0"),
+        ((range(-1, 2), "lane"), "group 'lane' has the negative rank -1; ranks are global"),
         (([1, 2, 1, 2], "lane"), r"group 'lane' has the ranks \[1, 2\] twice; list every member once"),
-        (([1.5], "lane"), "the ranks of a group are integers in group-rank order, got 1.5 among them"),
-        ((3, "lane"), "the list of a group's ranks is 3; it must be a list of integers, in group-rank order"),
-        (([1], ""), "the label of a group is a text that says what the group is for, got ''"),
-        (([1], None), "got None; name it"),
+        (([1.5], "lane"), r"ranks\[0\] is 1.5; it must be an integer of at least 0"),
+        ((3, "lane"), "ranks is 3; it must be a list or tuple"),
+        (([1], ""), "GroupSpec.label is ''; it must be a string that is not empty"),
+        (([1], None), "GroupSpec.label is None"),
     ],
 )
 def test_a_spec_that_is_none_says_why(arguments, text):

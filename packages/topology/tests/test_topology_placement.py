@@ -65,11 +65,11 @@ def test_a_sequence_of_modules_covers_the_world_without_overlap(sizes):
         ({"world_size": 6, "together": [("images", "audio")]}, "unknown module 'audio'"),
         (
             {"world_size": 6, "together": [("images", "language"), ("images",)]},
-            "module 'images' stands together in two sets",
+            "module 'images' is in two sets of together",
         ),
         (
             {"world_size": 6, "together": [("images", "language")], "offsets": {"language": 1}},
-            "module 'language' has an offset, but stands together with 'images', which is placed already",
+            "module 'language' has an offset, but shares the ranks of 'images', which is placed already",
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_the_refusal_shows_a_table_of_what_it_saw():
 def test_no_modules_and_no_grid_are_refused():
     with pytest.raises(PlacementError, match="there are no modules to place on 4 ranks"):
         place({}, world_size=4)
-    with pytest.raises(GridShapeError, match="the size of dimension 'tp'"):
+    with pytest.raises(GridShapeError, match="the size of 'tp' of module 'images' is 0"):
         place({"images": {"tp": 0}}, world_size=4)
     with pytest.raises(GridShapeError, match="a grid has at least one dimension"):
         place({"images": {}}, world_size=1)
@@ -172,7 +172,7 @@ def test_the_command_line_exits_with_2_and_the_reason():
         (["--world", "8", "images:tp=two"], 2, "'images:tp=two' is no module"),
         (["--world", "8", "images:tp=2,tp=4"], 2, "names a dimension twice"),
         (["--world", "8", "a:tp=4", "a:tp=4"], 2, "a name is given twice"),
-        (["--world", "8", "a:tp=0,dp=8"], 2, "the size of dimension 'tp'"),
+        (["--world", "8", "a:tp=0,dp=8"], 2, "the size of 'tp' of module 'a' is 0"),
         (["--world", "0", "a:tp=1"], 2, "world_size is 0; it must be an integer of at least 1"),
         (["--world", "4", "a:tp=4", "--together", "a,b"], 2, "unknown module 'b'"),
     ],

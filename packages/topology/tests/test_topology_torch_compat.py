@@ -1,9 +1,9 @@
-"""The private parts of torch that `_torch_compat` stands on, pinned: a new torch that moves them fails here."""
+"""The private parts of torch that `torch_compat` uses, pinned by what they do: a torch that changes them fails here."""
 
-import inspect
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,23 +20,6 @@ def world():
         dist.destroy_process_group()
 
 
-def test_the_helper_has_the_arguments_that_we_pass():
-    parameters = list(inspect.signature(c10d._new_process_group_helper).parameters)
-    assert parameters == [
-        "group_size",
-        "group_rank",
-        "global_ranks_in_group",
-        "backend",
-        "store",
-        "group_name",
-        "backend_options",
-        "timeout",
-        "pg_tag",
-        "device_id",
-        "group_desc",
-    ]
-
-
 def test_the_worlds_records_are_what_we_read_and_write(world):
     backend, store = c10d._world.pg_map[c10d._get_default_group()]
     assert backend == "fake"
@@ -48,7 +31,13 @@ def test_the_worlds_records_are_what_we_read_and_write(world):
 
 def test_a_made_group_is_an_ordinary_group(world):
     group = compat.make_group(
-        ranks=[5, 2, 7], name="ours", backend="fake", timeout=timedelta(seconds=9), pg_options=None, group_desc="lane"
+        ranks=[5, 2, 7],
+        name="ours",
+        backend="fake",
+        timeout=timedelta(seconds=9),
+        creation_timeout=timedelta(seconds=9),
+        pg_options=None,
+        group_desc="lane",
     )
     assert dist.get_process_group_ranks(group) == [5, 2, 7]
     assert (dist.get_rank(group), dist.get_world_size(group)) == (1, 3)
@@ -79,7 +68,7 @@ def test_torchs_own_names_depend_on_history_and_ours_do_not(world):
 class BoundWorld:
     """A default group with a device bound to it, as far as group creation looks at it; needs no GPU."""
 
-    bound_device_id = "cuda:0"
+    bound_device_id = torch.device("cuda", 0)
 
     def rank(self):
         return 1
@@ -96,10 +85,64 @@ def test_a_bound_device_is_hidden_from_torch_while_it_makes_a_group(world, monke
     monkeypatch.setattr(c10d, "_get_default_group", lambda: bound)
     monkeypatch.setattr(c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
+    minute = timedelta(minutes=1)
     with pytest.raises(ConnectionError, match="after the look"):
-        compat.make_group(ranks=[0, 1], name="n", backend="gloo", timeout=timedelta(1), pg_options=None, group_desc="d")
-    assert seen == {"device_id": "cuda:0", "bound": None, "group_rank": 1}
-    assert bound.bound_device_id == "cuda:0"
+        compat.make_group(
+            ranks=[0, 1],
+            name="n",
+            backend="cuda:gloo",
+            timeout=minute,
+            creation_timeout=minute,
+            pg_options=None,
+            group_desc="d",
+        )
+    assert seen == {"device_id": torch.device("cuda", 0), "bound": None, "group_rank": 1}
+    assert bound.bound_device_id == torch.device("cuda", 0)
+
+
+def cpu_only(options, _):
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo", "gloo_of_the_cpu"])
+def test_a_group_for_the_cpu_alone_does_not_take_the_default_groups_device(backend):
+    """`init_process_group("nccl", device_id=...)`, and a control group on the CPU."""
+    if backend.upper() not in dist.Backend._plugins and ":" not in backend:
+        dist.Backend.register_backend(backend, cpu_only, extended_api=True, devices=["cpu"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        (group,) = create_groups([GroupSpec((0,), "control")], backend=backend).values()
+        assert group.bound_device_id is None
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_device_on_which_a_group_connects(monkeypatch):
+    bound, current = torch.device("cuda", 3), torch.device("cuda", 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    for served, when_bound, unbound in (
+        ({"cuda": "nccl"}, bound, current),
+        ({"cpu": "gloo", "cuda": "nccl"}, bound, current),
+        ({"cpu": "gloo", "cuda": "gloo"}, bound, None),
+        ({"cpu": "gloo"}, None, None),
+    ):
+        assert compat.connecting_device(served, bound) == when_bound
+        assert compat.connecting_device(served, None) == unbound
+
+
+def test_a_timeout_for_creation_and_one_for_operations():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        spec = GroupSpec((0,), "lane")
+        (group,) = create_groups([spec], timeout=timedelta(hours=9), creation_timeout=timedelta(seconds=20)).values()
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=9)
+    finally:
+        dist.destroy_process_group()
 
 
 class Config:

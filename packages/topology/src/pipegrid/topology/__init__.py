@@ -1,12 +1,9 @@
-"""Rank grids, views, roles and process groups for many-module training.
+"""Rank grids, views, roles and process groups for training one model made of several modules.
 
-The names that need torch are loaded on first use, so planning works where torch is absent.
+Works without torch until a process group is created.
 """
 
 from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
 
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
 from pipegrid.topology.data_lanes import data_lane, lane_bounds, lane_samples, lane_sizes
@@ -27,16 +24,14 @@ from pipegrid.topology.errors import (
     ViewError,
     WorldSizeUnknownError,
 )
-from pipegrid.topology.group_spec import GroupSpec, creation_order
-from pipegrid.topology.hyper_comm_grid import GroupRequest, HyperCommGrid
+from pipegrid.topology.grid import GroupRequest, Relation, relation
+from pipegrid.topology.groups import GroupSpec, control_store, create_groups, creation_order, destroy_groups
+from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
 from pipegrid.topology.placement import place
-from pipegrid.topology.relations import Relation, relation
 from pipegrid.topology.roles import MIMO_LANGUAGE_MODULE_KEY, ModuleLayout, ModuleStageInfo, RankRole
 
-if TYPE_CHECKING:
-    from pipegrid.topology.device_mesh import from_device_mesh, to_device_mesh
-    from pipegrid.topology.grid_groups import create_grid_groups
-    from pipegrid.topology.process_groups import control_store, create_groups, destroy_groups
+from_device_mesh = HyperCommGrid.from_device_mesh
+to_device_mesh = HyperCommGrid.to_device_mesh
 
 __all__ = [
     "MIMO_LANGUAGE_MODULE_KEY",
@@ -78,21 +73,6 @@ __all__ = [
     "relation",
     "to_device_mesh",
 ]
-
-_TORCH_HALF = {
-    "control_store": "process_groups",
-    "create_grid_groups": "grid_groups",
-    "create_groups": "process_groups",
-    "destroy_groups": "process_groups",
-    "from_device_mesh": "device_mesh",
-    "to_device_mesh": "device_mesh",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _TORCH_HALF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_TORCH_HALF[name]}"), name)
 
 
 def __dir__() -> list[str]:

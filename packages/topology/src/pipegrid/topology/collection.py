@@ -1,4 +1,4 @@
-"""The groups of one module, and of several, as the schedules take them. No torch until a group is looked up."""
+"""This rank's process groups of one module, and of several, as schedules take them. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 from attrs import field, frozen
 
-from pipegrid.topology._checks import as_kind, as_mapping, as_text, shown
 from pipegrid.topology.errors import RoleError
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.roles import MIMO_LANGUAGE_MODULE_KEY
@@ -38,12 +37,9 @@ _EXPERT_DIMS: dict[str, tuple[str, ...]] = {
 
 @frozen
 class ProcessGroupCollection:
-    """This rank's groups of one module, by what they are for; None where there is none.
+    """This rank's groups of one module by purpose; None where there is none.
 
     Functions that take a collection accept any object with the same attributes.
-
-    Raises:
-        RoleError: something that is no process group.
     """
 
     tp: ProcessGroup | None = None
@@ -77,15 +73,6 @@ class ProcessGroupCollection:
     pos_embd: ProcessGroup | None = None
     """The stages that hold the position embedding."""
 
-    def __attrs_post_init__(self) -> None:
-        for attribute in attrs.fields(type(self)):
-            group = getattr(self, attribute.name)
-            # By its methods: this half works without torch.
-            if group is not None and not (
-                callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))
-            ):
-                raise RoleError(f"{attribute.name} is {shown(group)}; it must be a process group, or None")
-
     @classmethod
     def from_grid(
         cls,
@@ -94,24 +81,21 @@ class ProcessGroupCollection:
         expert_view: str | None = None,
         **others: ProcessGroup | None,
     ) -> Self:
-        """The collection of the groups that were made for ``grid``.
+        """The collection of ``grid``'s groups.
 
-        A dimension that the grid does not have counts as size one: ``dp_cp`` of a grid without "cp" is its dp
-        group, and ``cp`` is None.
+        A dim that the grid does not have counts as size one: ``dp_cp`` of a grid without "cp" is its dp group, and
+        ``cp`` is None.
 
         Args:
-            grid: where the groups were made with `create_pg`.
-            names: the groups that must be there; none named takes whichever were made.
-            expert_view: the view that has ep, expt_tp and expt_dp; None looks in the grid itself.
-            others: groups made elsewhere, for example ``embd``.
+            grid: with groups from `create_pg`.
+            names: of required groups; none takes all groups that exist.
+            expert_view: the view with ep, expt_tp and expt_dp; None is the grid itself.
+            others: further groups, for example ``embd``.
 
         Raises:
-            GroupMissingError: a named group was not made.
+            GroupMissingError: a named group has not been created.
             RoleError: a name that no collection has.
         """
-        as_kind(grid, "grid", HyperCommGrid, "place() makes them", error=RoleError)
-        for name in names:
-            as_text(name, "the name of a group", error=RoleError)
         known = {**dict.fromkeys(_DIMS), **dict.fromkeys(_EXPERT_DIMS, expert_view)}
         fields = [attribute.name for attribute in attrs.fields(cls)]
         unknown = [*(name for name in names if name not in known), *(name for name in others if name not in fields)]
@@ -130,15 +114,8 @@ class ProcessGroupCollection:
         return cls(**found)
 
 
-_NO_COLLECTION = (type(None), bool, int, float, str, bytes, list, tuple, set, dict)
-
-
-def _as_collections(value: Mapping[str, ProcessGroupCollection]) -> dict[str, ProcessGroupCollection]:
-    collections = as_mapping(value, "modules", "names to ProcessGroupCollections", error=RoleError)
-    for name, collection in collections.items():
-        if isinstance(collection, _NO_COLLECTION):
-            raise RoleError(f"the collection of {name!r} is {shown(collection)}; give a ProcessGroupCollection")
-    return collections
+def _copied(modules: Mapping[str, ProcessGroupCollection]) -> dict[str, ProcessGroupCollection]:
+    return dict(modules)
 
 
 @frozen
@@ -146,10 +123,10 @@ class MultiModuleProcessGroupCollection:
     """The collection of each module that this rank is in, and which of them is the language module.
 
     Raises:
-        RoleError: ``language_module_name`` is not None and none of the modules; or no collections by name.
+        RoleError: ``language_module_name`` is neither None nor one of the modules.
     """
 
-    modules: Mapping[str, ProcessGroupCollection] = field(converter=_as_collections)
+    modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)
     language_module_name: str | None = field()
 
     @language_module_name.default
@@ -157,8 +134,7 @@ class MultiModuleProcessGroupCollection:
         return MIMO_LANGUAGE_MODULE_KEY if MIMO_LANGUAGE_MODULE_KEY in self.modules else None
 
     def __attrs_post_init__(self) -> None:
-        named = self.language_module_name
-        if named is not None and as_text(named, "language_module_name", error=RoleError) not in self.modules:
+        if self.language_module_name not in (None, *self.modules):
             raise RoleError(
                 f"the language module {self.language_module_name!r} is none of {list(self.modules)}; "
                 f"give one of them, or None for a rank without it"
@@ -179,15 +155,10 @@ class MultiModuleProcessGroupCollection:
             expert_views: module name to the view that has its expert dimensions.
 
         Raises:
-            RoleError: something that is no grid, or a view for a module without one.
+            RoleError: a view for a module without a grid.
             GroupMissingError: a named group was not made.
         """
-        grids = as_mapping(grids, "grids", "module names to grids", error=RoleError)
-        for name, grid in grids.items():
-            as_kind(grid, f"the grid of {name!r}", HyperCommGrid, "place() makes them", error=RoleError)
-        views = (
-            {} if expert_views is None else as_mapping(expert_views, "expert_views", "names to views", error=RoleError)
-        )
+        views = {} if expert_views is None else expert_views
         if not views.keys() <= grids.keys():
             raise RoleError(f"expert_views names modules {list(views)}; those with grids are {list(grids)}")
         return cls(
@@ -204,7 +175,7 @@ class MultiModuleProcessGroupCollection:
         return None if self.language_module_name is None else self.modules[self.language_module_name]
 
     def __getitem__(self, module: str) -> ProcessGroupCollection:
-        if as_text(module, "the name of a module", error=RoleError) not in self.modules:
+        if module not in self.modules:
             raise RoleError(f"this rank is not in module {module!r}; it is in {list(self.modules)}")
         return self.modules[module]
 

@@ -8,29 +8,26 @@ modules with different numbers of lanes agree which sample is which.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from pipegrid.topology._checks import as_dims, as_integer, as_kind, as_tuple, index_of
 from pipegrid.topology.errors import GridShapeError
+from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.topology.grid import Dims, dims_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_rank
 
-_MOST_LANES = 1 << 24  # the sizes of all lanes are listed, and no world has so many ranks
 
+def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: Dims = ("dp",)) -> tuple[int, int]:
+    """``(lane, lanes)`` of a rank: its data lane and the number of lanes.
 
-def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: str | Iterable[str] = ("dp",)) -> tuple[int, int]:
-    """``(lane, lanes)``: which of how many shares of the batch the rank works on.
-
-    ``dims`` are the dimensions that shard the batch; those that the grid does not have count as size one, and
-    of several the first in the grid varies fastest. Other dimensions (tp, cp, pp) see the same samples.
+    ``dims`` are the dims that shard the batch; those that the grid does not have count as size one, and of several the
+    first in the grid varies fastest. Ranks that differ in other dims (tp, cp, pp) have the same samples.
 
     Raises:
         CoordinateError: the rank is not in the grid.
-        GridShapeError, UnknownDimensionError: no grid, or something among ``dims`` that is no name.
     """
-    as_kind(grid, "grid", HyperCommGrid, "place() makes them", error=GridShapeError)
     coords = grid.coords(resolve_rank(rank))
-    wanted = frozenset(as_dims(dims))
+    wanted = dims_of(dims)
     lane, lanes = 0, 1
     for name in grid.dim_names:
         if name in wanted:
@@ -46,10 +43,10 @@ def lane_bounds(num_samples: int, lanes: int) -> tuple[int, ...]:
     ``lane_bounds(10, 4) == (0, 3, 6, 8, 10)``. A lane may be empty.
 
     Raises:
-        GridShapeError: a negative number of samples, no lanes, or more lanes than any world has ranks.
+        GridShapeError: a negative number of samples, or no lanes.
     """
-    num_samples = as_integer(num_samples, "num_samples", least=0)
-    lanes = as_integer(lanes, "the number of lanes", least=1, most=_MOST_LANES)
+    num_samples = checked(num_samples, Index, "num_samples", GridShapeError)
+    lanes = checked(lanes, Count, "lanes", GridShapeError)
     size, larger = divmod(num_samples, lanes)
     return tuple(lane * size + min(lane, larger) for lane in range(lanes + 1))
 
@@ -69,25 +66,23 @@ def lane_samples(
     rank: int | None = None,
     *,
     sizes: Sequence[int] | None = None,
-    dims: str | Iterable[str] = ("dp",),
+    dims: Dims = ("dp",),
 ) -> range:
-    """The indices of the batch's samples that the rank works on.
-
-    ``sizes`` gives each lane's share where it is not `lane_sizes`.
+    """Indices of the samples of the rank's data lane, by `lane_bounds` or, where given, by the lanes' ``sizes``.
 
     Raises:
         GridShapeError: ``sizes`` is not one number of samples per lane, or does not sum to ``num_samples``.
         CoordinateError: the rank is not in the grid.
     """
     lane, lanes = data_lane(grid, rank, dims=dims)
-    num_samples = as_integer(num_samples, "num_samples", least=0)
-    given = lane_sizes(num_samples, lanes) if sizes is None else sizes
-    listed = as_tuple(given, "sizes", "samples, one number per lane", error=GridShapeError)
-    shares = [size for size in map(index_of, listed) if size is not None and size >= 0]
-    if len(shares) != len(listed) or len(shares) != lanes or sum(shares) != num_samples:
-        raise GridShapeError(
-            f"sizes {list(listed)} do not share {num_samples} samples among {lanes} lanes; "
-            f"give {lanes} non-negative numbers that sum to {num_samples}"
-        )
-    bounds = (0, *itertools.accumulate(shares))
+    if sizes is None:
+        bounds = lane_bounds(num_samples, lanes)
+    else:
+        sizes = checked(sizes, tuple[Index, ...], "sizes", GridShapeError)
+        if len(sizes) != lanes or sum(sizes) != num_samples:
+            raise GridShapeError(
+                f"sizes {list(sizes)} do not share {num_samples} samples among {lanes} lanes; "
+                f"give {lanes} numbers that sum to {num_samples}"
+            )
+        bounds = (0, *itertools.accumulate(sizes))
     return range(bounds[lane], bounds[lane + 1])

@@ -1,26 +1,33 @@
-"""Draw the world as a table, ranks x modules. No torch; rich where it is installed."""
+"""The world as a table, ranks x modules, for a terminal. No torch; drawn by rich where it is installed."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from pipegrid.topology._checks import as_flag, as_integer, as_kind, as_mapping
-from pipegrid.topology.errors import GridShapeError
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.table import text_table
 
 _MAX_ROWS = 64
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, under a ruled header."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    rule = ["-" * width for width in widths]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, rule, *rows)
+    )
 
 
 def world_rows(
     grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The header and the rows of the world's table.
+    """Header and rows of the world's table.
 
-    A row is a rank with its coordinates in each module. A world of more than ``max_rows`` ranks has a row for
-    each stretch of ranks that hold the same modules, with the modules' sizes.
+    A row is a rank with its coordinates in each module. A world of more than ``max_rows`` ranks has a row per
+    stretch of ranks with the same modules, with the modules' sizes.
     """
     header = ("rank", *grids)
     world_size = max(grid.world_size for grid in grids.values()) if grids else 0
@@ -47,23 +54,15 @@ def _sizes(grid: HyperCommGrid) -> str:
 
 
 def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS, color: bool = False) -> str:
-    """The world as a table, ranks x modules, for a terminal.
+    """The world as a table, ranks x modules.
 
     Drawn by rich where it is installed (the extra ``describe``), else in plain text.
 
     Args:
         grids: module name to grid, for example from `place`.
-        max_rows: a larger world is shown by stretches of ranks instead of rank by rank.
+        max_rows: a larger world has a row per stretch of ranks instead of one per rank.
         color: whether to use a terminal's colours; rich only.
-
-    Raises:
-        GridShapeError: something among ``grids`` that is no grid, or ``max_rows`` that is no number.
     """
-    grids = as_mapping(grids, "grids", "module names to grids", error=GridShapeError)
-    for name, grid in grids.items():
-        as_kind(grid, f"the grid of {name!r}", HyperCommGrid, "place() makes them", error=GridShapeError)
-    as_integer(max_rows, "max_rows", least=0)
-    as_flag(color, "color", error=GridShapeError)
     header, rows = world_rows(grids, max_rows=max_rows)
     try:
         from rich.console import Console
@@ -75,7 +74,7 @@ def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS, c
         table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # As wide as it needs to be: a cut table says nothing.
+    # As wide as the cells: a cut table says nothing.
     width = sum(max(len(row[column]) for row in (header, *rows)) + 3 for column in range(len(header))) + 1
     console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="standard" if color else None)
     with console.capture() as captured:

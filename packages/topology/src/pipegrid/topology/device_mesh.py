@@ -1,60 +1,40 @@
-"""Grids as `DeviceMesh` and back, on the groups that exist; no second set is made."""
+"""Groups of a grid as a `DeviceMesh`, and a `DeviceMesh` as a box of ranks; neither makes groups."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipegrid.topology._checks import as_kind, as_text
 from pipegrid.topology.errors import GridShapeError
-from pipegrid.topology.grid_groups import adopt
-from pipegrid.topology.hyper_comm_grid import Dims, GroupRequest, HyperCommGrid
+from pipegrid.topology.grid import Grid
 
 
-def to_device_mesh(
-    grid: HyperCommGrid,
-    dims: Dims | None = None,
-    *,
-    view: str | None = None,
-    device_type: str | None = None,
-) -> DeviceMesh | None:
-    """The mesh of this rank's slice of ``grid`` over ``dims``; None for a rank outside the grid.
-
-    A mesh's last dimension varies fastest, a grid's first one: the mesh's dimensions are the grid's in
-    reverse, for example ``("dp", "tp")``. The groups are those of `HyperCommGrid.get_pg`, each dimension's own.
+def mesh_over(
+    names: Sequence[str], sizes: Sequence[int], ranks: Sequence[int], groups: Sequence[ProcessGroup], kind: str | None
+) -> DeviceMesh:
+    """The mesh of ``ranks`` over dims ``names`` of these sizes, the last dim fastest, one existing group per dim.
 
     Args:
-        grid: the grid, with a group made for each of the dims.
-        dims: which dimensions, in any order; None is all.
-        view: the view they belong to.
-        device_type: as for DeviceMesh; None is the device that the group's backend serves.
+        names: of the mesh's dims.
+        sizes: of the mesh's dims.
+        ranks: global ranks in the mesh's order.
+        groups: this rank's group of each dim.
+        kind: type of the devices, such as ``cpu``; None is the device that the groups' backend serves.
 
     Raises:
-        GroupMissingError: a dimension has no group yet.
-        GridShapeError: no grid, or no kind of device.
+        GridShapeError: torch knows no such type of device.
     """
-    as_kind(grid, "grid", HyperCommGrid, "place() makes them", error=GridShapeError)
-    if device_type is not None:
-        _require_device_type(device_type)
-    names = grid.select_dims(dims, view=view)[::-1]
-    groups = [grid.get_pg(name, view=view) for name in names]
-    here = dist.get_rank()
-    if here not in grid.ranks:
-        return None
-    present = [group for group in groups if group is not None]
-    ranks = torch.tensor(list(grid.group_ranks(names, here, view=view)), dtype=torch.int)
-    mesh = ranks.reshape([grid.dim_size(name, view=view) for name in names])
-    kind = device_type or _device_type(present[0])
-    return DeviceMesh.from_group(present, kind, mesh, mesh_dim_names=names)
-
-
-def _require_device_type(device_type: str) -> None:
-    try:
-        torch.device(as_text(device_type, "device_type", error=GridShapeError))
-    except RuntimeError as error:
-        raise GridShapeError(f"device_type is {device_type!r}; give one that torch knows, such as 'cpu'") from error
+    if kind is not None:
+        try:
+            torch.device(kind)
+        except RuntimeError as error:
+            raise GridShapeError(f"device_type is {kind!r}; give one that torch knows, such as 'cpu'") from error
+    mesh = torch.tensor(list(ranks), dtype=torch.int).reshape(list(sizes))
+    return DeviceMesh.from_group(list(groups), kind or _device_type(groups[0]), mesh, mesh_dim_names=tuple(names))
 
 
 def _device_type(group: ProcessGroup) -> str:
@@ -64,14 +44,12 @@ def _device_type(group: ProcessGroup) -> str:
     return own[0] if own else "cpu"
 
 
-def from_device_mesh(mesh: DeviceMesh) -> HyperCommGrid:
-    """The grid of a mesh, whose groups it uses and never destroys.
+def box_of(mesh: DeviceMesh) -> Grid:
+    """The mesh's ranks as a grid, the dims in reverse.
 
     Raises:
-        GridShapeError: no DeviceMesh; or it has no dimension names, or its ranks are not consecutive with the last
-            dimension fastest, so that they are no grid.
+        GridShapeError: the mesh has no dim names, or its ranks are not consecutive with the last dim fastest.
     """
-    as_kind(mesh, "mesh", DeviceMesh, "init_device_mesh makes one", error=GridShapeError)
     names = mesh.mesh_dim_names
     if names is None:
         raise GridShapeError(
@@ -85,8 +63,4 @@ def from_device_mesh(mesh: DeviceMesh) -> HyperCommGrid:
             f"consecutive with the last mesh dimension fastest; use the whole mesh instead of a slice of it, "
             f"or a view for a second order of the same ranks"
         )
-    grid = HyperCommGrid(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks[0])
-    for name in names:
-        if grid.is_current_rank_in_grid():
-            adopt(grid, GroupRequest(name), mesh.get_group(name), grid.group_ranks(name))
-    return grid
+    return Grid(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks[0])

@@ -1,136 +1,106 @@
-"""The process groups of one or several grids, created in one order and shared where their ranks are equal."""
+"""The groups that grids hold: created together in one order, shared where ranks and options are equal. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from attrs import define
-from torch.distributed import ProcessGroup
+from attrs import define, field
 
-from pipegrid.topology import torch_compat as compat
-from pipegrid.topology._checks import as_kind, shown
-from pipegrid.topology.errors import GridShapeError, GroupExistsError
-from pipegrid.topology.group_spec import GroupSpec
-from pipegrid.topology.hyper_comm_grid import Dims, GroupRequest, HyperCommGrid, as_requests
-from pipegrid.topology.process_groups import GroupOptions, create_each, destroy_groups, group_options
+from pipegrid.topology.errors import GroupMissingError
+from pipegrid.topology.grid import GroupRequest
+from pipegrid.topology.groups import GroupOptions, GroupSpec, create_each, destroy_groups
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @define(eq=False)
-class GroupHandle:
-    """A real group and how many grids hold it. A group adopted from elsewhere has an owner that never ends."""
+class SharedGroup:
+    """A real group and the number of grids that hold it; the last one to release it destroys it."""
 
     group: ProcessGroup
     ranks: tuple[int, ...]
     options: str
-    owners: int = 0
+    holders: int = 0
 
     def release(self) -> None:
-        """One grid less; the last one takes the group with it."""
-        self.owners -= 1
-        if self.owners == 0:
+        """One holder less."""
+        self.holders -= 1
+        if self.holders == 0:
             destroy_groups([self.group])
 
 
-def create_grid_groups(
-    requests: Mapping[HyperCommGrid, Iterable[Dims | GroupRequest] | GroupRequest],
-    *,
-    timeout: timedelta | None = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
+@define(eq=False)
+class GridGroups:
+    """This rank's groups of one grid, by canonical request; None for a rank outside the grid."""
+
+    _groups: dict[GroupRequest, SharedGroup | None] = field(factory=dict)
+
+    def __contains__(self, request: GroupRequest) -> bool:
+        return request in self._groups
+
+    def __getitem__(self, request: GroupRequest) -> ProcessGroup | None:
+        if request not in self._groups:
+            raise GroupMissingError(
+                f"no group for dimensions {list(request.dims)}{_of_view(request)} has been made; call create_pg first"
+            )
+        shared = self._groups[request]
+        return None if shared is None else shared.group
+
+    @property
+    def real(self) -> list[SharedGroup]:
+        """Each real group once."""
+        return list({id(shared): shared for shared in self._groups.values() if shared is not None}.values())
+
+    def find(self, spec: GroupSpec, options: GroupOptions) -> SharedGroup | None:
+        """The group held for these ranks and options. Either all members find it, or none does."""
+        from pipegrid.topology.torch_compat import is_alive
+
+        for shared in self.real:
+            if (shared.ranks, shared.options) == (spec.ranks, options.text):
+                return shared if is_alive(shared.group) else None
+        return None
+
+    def hold(self, request: GroupRequest, shared: SharedGroup | None) -> None:
+        """Hold a group, or None, for the request."""
+        if shared is not None and all(shared is not other for other in self.real):
+            shared.holders += 1
+        self._groups[request] = shared
+
+    def adopt(self, request: GroupRequest, group: ProcessGroup, ranks: Sequence[int]) -> None:
+        """Hold a group with another owner, which this grid never destroys."""
+        self.hold(request, SharedGroup(group, tuple(ranks), "adopted", holders=1))
+
+    def destroy(self) -> None:
+        """Release every group, latest first."""
+        held = self.real
+        self._groups.clear()
+        for shared in reversed(held):
+            shared.release()
+
+
+def _of_view(request: GroupRequest) -> str:
+    return "" if request.view is None else f" of view {request.view!r}"
+
+
+def create_held(
+    wanted: Mapping[tuple[GridGroups, GroupRequest], tuple[GroupSpec | None, GroupOptions]],
 ) -> None:
-    """Make groups for all grids of the job in one call; each grid's `get_pg` then finds its own.
-
-    Every rank calls this with the same requests. The order of creation is computed from all of them, so grids
-    that overlap cannot block each other, and groups of different grids with the same ranks and options are
-    one real group, torn down with the last grid that holds it.
-
-    Args:
-        requests: per grid the groups to make: dims (a name, or several) or, for a view, a `GroupRequest`.
-        timeout: deadline of the creation and of the groups' operations; None is the backend's default.
-        pg_options: the backend's options; one object serves all groups.
-        group_desc: what torch's logs call the groups; None describes each by its dims and grid.
+    """Create and hold the wanted groups of several grids, in one order; None stands for a rank outside the grid.
 
     Raises:
-        GroupExistsError: a grid has one of the groups already, or it is asked for twice.
-        UnknownDimensionError, UnknownViewError: a name that is not known.
-        GridShapeError: a key that is no grid.
         GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.
     """
-    requests = as_grid_keys(requests)
-    wanted = [(grid, request) for grid, listed in requests.items() for request in _canonical(grid, listed)]
-    options = {
-        grid: group_options(backend=grid.backend, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
-        for grid in requests
-    }
-    here = dist.get_rank()
-    specs = {
-        (grid, request): GroupSpec(grid.group_ranks(request.dims, here, view=request.view), _label(grid, request))
-        for grid, request in wanted
-        if here in grid.ranks
-    }
-    held = {key: _held(key[0], spec, options[key[0]]) for key, spec in specs.items()}
-    made = create_each((spec, options[key[0]]) for key, spec in specs.items() if held[key] is None)
-
-    handles: dict[int, GroupHandle] = {}
-    for key, spec in specs.items():
-        handle = held[key]
-        if handle is None:
-            text = options[key[0]].text
-            group = made[spec, text]
-            handle = handles.setdefault(id(group), GroupHandle(group, spec.ranks, text))
-        _hold(key[0], key[1], handle)
-    for grid, request in wanted:
-        if here not in grid.ranks:
-            _hold(grid, request, None)
-
-
-def as_grid_keys(requests: Any) -> dict[HyperCommGrid, Any]:
-    """What is asked for, by grid."""
-    if not isinstance(requests, Mapping):
-        raise GridShapeError(
-            f"requests is {shown(requests)}; it must be a dict of grids to the groups to make for each"
-        )
-    for grid in requests:
-        as_kind(grid, "a key of requests", HyperCommGrid, "place() makes them", error=GridShapeError)
-    return dict(requests)
-
-
-def _canonical(grid: HyperCommGrid, listed: Iterable[Dims | GroupRequest] | GroupRequest) -> list[GroupRequest]:
-    found: list[GroupRequest] = []
-    for given in as_requests(listed):
-        request = grid.canonical(given.dims, view=given.view)
-        if request in found or grid.has_pg(request.dims, view=request.view):
-            raise GroupExistsError(
-                f"the group for dimensions {list(request.dims)} of {grid} "
-                f"({'its own' if request.view is None else f'view {request.view!r}'}) is already made; "
-                f"making it again could differ in its options, so take it with get_pg, or destroy() first"
-            )
-        found.append(request)
-    return found
-
-
-def _label(grid: HyperCommGrid, request: GroupRequest) -> str:
-    view = "" if request.view is None else f"{request.view}:"
-    return f"{view}{'+'.join(request.dims)} of {grid.ranks.start}..{grid.ranks.stop - 1}"
-
-
-def _held(grid: HyperCommGrid, spec: GroupSpec, options: GroupOptions) -> GroupHandle | None:
-    """The group that the grid already has for these ranks and options. All members hold it, or none does."""
-    for handle in grid._groups.values():  # noqa: SLF001 -- the grid's own torch half
-        if handle is not None and (handle.ranks, handle.options) == (spec.ranks, options.text):
-            return handle if compat.is_alive(handle.group) else None
-    return None
-
-
-def _hold(grid: HyperCommGrid, request: GroupRequest, handle: GroupHandle | None) -> None:
-    if handle is not None and all(handle is not other for other in grid._groups.values()):  # noqa: SLF001
-        handle.owners += 1
-    grid._groups[request] = handle  # noqa: SLF001
-
-
-def adopt(grid: HyperCommGrid, request: GroupRequest, group: ProcessGroup, ranks: Sequence[int]) -> None:
-    """Let the grid use a group that somebody else made and will destroy."""
-    _hold(grid, request, GroupHandle(group, tuple(ranks), "adopted", owners=1))
+    specs = {key: (spec, options) for key, (spec, options) in wanted.items() if spec is not None}
+    found = {(groups, request): groups.find(*specs[groups, request]) for groups, request in specs}
+    made = create_each(item for key, item in specs.items() if found[key] is None)
+    new: dict[int, SharedGroup] = {}
+    for (groups, request), (spec, options) in specs.items():
+        shared = found[groups, request]
+        if shared is None:
+            group = made[spec, options.text]
+            shared = new.setdefault(id(group), SharedGroup(group, spec.ranks, options.text))
+        groups.hold(request, shared)
+    for groups, request in wanted.keys() - specs.keys():
+        groups.hold(request, None)

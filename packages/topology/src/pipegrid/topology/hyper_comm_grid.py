@@ -1,85 +1,40 @@
-"""`HyperCommGrid`: a module's ranks, their dimensions, views and process groups."""
+"""`HyperCommGrid`: a module's grid of ranks, its views and its process groups. No torch until a group is created."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
-
-from pipegrid.topology._checks import as_dims, as_text, as_tuple, shown
-from pipegrid.topology.errors import (
-    GridShapeError,
-    GridSpanError,
-    GroupMissingError,
-    UnknownDimensionError,
-    UnknownViewError,
-    ViewError,
-)
-from pipegrid.topology.factorization import Factorization
-from pipegrid.topology.view import View, make_view
-from pipegrid.topology.world import resolve_rank, resolve_world_size
+from pipegrid.topology.errors import GridShapeError, GridSpanError, GroupExistsError, UnknownViewError, ViewError
+from pipegrid.topology.fields import Name, checked
+from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view
+from pipegrid.topology.grid_groups import GridGroups, create_held
+from pipegrid.topology.groups import GroupSpec, group_options
+from pipegrid.topology.world import require_default_group, resolve_rank, resolve_world_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pipegrid.topology.grid_groups import GroupHandle
-
-Dims: TypeAlias = str | Sequence[str]
-"""A dimension's name, or several names in any order."""
-
-
-def _as_dims(value: Dims) -> tuple[str, ...]:
-    dims = as_dims(value)
-    if not dims:
-        raise UnknownDimensionError(f"a group varies in dims {list(dims)}; name at least one dimension")
-    return dims
-
-
-def _as_view(value: str | None) -> str | None:
-    return None if value is None else as_text(value, "the view of a group", error=UnknownViewError)
-
-
-@frozen
-class GroupRequest:
-    """The groups that vary in ``dims`` of a grid or, where given, of one of its views.
-
-    Raises:
-        UnknownDimensionError: no dims, or something that is no name.
-        UnknownViewError: ``view`` is neither a name nor None.
-    """
-
-    dims: tuple[str, ...] = field(converter=_as_dims)
-    view: str | None = field(default=None, converter=_as_view)
-
-
-def as_requests(given: Iterable[Dims | GroupRequest] | GroupRequest, *, view: str | None = None) -> list[GroupRequest]:
-    """What a caller lists as requests; ``view`` applies to those given by dims alone. One name is a list of one."""
-    if isinstance(given, str | GroupRequest):
-        given = (given,)
-    listed = as_tuple(given, "what to make", "dims, or GroupRequests", error=UnknownDimensionError, ordered=False)
-    return [item if isinstance(item, GroupRequest) else GroupRequest(item, view) for item in listed]
-
 
 class HyperCommGrid:
-    """A box of consecutive ranks with named dimensions, of which the first varies fastest.
+    """A box of consecutive ranks with named dims, the first varying fastest, with its views and process groups.
 
-    ``rank = rank_offset + sum_i coord_i * prod_{j<i} shape_j``. Arithmetic needs no torch and no other rank;
-    only the groups do. A job with several grids creates all its groups in one call of `create_grid_groups`.
+    ``rank = rank_offset + sum_i coord_i * prod_{j<i} shape_j``. Arithmetic needs no torch and no other rank; only
+    groups do. A job with several grids creates all its groups in one call of `create_grid_groups`.
 
     Args:
-        shape: the size of each dimension.
+        shape: size of each dim.
         dim_names: their names.
         rank_offset: the grid's first rank.
-        backend: the groups' backend; None is the default process group's.
-        world_size: how many ranks there are; None asks the default process group, then WORLD_SIZE.
+        backend: of the groups; None is the default process group's.
+        world_size: number of ranks; None is the default process group's, or else WORLD_SIZE of the launcher.
 
     Raises:
-        GridShapeError: a shape, a name or an offset that is not well formed.
+        GridShapeError: see `Grid`.
         GridSpanError: the span reaches past the world.
-        WorldSizeUnknownError: nothing tells the world size.
+        WorldSizeUnknownError: there is neither an argument nor a default process group nor WORLD_SIZE.
     """
 
     def __init__(
@@ -91,11 +46,11 @@ class HyperCommGrid:
         *,
         world_size: int | None = None,
     ) -> None:
-        self._base = Factorization(shape, dim_names, rank_offset)
+        self._base = Grid(shape, dim_names, rank_offset)
         self._views: dict[str, View] = {}
-        self._groups: dict[GroupRequest, GroupHandle | None] = {}
+        self._groups = GridGroups()
         self._world_size = resolve_world_size(world_size)
-        self._backend = None if backend is None else as_text(backend, "backend", error=GridShapeError)
+        self._backend: str | None = checked(backend, Name | None, "backend", GridShapeError)
         if self.ranks.stop > self._world_size:
             raise GridSpanError(
                 f"a grid of shape {list(self.shape)} at rank_offset {self.rank_offset} spans the ranks "
@@ -105,57 +60,57 @@ class HyperCommGrid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The size of each dimension."""
+        """Size of each dim."""
         return self._base.shape
 
     @property
     def dim_names(self) -> tuple[str, ...]:
-        """The dimensions' names, the fastest first."""
+        """Names of the dims, the fastest first."""
         return self._base.dim_names
 
     @property
     def rank_offset(self) -> int:
         """The grid's first rank."""
-        return self._base.offset
+        return self._base.rank_offset
 
     @property
     def backend(self) -> str | None:
-        """The groups' backend; None is the default process group's."""
+        """Backend of the groups; None is the default process group's."""
         return self._backend
 
     @property
     def world_size(self) -> int:
-        """How many ranks the world has."""
+        """Number of ranks in the world."""
         return self._world_size
 
     @property
     def size(self) -> int:
-        """How many ranks the grid has."""
+        """Number of ranks in the grid."""
         return self._base.size
 
     @property
     def ranks(self) -> range:
-        """The grid's ranks."""
+        """The span: consecutive ranks."""
         return self._base.ranks
 
     @property
     def views(self) -> tuple[str, ...]:
-        """The names of the registered views."""
+        """Names of the registered views."""
         return tuple(self._views)
 
     def __repr__(self) -> str:
         return f"HyperCommGrid{self._base}"
 
     def dim_size(self, name: str, *, view: str | None = None) -> int:
-        """The size of one dimension."""
+        """Size of one dim."""
         return self._factorization(view).size_of(name)
 
     def coords(self, rank: int, *, view: str | None = None) -> dict[str, int]:
-        """The rank's coordinate in each dimension; `CoordinateError` for a rank outside the grid."""
+        """The rank's coordinate in each dim; `CoordinateError` for a rank outside the grid."""
         return self._factorization(view).coords(rank)
 
     def rank_at(self, **coords: int) -> int:
-        """The rank at these coordinates, one for each dimension."""
+        """The rank at these coordinates, one per dim."""
         return self._base.rank_at(coords)
 
     def is_current_rank_in_grid(self) -> bool:
@@ -183,31 +138,31 @@ class HyperCommGrid:
         dim_names: Sequence[str],
         shared_dims: Sequence[str] | None = None,
     ) -> None:
-        """Add a second factorization of the same ranks, for example expert dimensions.
+        """Add a second factorization of the same ranks, for example expert dims.
 
-        Groups over dimensions that are all in ``shared_dims`` are the grid's own groups; None shares none.
+        Groups over dims that are all in ``shared_dims`` are the grid's own groups; None shares none.
 
         Raises:
             ViewError: the name is taken, or the view does not fit the grid (the error shows both sides).
         """
-        if as_text(name, "the name of a view", error=ViewError) in self._views:
+        if checked(name, Name, "the name of a view", ViewError) in self._views:
             raise ViewError(f"the view name {name!r} is taken; choose one that is not: {list(self._views)} are")
         self._views[name] = make_view(self._base, name, shape, dim_names, shared_dims)
 
     def _view(self, name: str) -> View:
-        if not isinstance(name, str) or name not in self._views:
+        if name not in self._views:
             raise UnknownViewError(
-                f"unknown view {shown(name)}; the registered ones are {list(self._views)}; call register_view first"
+                f"unknown view {name!r}; the registered ones are {list(self._views)}; call register_view first"
             )
         return self._views[name]
 
-    def _factorization(self, view: str | None) -> Factorization:
-        return self._base if view is None else self._view(view).factorization
+    def _factorization(self, view: str | None) -> Grid:
+        return self._base if view is None else self._view(view).grid
 
     def select_dims(self, dims: Dims | None = None, *, view: str | None = None) -> tuple[str, ...]:
-        """``dims`` (None: all) checked and in order, the fastest first."""
-        factorization = self._factorization(view)
-        return factorization.dim_names if dims is None else factorization.select(dims)
+        """``dims`` (None: all) in the grid's or the view's order, the fastest first."""
+        grid = self._factorization(view)
+        return grid.dim_names if dims is None else grid.select(dims)
 
     def canonical(self, dims: Dims, *, view: str | None = None) -> GroupRequest:
         """The request in its one spelling: dims in the grid's order, shared ones in the grid's own view."""
@@ -225,7 +180,7 @@ class HyperCommGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
     ) -> ProcessGroup | None:
-        """Make the groups that vary in ``dims``; this rank's one, or None for a rank outside the grid.
+        """Create the groups that vary in ``dims``; returns this rank's, or None for a rank outside the grid.
 
         All ranks of the grid call this, for the same dims in the same order. Only members take part in a
         group, and groups with the same ranks and options are one.
@@ -233,13 +188,12 @@ class HyperCommGrid:
         Args:
             dims: a name or several, in any order.
             view: the view they belong to; None is the grid itself.
-            timeout: deadline of the creation and of the group's operations; None is the backend's default.
+            timeout: of the creation and of the group's operations; None is the backend's default.
             pg_options: the backend's options.
-            group_desc: what torch's logs call the group.
+            group_desc: description in torch's logs.
 
         Raises:
             GroupExistsError: the grid has these groups already.
-            UnknownDimensionError, UnknownViewError: a name that is not known.
             GroupCreationTimeoutError: some members did not come before the deadline.
         """
         made = self.create_pgs([dims], view=view, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
@@ -254,12 +208,10 @@ class HyperCommGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
     ) -> list[ProcessGroup | None]:
-        """Make several groups at once, in the one order of creation; returned in the order of ``requests``.
+        """Create several groups in the one order of creation; returns them in the order of ``requests``.
 
-        ``view`` applies to the requests that are given by dims alone.
+        ``view`` applies to the requests that are dims alone.
         """
-        from pipegrid.topology.grid_groups import create_grid_groups
-
         wanted = as_requests(requests, view=view)
         create_grid_groups({self: wanted}, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
         return [self.get_pg(request.dims, view=request.view) for request in wanted]
@@ -268,15 +220,9 @@ class HyperCommGrid:
         """This rank's group that varies in ``dims``; None for a rank outside the grid.
 
         Raises:
-            GroupMissingError: nobody has made it.
+            GroupMissingError: it has not been created.
         """
-        request = self.canonical(dims, view=view)
-        if request not in self._groups:
-            raise GroupMissingError(
-                f"no group for dimensions {list(request.dims)}{_of_view(request)} has been made; call create_pg first"
-            )
-        handle = self._groups[request]
-        return None if handle is None else handle.group
+        return self._groups[self.canonical(dims, view=view)]
 
     def has_pg(self, dims: Dims, *, view: str | None = None) -> bool:
         """Whether `get_pg` would find the group."""
@@ -284,34 +230,109 @@ class HyperCommGrid:
 
     @property
     def group_count(self) -> int:
-        """How many real groups this rank holds for the grid, after sharing."""
-        return len({id(handle) for handle in self._groups.values() if handle is not None})
+        """Number of real groups that this rank holds for the grid, after sharing."""
+        return len(self._groups.real)
 
     def destroy(self) -> None:
-        """Tear down each group of the grid that this rank is in, once. The grid can then create again.
+        """Destroy each group of the grid that this rank is in, once. The grid can then create again.
 
-        A group that several grids share goes with the last of them. Calling this again does nothing.
+        A group that several grids share goes with the last of them. A second call does nothing.
         """
-        handles = {id(handle): handle for handle in self._groups.values() if handle is not None}
-        self._groups.clear()
-        for handle in reversed(handles.values()):
-            handle.release()
+        self._groups.destroy()
 
     def to_device_mesh(
         self, dims: Dims | None = None, *, view: str | None = None, device_type: str | None = None
     ) -> DeviceMesh | None:
-        """A DeviceMesh over ``dims`` (None: all) on the groups that `create_pg` made; see `to_device_mesh`."""
-        from pipegrid.topology.device_mesh import to_device_mesh
+        """The DeviceMesh of this rank's slice of the grid over ``dims``; None for a rank outside the grid.
 
-        return to_device_mesh(self, dims, view=view, device_type=device_type)
+        A mesh's last dim varies fastest, a grid's first one: the mesh's dims are the grid's in reverse, for example
+        ``("dp", "tp")``. It uses the groups that `create_pg` made, one per dim.
+
+        Args:
+            dims: in any order; None is all.
+            view: the view they belong to.
+            device_type: as for DeviceMesh; None is the device that the groups' backend serves.
+
+        Raises:
+            GroupMissingError: a dim has no group yet.
+            GridShapeError: torch knows no such type of device.
+        """
+        from pipegrid.topology.device_mesh import mesh_over
+
+        names = self.select_dims(dims, view=view)[::-1]
+        groups = [group for name in names if (group := self.get_pg(name, view=view)) is not None]
+        if not self.is_current_rank_in_grid():
+            return None
+        sizes = [self.dim_size(name, view=view) for name in names]
+        return mesh_over(names, sizes, self.group_ranks(names, view=view), groups, device_type)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> HyperCommGrid:
-        """The grid of a DeviceMesh, with the mesh's own groups; see `from_device_mesh`."""
-        from pipegrid.topology.device_mesh import from_device_mesh
+        """The grid of a DeviceMesh, with the mesh's own groups, which it never destroys.
 
-        return from_device_mesh(mesh)
+        Raises:
+            GridShapeError: the mesh has no dim names, or its ranks are not consecutive with the last dim fastest.
+        """
+        from pipegrid.topology.device_mesh import box_of
+
+        box = box_of(mesh)
+        grid = cls(box.shape, box.dim_names, box.rank_offset)
+        if grid.is_current_rank_in_grid():
+            for name in box.dim_names:
+                grid._groups.adopt(GroupRequest(name), mesh.get_group(name), grid.group_ranks(name))
+        return grid
 
 
-def _of_view(request: GroupRequest) -> str:
-    return "" if request.view is None else f" of view {request.view!r}"
+def as_requests(given: Iterable[Dims | GroupRequest] | GroupRequest, *, view: str | None = None) -> list[GroupRequest]:
+    """Dims and requests as requests; ``view`` applies to dims alone, and a single name is a list of one."""
+    listed = (given,) if isinstance(given, str | GroupRequest) else given
+    return [item if isinstance(item, GroupRequest) else GroupRequest(item, view) for item in listed]
+
+
+def create_grid_groups(
+    requests: Mapping[HyperCommGrid, Iterable[Dims | GroupRequest] | GroupRequest],
+    *,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> None:
+    """Create groups for all grids of the job in one call; each grid's `get_pg` then finds its own.
+
+    Every rank calls this with the same requests. The order of creation is computed from all of them, so grids
+    that overlap cannot block each other, and groups of different grids with the same ranks and options are
+    one real group, destroyed with the last grid that holds it.
+
+    Args:
+        requests: per grid the groups to create: dims (a name, or several) or, for a view, a `GroupRequest`.
+        timeout: of the creation and of the groups' operations; None is the backend's default.
+        pg_options: the backend's options; one object serves all groups.
+        group_desc: description in torch's logs; None describes each group by its dims and grid.
+
+    Raises:
+        GroupExistsError: a grid has one of the groups already, or a request occurs twice.
+        UnknownDimensionError, UnknownViewError: a grid has no such dim or view.
+        GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.
+    """
+    wanted = {}
+    here, _ = require_default_group()
+    for grid, listed in requests.items():
+        held = grid._groups  # noqa: SLF001 -- of this module
+        options = group_options(backend=grid.backend, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
+        for given in as_requests(listed):
+            request = grid.canonical(given.dims, view=given.view)
+            if request in held or (held, request) in wanted:
+                raise GroupExistsError(
+                    f"the group for dimensions {list(request.dims)} of {grid} "
+                    f"({'its own' if request.view is None else f'view {request.view!r}'}) is already made; "
+                    f"making it again could differ in its options, so take it with get_pg, or destroy() first"
+                )
+            spec = None
+            if here in grid.ranks:
+                spec = GroupSpec(grid.group_ranks(request.dims, here, view=request.view), _label(grid, request))
+            wanted[held, request] = spec, options
+    create_held(wanted)
+
+
+def _label(grid: HyperCommGrid, request: GroupRequest) -> str:
+    view = "" if request.view is None else f"{request.view}:"
+    return f"{view}{'+'.join(request.dims)} of {grid.ranks.start}..{grid.ranks.stop - 1}"

@@ -1,16 +1,15 @@
-"""Lay the modules of a job on the ranks of the world. No torch."""
+"""Place the modules of a job on the ranks of the world. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from pipegrid.topology._checks import as_integer, as_mapping, as_names, as_tuple
-from pipegrid.topology.errors import PlacementError
-from pipegrid.topology.factorization import Factorization
+from pipegrid.topology.describe import text_table
+from pipegrid.topology.errors import GridShapeError, PlacementError
+from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.topology.grid import Grid, Relation, relation
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.relations import Relation, relation
-from pipegrid.topology.table import text_table
 from pipegrid.topology.world import resolve_world_size
 
 
@@ -22,56 +21,48 @@ def place(
     offsets: Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> dict[str, HyperCommGrid]:
-    """A grid for each module, one after another unless told otherwise, covering the world exactly.
+    """A grid per module, one after another by default, that together cover the world exactly.
 
     Args:
-        modules: per module its dimensions and their sizes, the fastest first.
-        world_size: how many ranks; None asks the default process group, then WORLD_SIZE.
-        together: sets of modules that stand on the same ranks. They start at the same rank; a smaller module
-            of a set is nested in a larger one.
-        offsets: first ranks of the modules that shall not follow the one before.
-        backend: the backend of all grids' groups.
+        modules: per module its dims and their sizes, the fastest first.
+        world_size: number of ranks; None is the default process group's, or else WORLD_SIZE of the launcher.
+        together: sets of modules on the same ranks. They start at the same rank; a smaller module of a set is nested
+            in a larger one.
+        offsets: first ranks of modules that do not follow the one before.
+        backend: of all grids' groups.
 
     Returns:
-        the grids, in the order of ``modules``.
+        The grids, in the order of ``modules``.
 
     Raises:
         PlacementError: a rank without a module (a gap, or left over at the end), modules that overlap in
             part, or more ranks than the world has; with a table of the modules and their ranks.
-        PlacementError: something of another kind among the arguments.
-        GridShapeError: a module's dimensions are no grid.
+        GridShapeError: a module's dims are no grid.
     """
     world_size = resolve_world_size(world_size)
-    modules = {
-        name: as_mapping(dims, f"the dimensions of module {name!r}", "names to sizes", error=PlacementError)
-        for name, dims in as_mapping(modules, "modules", "names to dimensions", error=PlacementError).items()
-    }
     if not modules:
         raise PlacementError(f"there are no modules to place on {world_size} ranks; give at least one")
-    sets = as_tuple(together, "together", "sets of module names", error=PlacementError, ordered=False)
-    first = {} if offsets is None else as_mapping(offsets, "offsets", "names to first ranks", error=PlacementError)
-    starts = _starts(
-        {name: Factorization(dims.values(), dims).size for name, dims in modules.items()},
-        together=[as_names(names, "a set of together", error=PlacementError) for names in sets],
-        offsets={
-            name: as_integer(rank, f"the offset of {name!r}", least=0, error=PlacementError)
-            for name, rank in first.items()
-        },
-    )
-    boxes = {name: Factorization(dims.values(), dims, starts[name]) for name, dims in modules.items()}
+    for name, dims in modules.items():
+        if not isinstance(dims, Mapping):
+            raise PlacementError(f"module {name!r} has dimensions {dims!r:.80}; give names and sizes: {{'tp': 2}}")
+        for dim, size in dims.items():
+            checked(size, Count, f"the size of {dim!r} of module {name!r}", GridShapeError)
+    sizes = {name: Grid(tuple(dims.values()), tuple(dims)).size for name, dims in modules.items()}
+    starts = _starts(sizes, together=list(together), offsets=dict(offsets or {}))
+    boxes = {name: Grid(tuple(dims.values()), tuple(dims), starts[name]) for name, dims in modules.items()}
     problems = [*_overlaps(boxes), *_uncovered(boxes, world_size)]
     if problems:
         rows = [
-            (name, " ".join(f"{dim}={size}" for dim, size in modules[name].items()), str(box.size), _span(box))
+            (name, " ".join(f"{dim}={size}" for dim, size in modules[name].items()), str(box.size), _span(box.ranks))
             for name, box in boxes.items()
         ]
         table = text_table(("module", "dimensions", "size", "ranks"), rows)
         raise PlacementError(
             f"the modules do not fit a world of {world_size} ranks: {'; '.join(problems)}.\n{table}\n"
-            f"Change sizes so that they fill the world, or say which modules stand together or at which offsets."
+            f"Change sizes so that they fill the world, or give modules that share ranks (together) or offsets."
         )
     return {
-        name: HyperCommGrid(box.shape, box.dim_names, box.offset, backend, world_size=world_size)
+        name: HyperCommGrid(box.shape, box.dim_names, box.rank_offset, backend, world_size=world_size)
         for name, box in boxes.items()
     }
 
@@ -84,9 +75,11 @@ def _starts(
 ) -> dict[str, int]:
     company: dict[str, Sequence[str]] = {}
     for names in together:
+        if isinstance(names, str):
+            raise PlacementError(f"together has {names!r}; it must be a list of sets of modules: [('a', 'b')]")
         for name in names:
             if name in company:
-                raise PlacementError(f"module {name!r} stands together in two sets; name it in one of them")
+                raise PlacementError(f"module {name!r} is in two sets of together; name it in one of them")
             company[name] = names
     for name in [*company, *offsets]:
         if name not in modules:
@@ -97,28 +90,28 @@ def _starts(
         placed = [other for other in company.get(name, ()) if other in starts]
         if placed and name in offsets:
             raise PlacementError(
-                f"module {name!r} has an offset, but stands together with {placed[0]!r}, which is placed already; "
+                f"module {name!r} has an offset, but shares the ranks of {placed[0]!r}, which is placed already; "
                 f"give the offset for {placed[0]!r} alone"
             )
-        starts[name] = starts[placed[0]] if placed else offsets.get(name, cursor)
+        offset = checked(offsets.get(name, cursor), Index, f"the offset of module {name!r}", PlacementError)
+        starts[name] = starts[placed[0]] if placed else offset
         cursor = max(cursor, starts[name] + size)
     return starts
 
 
-def _span(box: Factorization | range) -> str:
-    ranks = box if isinstance(box, range) else box.ranks
+def _span(ranks: range) -> str:
     return f"{ranks.start}..{ranks.stop - 1}"
 
 
-def _overlaps(boxes: Mapping[str, Factorization]) -> list[str]:
+def _overlaps(boxes: Mapping[str, Grid]) -> list[str]:
     return [
-        f"{a!r} ({_span(boxes[a])}) and {b!r} ({_span(boxes[b])}) overlap in part"
+        f"{a!r} ({_span(boxes[a].ranks)}) and {b!r} ({_span(boxes[b].ranks)}) overlap in part"
         for a, b in combinations(boxes, 2)
         if relation(boxes[a], boxes[b]) is Relation.OVERLAPPING
     ]
 
 
-def _uncovered(boxes: Mapping[str, Factorization], world_size: int) -> list[str]:
+def _uncovered(boxes: Mapping[str, Grid], world_size: int) -> list[str]:
     problems = []
     covered = 0
     for ranks in sorted((box.ranks for box in boxes.values()), key=lambda ranks: (ranks.start, ranks.stop)):

@@ -1,9 +1,9 @@
-"""All members of a group meet at a store before they create it, or all of them learn that they did not.
+"""All members of a group meet at a store before they create it, or all of them learn that some did not come.
 
 Backends disagree about a missing member (gloo waits and then names a store key; NCCL notices at the first
-collective), so the meeting is our own. It also agrees on the group's sequence number: the store counts how
-often exactly these members have met, so ranks whose histories differ otherwise still agree, and the count
-dies with the process world whose store it is. No torch.
+collective), hence a meeting of our own. It also agrees on the group's sequence number: the store counts how
+often exactly these members have met, so ranks with different histories agree, and the count ends with the world
+whose store it is. No torch.
 """
 
 from __future__ import annotations

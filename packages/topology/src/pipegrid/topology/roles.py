@@ -1,4 +1,4 @@
-"""Which modules a rank takes part in, and at which stage of each. No torch, and no process group."""
+"""The modules that a rank takes part in, and its stage in each. No torch and no process groups."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Self
 from attrs import field, frozen
 from attrs.converters import optional
 
-from pipegrid.topology._checks import as_flag, as_kind, as_mapping, as_names, as_text
 from pipegrid.topology.errors import RankNotInGridError, RoleError
+from pipegrid.topology.grid import Relation, relation
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.relations import Relation, relation
 from pipegrid.topology.world import resolve_rank
 
 MIMO_LANGUAGE_MODULE_KEY = "language"
@@ -21,7 +20,7 @@ MIMO_LANGUAGE_MODULE_KEY = "language"
 
 
 class ModuleLayout(enum.Enum):
-    """How the modules lie on the ranks."""
+    """The arrangement of the modules on the ranks."""
 
     UNIFIED = "unified"
     """No grids: all modules share all ranks and their parallelism."""
@@ -33,29 +32,24 @@ class ModuleLayout(enum.Enum):
 
 @frozen
 class ModuleStageInfo:
-    """Where a rank stands in one module's pipeline.
-
-    Raises:
-        RoleError: something else than True or False.
-    """
+    """A rank's place in the pipeline of one module."""
 
     is_first_stage: bool
     is_last_stage: bool
 
-    def __attrs_post_init__(self) -> None:
-        as_flag(self.is_first_stage, "is_first_stage", error=RoleError)
-        as_flag(self.is_last_stage, "is_last_stage", error=RoleError)
+
+def _copied(modules: Mapping[str, ModuleStageInfo]) -> dict[str, ModuleStageInfo]:
+    return dict(modules)
 
 
-def _as_modules(value: Mapping[str, ModuleStageInfo]) -> dict[str, ModuleStageInfo]:
-    modules = as_mapping(value, "modules", "names to ModuleStageInfo", error=RoleError)
-    for name, info in modules.items():
-        as_kind(info, f"modules[{name!r}]", ModuleStageInfo, "whether its stage is first and last", error=RoleError)
-    return modules
+def _names(names: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(names, str):  # a string lists its letters
+        raise RoleError(f"module names are {names!r}; give a list: [{names!r}]")
+    return tuple(names)
 
 
-def _as_names(value: Iterable[str]) -> frozenset[str]:
-    return frozenset(as_names(value, "the names of modules (sources or sinks)", error=RoleError))
+def _name_set(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(_names(names))
 
 
 @frozen
@@ -69,24 +63,18 @@ class RankRole:
             it has none, the language module. A language model that reads text beside image features is a
             source as well.
         sinks: modules that read the batch's labels.
-
-    Raises:
-        RoleError: something of another kind.
     """
 
-    modules: dict[str, ModuleStageInfo] = field(factory=dict, converter=_as_modules)
+    modules: dict[str, ModuleStageInfo] = field(factory=dict, converter=_copied)
     mode: ModuleLayout = ModuleLayout.UNIFIED
-    sources: frozenset[str] | None = field(default=None, converter=optional(_as_names), kw_only=True)
-    sinks: frozenset[str] = field(default=(MIMO_LANGUAGE_MODULE_KEY,), converter=_as_names, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        as_kind(self.mode, "mode", ModuleLayout, "ModuleLayout.UNIFIED is one", error=RoleError)
+    sources: frozenset[str] | None = field(default=None, converter=optional(_name_set), kw_only=True)
+    sinks: frozenset[str] = field(default=(MIMO_LANGUAGE_MODULE_KEY,), converter=_name_set, kw_only=True)
 
     @classmethod
     def unified(cls, module_names: Iterable[str]) -> Self:
         """The role of every rank where there are no grids: each module, first and last stage."""
-        names = as_names(module_names, "module_names", error=RoleError)
-        return cls({name: ModuleStageInfo(is_first_stage=True, is_last_stage=True) for name in names})
+        whole = ModuleStageInfo(is_first_stage=True, is_last_stage=True)
+        return cls(dict.fromkeys(_names(module_names), whole))
 
     @classmethod
     def from_grid_map(
@@ -115,11 +103,7 @@ class RankRole:
                 none of them.
             RankNotInGridError: the rank is in no grid.
         """
-        grids = as_mapping(module_to_grid_map, "module_to_grid_map", "module names to grids", error=RoleError)
-        for name, grid in grids.items():
-            as_kind(grid, f"the grid of {name!r}", HyperCommGrid, "place() makes them", error=RoleError)
-        modality_module_names = as_names(modality_module_names, "modality_module_names", error=RoleError)
-        expected = {*modality_module_names, MIMO_LANGUAGE_MODULE_KEY}
+        expected = _name_set(modality_module_names) | {MIMO_LANGUAGE_MODULE_KEY}
         missing, extra = sorted(expected - set(module_to_grid_map)), sorted(set(module_to_grid_map) - expected)
         if missing or extra:
             raise RoleError(
@@ -129,7 +113,7 @@ class RankRole:
             )
         if sources is None:
             sources = modality_module_names or (MIMO_LANGUAGE_MODULE_KEY,)
-        sources, sinks = _as_names(sources), _as_names(sinks)
+        sources, sinks = _name_set(sources), _name_set(sinks)
         unknown = sorted((sources | sinks) - expected)
         if unknown:
             raise RoleError(f"sources and sinks name unknown modules {unknown}; the known ones are {sorted(expected)}")
@@ -161,12 +145,12 @@ class RankRole:
 
     def is_first_stage(self, module_name: str) -> bool:
         """Whether this rank is in the module's first stage; False for a module that it is not in."""
-        info = self.modules.get(as_text(module_name, "module_name", error=RoleError))
+        info = self.modules.get(module_name)
         return info is not None and info.is_first_stage
 
     def is_last_stage(self, module_name: str) -> bool:
         """Whether this rank is in the module's last stage; False for a module that it is not in."""
-        info = self.modules.get(as_text(module_name, "module_name", error=RoleError))
+        info = self.modules.get(module_name)
         return info is not None and info.is_last_stage
 
     @property

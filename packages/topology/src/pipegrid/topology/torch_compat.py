@@ -1,21 +1,22 @@
-"""The only place that touches torch's private functions; a test pins what is used here (2.11 to 2.13).
+"""All private functions of torch that this package uses; tests pin their behaviour (torch 2.11 to 2.15).
 
-`torch.distributed.new_group` cannot be told a group's name, and with ``use_local_synchronization`` the name
-it makes up contains how many groups this process has created so far: ranks with different histories then
-wait for each other under different names. `_new_process_group_helper`, which `new_group` calls, takes the
-name as an argument.
+`torch.distributed.new_group` takes no group name, and with ``use_local_synchronization`` the name that it makes up
+contains the number of groups that this process has created so far: ranks with different histories then wait for
+each other under different names. `_new_process_group_helper`, which `new_group` calls, takes the name as an argument.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipegrid.topology.errors import GroupSpecError
 
@@ -27,8 +28,13 @@ def default_store() -> Any:
     return _c10d._get_default_store()  # noqa: SLF001
 
 
+def own_store(prefix: str) -> Store:
+    """The default store's keys under ``prefix``, over a connection of its own."""
+    return PrefixStore(prefix, default_store().clone())
+
+
 def resolve_backend(backend: str | None) -> str:
-    """The backend of a new group: the one asked for (``gloo``, or ``cpu:gloo,cuda:nccl``), else the default's.
+    """The backend of a new group: ``backend`` (``gloo``, or ``cpu:gloo,cuda:nccl``), else the default group's.
 
     Raises:
         GroupSpecError: torch has no such backend, or it cannot create a group among its members alone.
@@ -50,13 +56,24 @@ def resolve_backend(backend: str | None) -> str:
     return str(dist.Backend(backend))
 
 
+def backends_by_device(backend: str) -> Mapping[str, str]:
+    """Type of device to the backend that serves it: ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    served: dict[str, str] = _c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    return served
+
+
+def accelerator_of(served: Mapping[str, str]) -> str | None:
+    """The type of accelerator with a backend of its own, which does not serve the CPU; None where there is none."""
+    return next((kind for kind, name in served.items() if kind != "cpu" and name != served.get("cpu")), None)
+
+
 def is_fake(backend: str) -> bool:
-    """Whether a group of this backend talks to nobody (torch's own stand-in for tests and benchmarks)."""
-    return set(_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map().values()) == {"fake"}
+    """Whether groups of this backend communicate with no one (torch's stand-in for tests and benchmarks)."""
+    return set(backends_by_device(backend).values()) == {"fake"}
 
 
 def resolve_timeout(backend: str, timeout: timedelta | None) -> timedelta:
-    """The timeout of a new group: the one asked for, else torch's default for the backend."""
+    """The timeout of a new group: ``timeout``, else torch's default for the backend."""
     if timeout is not None:
         return timeout
     default: timedelta = _c10d._get_default_timeout(dist.Backend(backend))  # noqa: SLF001
@@ -73,16 +90,35 @@ def is_name_taken(name: str) -> bool:
     return name in _c10d._world.pg_names.values()  # noqa: SLF001
 
 
+def destroy(group: ProcessGroup) -> None:
+    """Destroy the group, unless it is gone already."""
+    if is_alive(group):
+        dist.destroy_process_group(group)
+
+
+def connecting_device(served: Mapping[str, str], bound: torch.device | None) -> torch.device | None:
+    """The device on which a new group connects at its creation; None connects at the first operation.
+
+    The device that the default group is bound to, where the new group serves its type; else the current device of
+    the accelerator with a backend of its own. NCCL without a device connects lazily, in the middle of a step.
+    """
+    if bound is not None:
+        return bound if bound.type in served else None
+    kind = accelerator_of(served)
+    return None if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def make_group(
     *,
     ranks: Sequence[int],
     name: str,
     backend: str,
     timeout: timedelta,
+    creation_timeout: timedelta,
     pg_options: Any,
     group_desc: str,
 ) -> ProcessGroup:
-    """Create the group ``name`` of ``ranks``, given in group-rank order, this process among them.
+    """Create and connect the group ``name`` of ``ranks``, in group-rank order, this process among them.
 
     Only the members call this. Torch's public functions find the group like any other.
     """
@@ -91,10 +127,11 @@ def make_group(
     if hasattr(pg_options, "__deepcopy__"):
         # Torch writes the group's name and ranks into NCCL's options and keeps them; others it leaves alone.
         pg_options = copy.deepcopy(pg_options)
-        pg_options._timeout = timeout  # noqa: SLF001 -- torch does so itself, but warns where it differs
+        pg_options._timeout = creation_timeout  # noqa: SLF001 -- torch does so itself, but warns where it differs
     # With a device bound to the default group torch splits its NCCL communicator, which every rank of the
     # world must take part in. Unbound, the members connect a communicator of their own.
-    device = default.bound_device_id
+    bound = default.bound_device_id
+    device = connecting_device(backends_by_device(backend), bound)
     default.bound_device_id = None
     try:
         group, _ = _c10d._new_process_group_helper(  # noqa: SLF001
@@ -105,32 +142,40 @@ def make_group(
             default_store(),
             name,
             backend_options=pg_options,
-            timeout=timeout,
+            timeout=creation_timeout,
             device_id=device,
             group_desc=group_desc,
         )
     finally:
-        default.bound_device_id = device
+        default.bound_device_id = bound
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}  # noqa: SLF001
     made: ProcessGroup = group
+    if timeout != creation_timeout:
+        _set_timeout(made, timeout)
     return made
 
 
-# What torch writes into an options object when a group is made: says which group, not which options.
+def _set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of the group's operations."""
+    for device in group._device_types:  # noqa: SLF001
+        group._get_backend(device)._set_default_timeout(timeout)  # noqa: SLF001
+
+
+# Torch writes these into an options object when a group is created: they identify the group, not its options.
 _SET_BY_TORCH = frozenset({"backend", "global_ranks_in_group", "group_name", "split_color", "split_from"})
 
 
-_DEEPEST = 4  # options hold options (NCCL's its config), but not for ever
+_DEEPEST = 4  # levels of options inside options, such as NCCL's config
 
 
 def describe_options(options: Any, *, depth: int = 0) -> str:
-    """The values of a backend's options as a text that is the same on every rank that set the same ones."""
+    """The values of a backend's options as text: the same on every rank with the same values."""
     if options is None:
         return "-"
     if depth > _DEEPEST or isinstance(options, (bool, int, float, str, list, tuple, dict, Tensor)):
         raise GroupSpecError(
-            f"pg_options is or holds {type(options).__name__} {options!r:.60}, which are no options of a backend; give "
-            f"an object such as torch.distributed.ProcessGroupNCCL.Options(), or None"
+            f"pg_options is or holds {type(options).__name__} {options!r:.60}; it must be a backend's options, such as "
+            f"torch.distributed.ProcessGroupNCCL.Options(), or None"
         )
     parts = []
     for name in sorted(dir(options)):

@@ -1,6 +1,6 @@
-"""Which rank this process is and how many there are: an argument, the default group, or the launcher. No torch.
+"""The rank of this process and the size of the world: an argument, the default process group, or the launcher.
 
-Torch is asked only where somebody has imported it already; where nobody has, no default group can exist.
+No torch: `torch.distributed` is asked only where it is imported already; elsewhere no default group can exist.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
-from pipegrid.topology._checks import as_integer
-from pipegrid.topology.errors import WorldSizeUnknownError
+from pipegrid.topology.errors import GridShapeError, WorldSizeUnknownError
+from pipegrid.topology.fields import Count, Index, checked
 
 
 def _from_default_group(question: str) -> int | None:
@@ -20,6 +20,20 @@ def _from_default_group(question: str) -> int | None:
     return answer
 
 
+def require_default_group() -> tuple[int, int]:
+    """Rank and world size in the default process group.
+
+    Raises:
+        WorldSizeUnknownError: there is no default process group.
+    """
+    rank, size = _from_default_group("get_rank"), _from_default_group("get_world_size")
+    if rank is None or size is None:
+        raise WorldSizeUnknownError(
+            "process groups need the default process group; call torch.distributed.init_process_group first"
+        )
+    return rank, size
+
+
 def _from_launcher(variable: str) -> int | None:
     text = os.environ.get(variable)
     if text is None:
@@ -28,15 +42,16 @@ def _from_launcher(variable: str) -> int | None:
         return int(text)
     except ValueError:
         raise WorldSizeUnknownError(
-            f"the environment variable {variable} is {text!r}, which is no integer; "
+            f"the environment variable {variable} is {text!r}, not an integer; "
             f"correct it, or pass the number as an argument"
         ) from None
 
 
 def resolve_world_size(world_size: int | None = None) -> int:
-    """The argument, else the size of the default process group, else the launcher's WORLD_SIZE."""
+    """The argument, else the size of the default process group, else WORLD_SIZE of the launcher."""
     if world_size is not None:
-        return as_integer(world_size, "world_size", least=1)
+        size: int = checked(world_size, Count, "world_size", GridShapeError)
+        return size
     for found in (_from_default_group("get_world_size"), _from_launcher("WORLD_SIZE")):
         if found is not None:
             return found
@@ -49,7 +64,8 @@ def resolve_world_size(world_size: int | None = None) -> int:
 def resolve_rank(rank: int | None = None) -> int:
     """The argument, else this process's rank in the default process group, else the launcher's RANK."""
     if rank is not None:
-        return as_integer(rank, "rank", least=0)
+        index: int = checked(rank, Index, "rank", GridShapeError)
+        return index
     for found in (_from_default_group("get_rank"), _from_launcher("RANK")):
         if found is not None:
             return found

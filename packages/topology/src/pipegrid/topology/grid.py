@@ -1,0 +1,256 @@
+"""`Grid`, a box of ranks with named dims, as arithmetic; its views, and the relation of two grids. No torch."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol, TypeAlias, cast
+
+from attrs import field, frozen
+
+from pipegrid.topology.errors import CoordinateError, GridShapeError, UnknownDimensionError, ViewError
+from pipegrid.topology.fields import Count, Index, Name, checked, checked_fields, index_of, shown
+
+Dims: TypeAlias = str | Iterable[str]
+"""The name of a dim, or names of dims in any order."""
+
+
+def dims_of(dims: Dims) -> tuple[str, ...]:
+    """The names as a tuple; a single name is a tuple of one."""
+    return (dims,) if isinstance(dims, str) else tuple(dims)
+
+
+def _as_sizes(shape: Iterable[int]) -> tuple[int, ...]:
+    return cast("tuple[int, ...]", checked(shape, tuple[Count, ...], "shape", GridShapeError))
+
+
+def _as_names(dim_names: Iterable[str]) -> tuple[str, ...]:
+    return cast("tuple[str, ...]", checked(dim_names, tuple[Name, ...], "dim_names", GridShapeError))
+
+
+@frozen(slots=False, field_transformer=checked_fields(GridShapeError))
+class Grid:
+    """``rank = rank_offset + sum_i coordinate_i * stride_i``, where ``stride_i = prod_{j<i} shape_j``.
+
+    The first dim varies fastest.
+
+    Raises:
+        GridShapeError: lengths that differ, no dims, a dim twice, a size below 1, a negative offset.
+    """
+
+    shape: tuple[int, ...] = field(converter=_as_sizes)
+    dim_names: tuple[str, ...] = field(converter=_as_names)
+    rank_offset: Index = 0
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.shape) != len(self.dim_names):
+            raise GridShapeError(
+                f"shape {list(self.shape)} has {len(self.shape)} sizes, "
+                f"but dim_names {list(self.dim_names)} has {len(self.dim_names)} names; give one name per size"
+            )
+        if not self.shape:
+            raise GridShapeError("a grid has at least one dimension, got none; a single rank is [1], ['dp']")
+        if len(set(self.dim_names)) != len(self.dim_names):
+            raise GridShapeError(f"dim_names {list(self.dim_names)} has a name twice; names must be unique")
+
+    @cached_property
+    def _axes(self) -> dict[str, tuple[int, int]]:
+        """Size and stride of each dim, ascending by stride."""
+        strides = itertools.accumulate((1, *self.shape[:-1]), operator.mul)
+        return {name: (size, stride) for name, size, stride in zip(self.dim_names, self.shape, strides, strict=True)}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def ranks(self) -> range:
+        """The span: consecutive ranks."""
+        return range(self.rank_offset, self.rank_offset + self.size)
+
+    def select(self, dims: Dims) -> tuple[str, ...]:
+        """``dims`` in the grid's own order.
+
+        Raises:
+            UnknownDimensionError: no dims, an unknown one, or one twice.
+        """
+        wanted = dims_of(dims)
+        for name in wanted:
+            if name not in self.dim_names:
+                raise UnknownDimensionError(f"unknown dimension {name!r}; the known ones are {list(self.dim_names)}")
+        if not wanted or len(set(wanted)) != len(wanted):
+            raise UnknownDimensionError(
+                f"dimensions {list(wanted)}: name at least one, and each once; "
+                f"the known ones are {list(self.dim_names)}"
+            )
+        return tuple(name for name in self.dim_names if name in wanted)
+
+    def size_of(self, dim: str) -> int:
+        """The size of one dim."""
+        (name,) = self.select([dim])
+        return self._axes[name][0]
+
+    def stride_of(self, dim: str) -> int:
+        """The distance in ranks between neighbours along the dim."""
+        (name,) = self.select([dim])
+        return self._axes[name][1]
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The rank's coordinate in each dim."""
+        local = self._local(rank)
+        return {name: local // stride % size for name, (size, stride) in self._axes.items()}
+
+    def rank_at(self, coords: Mapping[str, int]) -> int:
+        """The rank at these coordinates, one per dim."""
+        if set(coords) != set(self.dim_names):
+            raise CoordinateError(f"coordinates {dict(coords)} must name exactly the dimensions {list(self.dim_names)}")
+        rank = self.rank_offset
+        for name, (size, stride) in self._axes.items():
+            index = index_of(coords[name])
+            if index is None or index not in range(size):
+                raise CoordinateError(
+                    f"coordinate {name}={shown(coords[name])} is not in 0..{size - 1} of {self}; give an integer in it"
+                )
+            rank += stride * index
+        return rank
+
+    def group_of(self, rank: int, dims: Dims) -> Sequence[int]:
+        """The ranks that differ from ``rank`` in ``dims`` only, ascending; a range where they form one."""
+        local = self._local(rank)
+        start = self.rank_offset + local
+        # Neighbouring dims merge into one run of ranks at a common distance.
+        runs: list[tuple[int, int]] = []
+        for name in self.select(dims):
+            size, stride = self._axes[name]
+            start -= local // stride % size * stride
+            if runs and runs[-1][0] * runs[-1][1] == stride:
+                runs[-1] = (runs[-1][0] * size, runs[-1][1])
+            elif size > 1:
+                runs.append((size, stride))
+        (size, stride), *outer = runs or [(1, 1)]
+        group: Sequence[int] = range(start, start + size * stride, stride)
+        for size, stride in outer:
+            group = [near + far for far in range(0, size * stride, stride) for near in group]
+        return group
+
+    def groups(self, dims: Dims) -> list[list[int]]:
+        """All groups that vary in ``dims``; groups and the ranks inside ascend."""
+        selected = self.select(dims)
+        fixed = [name for name in self.dim_names if name not in selected]
+        starts = self.group_of(self.rank_offset, fixed) if fixed else [self.rank_offset]
+        return [list(self.group_of(start, selected)) for start in starts]
+
+    def _local(self, rank: int) -> int:
+        number = index_of(rank)
+        if number is None or number not in self.ranks:
+            raise CoordinateError(f"rank {shown(rank)} is not in the ranks of {self}; give one of them")
+        return number - self.rank_offset
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={size}" for name, size in zip(self.dim_names, self.shape, strict=True))
+        return f"({sizes} at ranks {self.ranks.start}..{self.ranks.stop - 1})"
+
+
+@frozen
+class View:
+    """A second factorization of a grid's ranks; groups over ``shared_dims`` alone are the grid's own groups."""
+
+    name: str
+    grid: Grid
+    shared_dims: frozenset[str]
+
+
+def make_view(
+    base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Iterable[str] | None
+) -> View:
+    """A view of ``base``, checked.
+
+    Two dims enumerate to the same groups exactly when their sizes and strides agree (or both have size one): the
+    group of a rank is then the same progression on either side. Groups over several shared dims join the groups over
+    each, so they agree as well.
+
+    Raises:
+        ViewError: another number of ranks, no factorization, or a shared dim that is missing on one side or has other
+            groups there.
+    """
+    try:
+        grid = Grid(shape, dim_names, base.rank_offset)
+    except GridShapeError as error:
+        raise ViewError(f"view {name!r} of {base} is not well formed: {error}") from error
+    if grid.size != base.size:
+        raise ViewError(
+            f"view {name!r} {grid} has {grid.size} ranks, "
+            f"but the grid {base} has {base.size}; both must multiply to the same number"
+        )
+    shared = () if shared_dims is None else tuple(shared_dims)
+    if isinstance(shared_dims, str) or len(set(shared)) != len(shared):
+        raise ViewError(f"shared_dims {shared_dims!r} of view {name!r}: give a list that names each dimension once")
+    for dim in shared:
+        if dim not in base.dim_names or dim not in grid.dim_names:
+            raise ViewError(
+                f"shared dimension {dim!r} of view {name!r} must exist in both, but the grid has "
+                f"{list(base.dim_names)} and the view {list(grid.dim_names)}"
+            )
+        sides = [(side.size_of(dim), side.stride_of(dim)) for side in (base, grid)]
+        if sides[0] != sides[1] and not sides[0][0] == sides[1][0] == 1:
+            raise ViewError(
+                f"shared dimension {dim!r} of view {name!r} means different groups: "
+                f"{_groups_text(base, dim)} in the grid, but {_groups_text(grid, dim)} in the view; "
+                f"give it the same size and stride on both sides, or do not share it"
+            )
+    return View(name, grid, frozenset(shared))
+
+
+def _groups_text(side: Grid, dim: str) -> str:
+    groups = side.groups(dim)
+    return f"{groups[:4]}{'...' if len(groups) > 4 else ''} of {side}"
+
+
+def _as_dims(dims: Dims) -> tuple[str, ...]:
+    names = dims_of(dims)
+    if not names:
+        raise UnknownDimensionError("a group varies in at least one dimension, got none")
+    return names
+
+
+@frozen
+class GroupRequest:
+    """The groups that vary in ``dims`` of a grid or, where ``view`` is given, of that view."""
+
+    dims: tuple[str, ...] = field(converter=_as_dims)
+    view: str | None = None
+
+
+class Relation(enum.Enum):
+    """The four relations of two spans of ranks."""
+
+    EQUAL = "equal"
+    DISJOINT = "disjoint"
+    NESTED = "nested"
+    OVERLAPPING = "overlapping"
+
+
+class HasRanks(Protocol):
+    """A grid, as far as its span goes."""
+
+    @property
+    def ranks(self) -> range:
+        """The span: consecutive ranks."""
+        ...
+
+
+def relation(a: HasRanks, b: HasRanks) -> Relation:
+    """EQUAL spans, DISJOINT ones, one NESTED in the other (either way), or OVERLAPPING in part."""
+    if a.ranks == b.ranks:
+        return Relation.EQUAL
+    start, stop = max(a.ranks.start, b.ranks.start), min(a.ranks.stop, b.ranks.stop)
+    if start >= stop:
+        return Relation.DISJOINT
+    if range(start, stop) in (a.ranks, b.ranks):
+        return Relation.NESTED
+    return Relation.OVERLAPPING

@@ -1,0 +1,284 @@
+"""Process groups as data (`GroupSpec`), the one order of their creation, and their creation by members alone.
+
+No torch until a group is created.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.topology.errors import GroupSpecError
+from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
+from pipegrid.topology.rendezvous import meet
+from pipegrid.topology.world import require_default_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+
+def _as_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    # A range has only integers, and a group of a large world has very many.
+    return tuple(ranks) if isinstance(ranks, range) else checked(ranks, tuple[Index, ...], "ranks", GroupSpecError)
+
+
+@frozen(field_transformer=checked_fields(GroupSpecError))
+class GroupSpec:
+    """A process group to create: its global ``ranks`` in group-rank order, and a ``label`` that says what for.
+
+    Specs with the same ranks (in the same order) share one real group, unless ``shared`` is False: lanes and
+    bridges need traffic that nothing else can delay, so each of those has a group of its own, told apart by
+    its label.
+
+    Raises:
+        GroupSpecError: no ranks, a rank twice, a negative rank, or no label.
+    """
+
+    ranks: tuple[int, ...] = field(converter=_as_ranks)
+    label: Name
+    shared: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if not self.ranks:
+            raise GroupSpecError(f"group {self.label!r} has no ranks; a group has at least one member")
+        if min(self.ranks) < 0:
+            raise GroupSpecError(
+                f"group {self.label!r} has the negative rank {min(self.ranks)}; ranks are global, counted from 0"
+            )
+        if len(set(self.ranks)) != len(self.ranks):
+            twice = sorted({rank for rank in self.ranks if self.ranks.count(rank) > 1})
+            raise GroupSpecError(f"group {self.label!r} has the ranks {twice} twice; list every member once")
+
+    @property
+    def order_key(self) -> tuple[tuple[int, ...], tuple[int, ...], bool, str]:
+        """The place of this group in the order of creation: a function of the spec and of nothing else."""
+        return (tuple(sorted(self.ranks)), self.ranks, not self.shared, self.label)
+
+
+def creation_order(specs: Iterable[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """``specs`` without repetition, in the one order in which every rank creates them.
+
+    Creating a group blocks until all its members do so, and only members take part. Such creation cannot
+    deadlock when every rank creates its groups in an order that is a restriction of one total order:
+    suppose some ranks were stuck for ever, and let ``g`` be the smallest group, in that order, at which any
+    rank is stuck. Some member of ``g`` never comes to it, so it is stuck at another group; it has not
+    passed ``g``, and it creates in ascending order, so that other group is smaller than ``g``. But ``g`` was
+    the smallest. Without a common order there is a deadlock of three ranks and three pairs: rank 0 makes
+    {0,1} then {0,2}, rank 1 makes {1,2} then {0,1}, rank 2 makes {0,2} then {1,2}.
+
+    The order compares specs by themselves (ranks, whether shared, label), never by their position in
+    ``specs``, so a rank that knows only its own groups agrees with one that knows all of them.
+    """
+    return tuple(sorted(set(specs), key=lambda spec: spec.order_key))
+
+
+def _duration(value: Any) -> timedelta:
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise ValueError
+    return value
+
+
+Timeout: TypeAlias = Annotated[timedelta, Rule(_duration, "a datetime.timedelta above zero")]
+
+
+@frozen(eq=False, slots=False)
+class GroupOptions:
+    """The options of a group besides its ranks, with all defaults filled in.
+
+    Attributes:
+        backend: of the group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
+        timeout: of the group's operations.
+        creation_timeout: of the creation.
+        pg_options: the backend's options.
+        group_desc: description in torch's logs; None is the group's label.
+    """
+
+    backend: str
+    timeout: timedelta
+    creation_timeout: timedelta
+    pg_options: Any
+    group_desc: str | None
+
+    @cached_property
+    def text(self) -> str:
+        """The options as text: equal on the ranks whose groups have the same options, and only there."""
+        from pipegrid.topology.torch_compat import describe_options
+
+        return f"{self.backend}|{self.timeout}|{describe_options(self.pg_options)}|{self.group_desc}"
+
+
+def group_options(
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    creation_timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> GroupOptions:
+    """The options, with the defaults of the default process group filled in."""
+    require_default_group()
+    from pipegrid.topology import torch_compat as compat
+
+    timeout = checked(timeout, Timeout | None, "timeout", GroupSpecError)
+    creation_timeout = checked(creation_timeout, Timeout | None, "creation_timeout", GroupSpecError)
+    backend = compat.resolve_backend(backend)
+    timeout = compat.resolve_timeout(backend, timeout)
+    return GroupOptions(backend, timeout, creation_timeout or timeout, pg_options, group_desc)
+
+
+def create_groups(
+    specs: Iterable[GroupSpec],
+    *,
+    rank: int | None = None,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    creation_timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> dict[GroupSpec, ProcessGroup]:
+    """Create those groups of ``specs`` that this rank is in; the others cost nothing.
+
+    Every member of a group calls this with an equal spec and equal options; which other specs it gives does not
+    matter, since each rank creates its own ones in `creation_order`. Shared specs with the same ranks get one group.
+    The groups work with every public function of `torch.distributed`, and the group rank of ``spec.ranks[i]`` is
+    ``i``. When this returns, every member has the group: it is connected, and a member may destroy it at once.
+
+    Args:
+        specs: groups, in any order.
+        rank: this process's rank, as a cross-check.
+        backend: as for `torch.distributed.new_group`; None is the default group's.
+        timeout: of the group's operations; None is the backend's default.
+        creation_timeout: of the creation; None is ``timeout``.
+        pg_options: the backend's options; one object serves many groups.
+        group_desc: description in torch's logs; None is each group's label.
+
+    Returns:
+        The specs that this rank is in, in creation order, each with its group.
+
+    Raises:
+        WorldSizeUnknownError: there is no default process group.
+        GroupSpecError: a rank past the world, ``rank`` is not this process's, or no such backend.
+        GroupCreationTimeoutError: some members did not come, or did not connect, before the deadline. The groups
+            that this call had created are destroyed again.
+    """
+    options = group_options(
+        backend=backend,
+        timeout=timeout,
+        creation_timeout=creation_timeout,
+        pg_options=pg_options,
+        group_desc=group_desc,
+    )
+    here, _ = require_default_group()
+    if rank is not None and checked(rank, Index, "rank", GroupSpecError) != here:
+        raise GroupSpecError(
+            f"rank {rank} cannot create groups in the process of rank {here}; each process makes its own"
+        )
+    ordered = creation_order(specs)
+    made = create_each((spec, options) for spec in ordered)
+    return {spec: made[spec, options.text] for spec in ordered if (spec, options.text) in made}
+
+
+def create_each(
+    wanted: Iterable[tuple[GroupSpec, GroupOptions]],
+) -> dict[tuple[GroupSpec, str], ProcessGroup]:
+    """Create this rank's groups of ``wanted``, each with options of its own; keyed by spec and options' text.
+
+    The order is `creation_order` with ties broken by the options, so it is total here as well.
+    """
+    here, world_size = require_default_group()
+    ordered = sorted(wanted, key=lambda item: (item[0].order_key, item[1].text))
+    for spec, _ in ordered:
+        if max(spec.ranks) >= world_size:
+            raise GroupSpecError(
+                f"group {spec.label!r} has rank {max(spec.ranks)}, but the world has {world_size} ranks; "
+                f"start more processes or place the group lower"
+            )
+    made: dict[tuple[GroupSpec, str], ProcessGroup] = {}
+    shared: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
+    try:
+        for spec, options in ordered:
+            if here not in spec.ranks or (spec, options.text) in made:
+                continue
+            group = shared.get((spec.ranks, options.text)) if spec.shared else None
+            if group is None:
+                group = _create(spec, options, here)
+            if spec.shared:
+                shared[spec.ranks, options.text] = group
+            made[spec, options.text] = group
+    except BaseException:
+        destroy_groups(made.values())
+        raise
+    return made
+
+
+def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
+    """Meet the other members, connect, and return when all of them are connected."""
+    from pipegrid.topology import torch_compat as compat
+
+    name = _name(spec, options)
+
+    def meet_members(key: str) -> int:
+        timeout = options.creation_timeout
+        return meet(compat.default_store(), key, ranks=spec.ranks, rank=rank, label=spec.label, timeout=timeout)
+
+    alone = compat.is_fake(options.backend)  # a fake group talks to nobody, and its store cannot count
+    if alone:
+        sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
+    else:
+        sequence = meet_members(name)
+    group = compat.make_group(
+        ranks=spec.ranks,
+        name=f"{name}#{sequence}",
+        backend=options.backend,
+        timeout=options.timeout,
+        creation_timeout=options.creation_timeout,
+        pg_options=options.pg_options,
+        group_desc=options.group_desc or spec.label,
+    )
+    if len(spec.ranks) > 1 and not alone:
+        try:
+            # A member that went on and destroyed the group would cut off those that still connect to it.
+            meet_members(f"{name}#{sequence}/connected")
+        except BaseException:
+            destroy_groups([group])
+            raise
+    return group
+
+
+def _name(spec: GroupSpec, options: GroupOptions) -> str:
+    """The group's name without its sequence number: the same on all members, whatever else they have created."""
+    own = "" if spec.shared else f"/{spec.label}"
+    text = f"{','.join(map(str, spec.ranks))}|{options.text}|{own}"
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return f"pipegrid/{len(spec.ranks)}r{min(spec.ranks)}-{max(spec.ranks)}/{digest}{own}"
+
+
+def destroy_groups(groups: Mapping[GroupSpec, ProcessGroup] | Iterable[ProcessGroup]) -> None:
+    """Destroy each group once, latest first. Groups that no longer exist are left alone."""
+    from pipegrid.topology import torch_compat as compat
+
+    listed = list(groups.values() if isinstance(groups, Mapping) else groups)
+    for group in reversed(listed):
+        compat.destroy(group)
+
+
+def control_store(label: str) -> Store:
+    """A store for what ranks tell each other beside their groups: small keys and values.
+
+    Every rank that gives ``label`` sees the same keys; another label is another key space, so give each attempt of a
+    job its own. The store has a connection of its own: a thread may use it while others wait on the default store.
+
+    Raises:
+        WorldSizeUnknownError: there is no default process group.
+    """
+    require_default_group()
+    from pipegrid.topology import torch_compat as compat
+
+    return compat.own_store(f"pipegrid/control/{checked(label, Name, 'label', GroupSpecError)}")

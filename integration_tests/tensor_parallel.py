@@ -64,10 +64,11 @@ class Block(nn.Module):
         number: of the block in the model.
         width: of x.
         group: the tensor-parallel ranks; None is the unsharded block.
+        device: where the parameters live.
         cut: the input and the output are this rank's part of the sequence.
     """
 
-    def __init__(self, number, width, group=None, *, cut=False):
+    def __init__(self, number, width, group=None, *, device="cpu", cut=False):
         super().__init__()
         self.group, self.cut = group, cut and group is not None
         generator = torch.Generator().manual_seed(number)
@@ -78,7 +79,7 @@ class Block(nn.Module):
         inner = 12
         whole = {"A": drawn(width, inner), "a": drawn(inner), "B": drawn(inner, width), "b": drawn(width)}
         for name, value in whole.items():
-            self.register_parameter(name, nn.Parameter(self.share(name, value).clone()))
+            self.register_parameter(name, nn.Parameter(self.share(name, value).to(device, copy=True)))
 
     def share(self, name, value):
         """This rank's shard of a whole parameter, or of its gradient."""

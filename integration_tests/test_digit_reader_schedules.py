@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,10 +100,10 @@ def options_of(*arguments, dtype="float64"):
     return parse_options([*arguments, "--dtype", dtype, "--batch", "16", "--microbatches", "4", "--deadline", "30"])
 
 
-def difference(options, *, strict):
+def difference(options, device, *, strict):
     """What `--check` measures, and the job it was measured on."""
     samples = Samples(Split.TRAIN, options.seed, load_scans(Split.TRAIN))
-    job = build_job(options, samples, torch.device("cpu"), strict=strict)
+    job = build_job(options, samples, device, strict=strict)
     with contextlib.closing(job.monitor):
         found = first_step_difference(job, samples)
     job.communicator.destroy()
@@ -120,7 +119,7 @@ PLACES = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("place", PLACES)
 def test_every_placement_has_the_gradients_of_one_process(ranks, place):
-    found, job = difference(options_of(*PLACES[place]), strict=True)
+    found, job = difference(options_of(*PLACES[place]), ranks.device, strict=True)
     assert found < 1e-12
     assert has_step_function(job)
 
@@ -153,7 +152,7 @@ SCHEDULES = [
 def test_every_schedule_has_the_gradients_of_one_process(ranks, name, vpp, placement):
     language = {"colocated": "dp=2,pp=2"}.get(placement, "pp=2")
     options = options_of("--schedule", name, "--placement", placement, "--language", f"{language},vpp={vpp}")
-    found, job = difference(options, strict=True)
+    found, job = difference(options, ranks.device, strict=True)
     assert found < 1e-12
     assert not has_step_function(job)
 
@@ -162,7 +161,7 @@ def test_every_schedule_has_the_gradients_of_one_process(ranks, name, vpp, place
 def test_a_gradient_that_is_off_is_noticed(ranks):
     options = options_of("--placement", "mixed", dtype="float32")
     samples = Samples(Split.TRAIN, options.seed, load_scans(Split.TRAIN))
-    job = build_job(options, samples, torch.device("cpu"))
+    job = build_job(options, samples, ranks.device)
     with contextlib.closing(job.monitor):
         assert first_step_difference(job, samples) < 1e-5
         if "signal" in job.modules:  # on ranks 2 and 3 alone; all ranks are told
@@ -179,4 +178,4 @@ def test_a_gradient_that_is_off_is_noticed(ranks):
 def test_every_schedule_on_every_placement(ranks, name, vpp, place, strict):
     language = f"dp=2,pp=2,vpp={vpp}" if "colocated" in place else f"pp=2,vpp={vpp}"
     options = options_of(*PLACES[place], "--schedule", name, "--language", language)
-    assert difference(options, strict=strict)[0] < 1e-12
+    assert difference(options, ranks.device, strict=strict)[0] < 1e-12

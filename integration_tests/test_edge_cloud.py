@@ -49,7 +49,7 @@ def in_one_process():
     return total, modules
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backend="gloo")  # the example's link is emulated on the host
 @pytest.mark.parametrize("schedule", ["u_shape", "1f1b"])
 def test_the_step_has_the_loss_and_the_gradients_of_one_process(schedule):
     job = open_job(dtype=F64, link=Link(delay=0.002, bandwidth=1e9))
@@ -68,7 +68,7 @@ def test_the_step_has_the_loss_and_the_gradients_of_one_process(schedule):
     job.close()
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backend="gloo")  # the example's link is emulated on the host
 def test_nothing_but_activations_gradients_and_shapes_crosses(monkeypatch):
     sent = []
     whole = Lane.isend

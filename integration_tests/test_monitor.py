@@ -29,11 +29,11 @@ class Affine:
     def __init__(self, stage, plan, ranks):
         self.stage, self.ranks = stage, ranks
         self.out = [edge for edge in plan.graph.stage_edges if edge.source == stage]
-        self.weight = torch.ones(1, requires_grad=True)
+        self.weight = torch.ones(1, device=ranks.device, requires_grad=True)
 
     def forward(self, microbatch, inputs):
         self.ranks.reach(f"F{microbatch}")
-        x = sum(inputs.values()) if inputs else torch.ones(3)
+        x = sum(inputs.values()) if inputs else torch.ones(3, device=self.ranks.device)
         y = x * self.weight
         return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
 

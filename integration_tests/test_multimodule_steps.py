@@ -91,10 +91,10 @@ def config_for(job, *, per_token, strict):
 class Stage(nn.Module):
     """A layer over the sum of what arrives; where there are images, the language model has data of its own."""
 
-    def __init__(self, number, config=None):
+    def __init__(self, number, device, config=None):
         super().__init__()
         generator = torch.Generator().manual_seed(number)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device))
         self.config = config
         self.received = {}
 
@@ -108,15 +108,15 @@ class Stage(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
-def data(step, microbatch, name, rows=BATCH):
+def data(step, microbatch, name, device, rows=BATCH):
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + len(name))
-    return torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64).to(device)
 
 
-def tokens(step, microbatch):
+def tokens(step, microbatch, device):
     """Which tokens count: more in some microbatches and lanes than in others."""
     generator = torch.Generator().manual_seed(5000 + 100 * step + microbatch)
-    return torch.randint(0, 2, (BATCH, LENGTH), generator=generator)
+    return torch.randint(0, 2, (BATCH, LENGTH), generator=generator).to(device)
 
 
 def loss_of(output, counted, *, per_token):
@@ -130,42 +130,42 @@ def descend(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def in_one_process(job, graph, *, per_token):
+def in_one_process(job, graph, device, *, per_token):
     """The weights of all stages after the steps."""
-    stages = [Stage(number) for number in range(graph.num_stages)]
+    stages = [Stage(number, device) for number in range(graph.num_stages)]
     trained = [s.weight for n, s in enumerate(stages) if graph.module_of(n)[0] not in job.frozen]
     optimizer = descend(trained)
     for step in range(STEPS):
         optimizer.zero_grad()
-        counted = len(graph.sinks) * sum(tokens(step, m).sum() for m in range(MICROBATCHES))
+        counted = len(graph.sinks) * sum(tokens(step, m, device).sum() for m in range(MICROBATCHES))
         total = counted if per_token else MICROBATCHES
         for m in range(MICROBATCHES):
             made = {}
             for number, stage in enumerate(stages):
                 arrived = [made[edge.source] for edge in graph.stage_edges if edge.destination == number]
-                made[number] = stage([*own_data(job, graph, number, step, m), *arrived])
+                made[number] = stage([*own_data(job, graph, number, step, m, device), *arrived])
                 if graph.module_of(number)[0] in job.frozen:
                     made[number] = made[number].detach()
             for name in graph.sinks:
-                loss = loss_of(made[graph.stage(name, -1)], tokens(step, m), per_token=per_token)[0]
+                loss = loss_of(made[graph.stage(name, -1)], tokens(step, m, device), per_token=per_token)[0]
                 (loss / total).backward(retain_graph=True)
         optimizer.step()
     return [stage.weight.detach() for stage in stages]
 
 
-def own_data(job, graph, number, step, m):
+def own_data(job, graph, number, step, m, device):
     """What a stage reads by itself, for the whole batch."""
     name, index = graph.module_of(number)
     if index:
         return []
     if name in graph.sources:
-        return [data(step, m, name, rows=sum(job.images[m])) if job.images else data(step, m, name)]
-    return [data(step, m, "text")] if job.images else []
+        return [data(step, m, name, device, rows=sum(job.images[m]) if job.images else BATCH)]
+    return [data(step, m, "text", device)] if job.images else []
 
 
-def share(job, graph, number, step, m, grid):
+def share(job, graph, number, step, m, grid, device):
     """What this rank reads of `own_data`."""
-    for whole in own_data(job, graph, number, step, m):
+    for whole in own_data(job, graph, number, step, m, device):
         if len(whole) == BATCH:
             lane = lane_samples(BATCH, grid)
             yield whole[lane.start : lane.stop]
@@ -174,13 +174,13 @@ def share(job, graph, number, step, m, grid):
             yield whole.split(job.images[m])[mine]
 
 
-def step_of(job, comm, grids, step, *, per_token):
+def step_of(job, comm, grids, step, device, *, per_token):
     """The forward step function of every stage of this rank."""
 
     def forward_step(microbatches, model):
         m = next(microbatches)
         name, _ = comm.graph.module_of(model.number)
-        own = list(share(job, comm.graph, model.number, step, m, grids[name]))
+        own = list(share(job, comm.graph, model.number, step, m, grids[name], device))
         arrived = [*own, *model.received.values()]
         if len(arrived) == 1 and len(arrived[0]) == 0:
             return {name: arrived[0]}, None  # nothing to do for this microbatch
@@ -188,12 +188,13 @@ def step_of(job, comm, grids, step, *, per_token):
         if any(edge.source == model.number for edge in comm.graph.stage_edges):
             return {name: output}, None
         lane = lane_samples(BATCH, grids[name])
-        return output, lambda y: loss_of(y, tokens(step, m)[lane.start : lane.stop], per_token=per_token)
+        counted = tokens(step, m, device)[lane.start : lane.stop]
+        return output, lambda y: loss_of(y, counted, per_token=per_token)
 
     return forward_step
 
 
-def train(job, *, per_token, strict):
+def train(job, device, *, per_token, strict):
     """Three steps on this rank's stages; the communicator, and the stages."""
     grids = {}
     for name, (offset, dims) in job.places.items():
@@ -214,12 +215,12 @@ def train(job, *, per_token, strict):
     verify(plan, lanes="shared")
     models = {}
     for number in comm.stages:
-        stage = models[comm.graph.module_of(number)[0]] = Stage(number, config)
+        stage = models[comm.graph.module_of(number)[0]] = Stage(number, device, config)
         stage.number = number
     optimizers = [descend(model.parameters()) for model in models.values()]
     for step in range(STEPS):
         forward_backward_pipelining_without_interleaving(
-            forward_step_func=step_of(job, comm, grids, step, per_token=per_token),
+            forward_step_func=step_of(job, comm, grids, step, device, per_token=per_token),
             data_iterator={name: iter(range(MICROBATCHES)) for name in models},
             model=models if len(models) > 1 else next(iter(models.values())),
             num_microbatches=MICROBATCHES,
@@ -234,12 +235,12 @@ def train(job, *, per_token, strict):
     return comm, models
 
 
-def check(job, *, per_token, strict):
-    comm, models = train(job, per_token=per_token, strict=strict)
-    expected = in_one_process(job, comm.graph, per_token=per_token)
+def check(job, device, *, per_token, strict):
+    comm, models = train(job, device, per_token=per_token, strict=strict)
+    expected = in_one_process(job, comm.graph, device, per_token=per_token)
     for name, model in models.items():
         assert torch.allclose(model.weight.detach(), expected[model.number], rtol=1e-10, atol=1e-13)
-        moved = not torch.equal(model.weight.detach(), Stage(model.number).weight.detach())
+        moved = not torch.equal(model.weight.detach(), Stage(model.number, device).weight.detach())
         assert moved == (name not in job.frozen)
     comm.destroy()
 
@@ -252,17 +253,17 @@ def cases(names):
 
 
 @pytest.mark.parametrize("job", cases(JOBS))
-def test_weights_after_three_steps_of_a_mean_loss(job):
-    check(JOBS[job], per_token=False, strict=True)
+def test_weights_after_three_steps_of_a_mean_loss(ranks, job):
+    check(JOBS[job], ranks.device, per_token=False, strict=True)
 
 
 @pytest.mark.parametrize("job", cases(TOKENS))
-def test_weights_after_three_steps_of_a_token_weighted_loss(job):
-    check(JOBS[job], per_token=True, strict=True)
+def test_weights_after_three_steps_of_a_token_weighted_loss(ranks, job):
+    check(JOBS[job], ranks.device, per_token=True, strict=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 @pytest.mark.parametrize("job", cases(JOBS))
-def test_weights_after_three_steps_where_sends_are_buffered_and_outputs_freed(job, per_token):
-    check(JOBS[job], per_token=per_token, strict=False)
+def test_weights_after_three_steps_where_sends_are_buffered_and_outputs_freed(ranks, job, per_token):
+    check(JOBS[job], ranks.device, per_token=per_token, strict=False)

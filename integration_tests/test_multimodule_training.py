@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,10 +89,10 @@ JOBS = {
 class Scale:
     """A stage: the sum of its inputs times one parameter; at a sink the loss is the sum of squares."""
 
-    def __init__(self, stage, graph, batch):
+    def __init__(self, stage, graph, batch, device):
         self.stage, self.graph, self.batch = stage, graph, batch
         self.name, _ = graph.module_of(stage)
-        self.weight = torch.tensor(1.0 + 0.1 * stage, dtype=torch.float64, requires_grad=True)
+        self.weight = torch.tensor(1.0 + 0.1 * stage, dtype=torch.float64, device=device, requires_grad=True)
 
     def forward(self, microbatch, inputs):
         x = sum(inputs.values()) if inputs else self.batch(microbatch, self.name)
@@ -104,14 +106,15 @@ class Scale:
         self.weight.grad = None
 
 
-def whole_batch(microbatch, name):
+def whole_batch(microbatch, name, device):
     generator = torch.Generator().manual_seed(100 * microbatch + sum(map(ord, name)))
-    return torch.randn(4, 2, 3, generator=generator, dtype=torch.float64)
+    return torch.randn(4, 2, 3, generator=generator, dtype=torch.float64).to(device)
 
 
-def in_one_process(graph):
+def in_one_process(graph, device):
     """The weights of all stages after the steps."""
-    stages = [Scale(stage, graph, whole_batch) for stage in range(graph.num_stages)]
+    batch = partial(whole_batch, device=device)
+    stages = [Scale(stage, graph, batch, device) for stage in range(graph.num_stages)]
     for _ in range(STEPS):
         for microbatch in range(MICROBATCHES):
             arrived, losses = {}, []
@@ -143,7 +146,7 @@ SHARED = [
         for strict in (False, True)
     ],
 )
-def test_weights_after_three_steps_are_those_of_one_process(job, strict):
+def test_weights_after_three_steps_are_those_of_one_process(ranks, job, strict):
     _, places, flow, *chunks = JOBS[job]
     grids = {
         name: HyperCommGrid(list(dims.values()), list(dims), rank_offset=offset)
@@ -167,9 +170,9 @@ def test_weights_after_three_steps_are_those_of_one_process(job, strict):
         return grids[name].coords(comm.rank).get("dp", 0)
 
     def share(microbatch, name):
-        return whole_batch(microbatch, name).chunk(places[name][1].get("dp", 1), 0)[lane_of(name)]
+        return whole_batch(microbatch, name, ranks.device).chunk(places[name][1].get("dp", 1), 0)[lane_of(name)]
 
-    stages = {number: Scale(number, comm.graph, share) for number in comm.stages}
+    stages = {number: Scale(number, comm.graph, share, ranks.device) for number in comm.stages}
     runtime = PipelineRuntime(plan, stages, comm)
     runtime.eval()
     for _ in range(STEPS):
@@ -181,7 +184,7 @@ def test_weights_after_three_steps_are_those_of_one_process(job, strict):
         by_lane = {key: gradient for held in every for key, gradient in held.items()}
         for number, stage in stages.items():
             stage.descend(sum(gradient for (s, _), gradient in by_lane.items() if s == number))
-    expected = in_one_process(comm.graph)
+    expected = in_one_process(comm.graph, ranks.device)
     for number, stage in stages.items():
         assert float(stage.weight.detach()) == pytest.approx(expected[number], rel=1e-12)
     comm.destroy()
@@ -190,7 +193,7 @@ def test_weights_after_three_steps_are_those_of_one_process(job, strict):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("places", [(0, 1, 0, 1), (0, 1, 1, 0)], ids=["round and round", "down and back up"])
-def test_chunks_inside_of_a_module_with_backwards_in_halves(places, strict):
+def test_chunks_inside_of_a_module_with_backwards_in_halves(ranks, places, strict):
     grids = {"enc": HyperCommGrid([1], ["dp"]), "llm": HyperCommGrid([2], ["pp"], rank_offset=1)}
     config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict)
     comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": []}, config, stage_placement={"llm": places})
@@ -204,13 +207,14 @@ def test_chunks_inside_of_a_module_with_backwards_in_halves(places, strict):
         )
     )
     assert any(action.kind is ActionKind.W for action in plan.actions(comm.rank))
-    stages = {number: Scale(number, comm.graph, whole_batch) for number in comm.stages}
+    batch = partial(whole_batch, device=ranks.device)
+    stages = {number: Scale(number, comm.graph, batch, ranks.device) for number in comm.stages}
     runtime = PipelineRuntime(plan, stages, comm)
     for _ in range(STEPS):
         runtime.step()
         for stage in stages.values():
             stage.descend(stage.weight.grad)
-    expected = in_one_process(comm.graph)
+    expected = in_one_process(comm.graph, ranks.device)
     for number, stage in stages.items():
         assert float(stage.weight.detach()) == pytest.approx(expected[number], rel=1e-12)
     comm.destroy()

@@ -14,15 +14,15 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_sample
 MICROBATCHES, BATCH, WIDTH = 3, 4, 5
 
 
-def layer(seed):
+def layer(seed, device):
     torch.manual_seed(seed)
-    return nn.Linear(WIDTH, WIDTH).double()
+    return nn.Linear(WIDTH, WIDTH).double().to(device)
 
 
 class Stage(nn.Module):
-    def __init__(self, seed, config):
+    def __init__(self, seed, device, config):
         super().__init__()
-        self.layer = layer(seed)
+        self.layer = layer(seed, device)
         self.config = config
         self.received = {}
 
@@ -33,13 +33,14 @@ class Stage(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-def microbatch(index):
-    return torch.randn(BATCH, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+def microbatch(index, device):
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(BATCH, 2, WIDTH, dtype=torch.float64, generator=generator).to(device)
 
 
-def weights(index):
+def weights(index, device):
     """Tokens that count, per sample: uneven between microbatches and lanes."""
-    return torch.randint(0, 2, (BATCH, 2), generator=torch.Generator().manual_seed(50 + index))
+    return torch.randint(0, 2, (BATCH, 2), generator=torch.Generator().manual_seed(50 + index)).to(device)
 
 
 def loss_of(output, counted, *, per_token):
@@ -64,14 +65,14 @@ def test_gradients_and_norm_are_those_of_one_process(ranks, lanes, per_token):
         grid.create_pg("dp")
     groups = ProcessGroupCollection.from_grid(grids[name])
     communicator = MultiModulePipelineCommunicator(grids, {"images": ["language"]}, config)
-    stage = Stage(["images", "language"].index(name), config)
+    stage = Stage(["images", "language"].index(name), ranks.device, config)
     share = lane_samples(BATCH, grids[name])
 
     def step(indices, model):
         index = next(indices)
         if name == "images":
-            return {"images": model(microbatch(index)[share.start : share.stop])}, None
-        counted = weights(index)[share.start : share.stop]
+            return {"images": model(microbatch(index, ranks.device)[share.start : share.stop])}, None
+        counted = weights(index, ranks.device)[share.start : share.stop]
         return model(model.received["images"]), lambda output: loss_of(output, counted, per_token=per_token)
 
     forward_backward_pipelining_without_interleaving(
@@ -84,11 +85,11 @@ def test_gradients_and_norm_are_those_of_one_process(ranks, lanes, per_token):
         p2p_communicator=communicator,
         pg_collection=groups,
     )
-    reference = [layer(0), layer(1)]
-    tokens = sum(weights(index).sum() for index in range(MICROBATCHES))
+    reference = [layer(0, ranks.device), layer(1, ranks.device)]
+    tokens = sum(weights(index, ranks.device).sum() for index in range(MICROBATCHES))
     for index in range(MICROBATCHES):
-        output = torch.tanh(reference[1](torch.tanh(reference[0](microbatch(index)))))
-        loss = loss_of(output, weights(index), per_token=per_token)[0]
+        output = torch.tanh(reference[1](torch.tanh(reference[0](microbatch(index, ranks.device)))))
+        loss = loss_of(output, weights(index, ranks.device), per_token=per_token)[0]
         (loss / (tokens if per_token else MICROBATCHES)).backward()
     expected = reference[["images", "language"].index(name)]
     for ours, theirs in zip(stage.layer.parameters(), expected.parameters(), strict=True):

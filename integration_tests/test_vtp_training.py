@@ -54,22 +54,22 @@ def jobs():
             yield pytest.param(sizes, options, strict, marks=marks, id=f"{sizes} {options} strict={strict}")
 
 
-def microbatch(index, replica):
+def microbatch(index, replica, device):
     """A microbatch of one replica, the same on every rank."""
     generator = torch.Generator().manual_seed(1000 * replica + index)
-    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)
 
 
 def loss_of(y):
     return (y**2).sum() / (MICROBATCHES * SHAPE[0] * SHAPE[1] * WIDTH)
 
 
-def in_one_process(num_stages, replica=0):
+def in_one_process(num_stages, device, replica=0):
     """The losses of all microbatches, and the whole blocks with their gradients."""
-    blocks = [Block(stage, WIDTH) for stage in range(num_stages)]
+    blocks = [Block(stage, WIDTH, device=device) for stage in range(num_stages)]
     losses = []
     for index in range(MICROBATCHES):
-        loss = loss_of(nn.Sequential(*blocks)(microbatch(index, replica)))
+        loss = loss_of(nn.Sequential(*blocks)(microbatch(index, replica, device)))
         loss.backward()
         losses.append(loss.item())
     return losses, blocks
@@ -78,18 +78,18 @@ def in_one_process(num_stages, replica=0):
 class TPStage:
     """A plan stage: one block, and the loss on the last one."""
 
-    def __init__(self, stage, comm, group):
-        self.stage, self.comm = stage, comm
+    def __init__(self, stage, comm, group, device):
+        self.stage, self.comm, self.device = stage, comm, device
         held = comm.topology.replica(comm.replica)[comm.stage]
         self.cut, self.group = held.parts > 1, group
-        self.block = Block(stage, WIDTH, group, cut=self.cut)
+        self.block = Block(stage, WIDTH, group, device=device, cut=self.cut)
         self.outgoing = [edge for edge in comm.graph.stage_edges if edge.source == stage]
         self.losses = []
 
     def forward(self, index, inputs):
         x = next(iter(inputs.values()), None)
         if x is None:
-            x = microbatch(index, self.comm.replica)
+            x = microbatch(index, self.comm.replica, self.device)
             if self.cut:
                 x = x.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
         y = self.block(x)
@@ -115,18 +115,18 @@ def difference(found, expected, scale):
 
 
 @pytest.mark.parametrize(("sizes", "options", "strict"), list(jobs()))
-def test_loss_and_every_gradient_are_those_of_one_process(sizes, options, strict):
+def test_loss_and_every_gradient_are_those_of_one_process(ranks, sizes, options, strict):
     topology = VTPTopology(sizes, **options, sequence_length=SHAPE[0])
     config = P2PConfig(pipeline_dtype=torch.float64, strict=strict, deadline=60.0, open_deadline=60.0)
     comm = VTPCommunicator(topology, config)
     plan = lower(multi_module_1f1b(comm.graph, MICROBATCHES, placement=topology.placement))
     verify(plan)
     group = tp_group(comm)
-    stages = {stage: TPStage(stage, comm, group) for stage in comm.stages}
+    stages = {stage: TPStage(stage, comm, group, ranks.device) for stage in comm.stages}
     runtime = PipelineRuntime(plan, stages, comm)
     runtime.eval()
     runtime.step()
-    losses, blocks = in_one_process(topology.num_plan_stages, comm.replica)
+    losses, blocks = in_one_process(topology.num_plan_stages, ranks.device, comm.replica)
     gradients = [parameter.grad for block in blocks for parameter in block.parameters()]
     scale = 1e-3 * float(sum(g.norm() ** 2 for g in gradients)) ** 0.5 / len(gradients) ** 0.5
     for stage, held in stages.items():
@@ -155,7 +155,7 @@ class Model(nn.Module):
 
 def step(iterator, model):
     x = model.received[0]
-    return model.block(microbatch(next(iterator), 0) if x is None else x), loss_func
+    return model.block(microbatch(next(iterator), 0, model.block.b.device) if x is None else x), loss_func
 
 
 def loss_func(y):
@@ -164,11 +164,11 @@ def loss_func(y):
 
 
 @pytest.mark.ranks(3)
-def test_the_step_function_of_the_seeds_runs_over_it():
+def test_the_step_function_of_the_seeds_runs_over_it(ranks):
     layout = PipelineParallelLayerLayout.from_str("Et|tL", 2)
     config = PipelineConfig(pipeline_dtype=torch.float64)
     comm = VTPCommunicator(VTPTopology([1, 2], layout=layout), config)
-    model = Model(Block(comm.stage, WIDTH, tp_group(comm)), config)
+    model = Model(Block(comm.stage, WIDTH, tp_group(comm), device=ranks.device), config)
     arguments = {
         "forward_step_func": step,
         "model": model,
@@ -181,7 +181,7 @@ def test_the_step_function_of_the_seeds_runs_over_it():
         data_iterator=iter(range(MICROBATCHES)), forward_only=True, **arguments
     )
     infos = forward_backward_pipelining_without_interleaving(data_iterator=iter(range(MICROBATCHES)), **arguments)
-    losses, blocks = in_one_process(2)
+    losses, blocks = in_one_process(2, ranks.device)
     assert infos == evaluated
     if comm.stage == 1:
         assert [info["loss"] for info in infos] == pytest.approx([MICROBATCHES * loss for loss in losses], rel=1e-10)

@@ -97,25 +97,43 @@ def sizes_for(src, dst, kind):
     return Sizes((0, 16, 4), axes=axis_names(3))
 
 
+def blocks(samples, lanes):
+    """Ends of consecutive blocks, dealt out one sample after another: the first lanes have one more."""
+    sizes = [0] * lanes
+    for sample in range(samples):
+        sizes[sample % lanes] += 1
+    return list(itertools.accumulate(sizes))
+
+
 def lane_ends(src, dst, sizes):
-    """Per lane of the destination, the sample after its last: each source lane is cut where equal lanes would be."""
+    """Per lane of the destination, the sample after its last.
+
+    The blocks of the whole batch, where the source lanes are its blocks, too. Else each source lane is cut as the
+    blocks of a batch would be in which all source lanes are like it, and nothing crosses from one into the next.
+    """
     if sizes.dst_lanes is not None:
         return list(itertools.accumulate(sizes.dst_lanes))
-    lanes = source_lanes(src, sizes)
-    starts = [0, *itertools.accumulate(lanes)]
-    ends = []
-    for lane in range(1, dst.num_lanes + 1):
-        whole, part = divmod(lane * src.num_lanes, dst.num_lanes)
-        ends.append(starts[whole] + (lanes[whole] * part // dst.num_lanes if part else 0))
-    return ends
+    lanes, a, b = source_lanes(src, sizes), src.num_lanes, dst.num_lanes
+    ends = list(itertools.accumulate(lanes))
+    if ends == blocks(sum(lanes), a):
+        return blocks(sum(lanes), b)
+    found = []
+    for lane in range(1, b + 1):
+        whole, part = divmod(lane * a, b)
+        start = ends[whole - 1] if whole else 0
+        found.append(start)
+        if part:
+            samples = range(whole * lanes[whole], (whole + 1) * lanes[whole])
+            found[-1] += sum(sample < blocks(a * lanes[whole], b)[lane - 1] for sample in samples)
+    return found
 
 
 def source_lanes(src, sizes):
-    """Samples of each source lane; equal ones, unless given."""
+    """Samples of each source lane; blocks of the batch, unless given."""
     if sizes.src_lanes is not None:
         return sizes.src_lanes
     samples = sizes.shape[0] if sizes.samples is None else len(sizes.samples)
-    return [samples // src.num_lanes] * src.num_lanes
+    return [stop - start for start, stop in itertools.pairwise([0, *blocks(samples, src.num_lanes)])]
 
 
 def parts_of(side, axis):

@@ -23,6 +23,7 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, plan_reshard
+from pipegrid.topology import HyperCommGrid, lane_samples
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PPayloadError, P2PTimeoutError
 from pipegrid.transport.opening import open_lanes
@@ -128,7 +129,7 @@ def test_activations_and_gradients_arrive_bit_for_bit(name):
         bridge = BridgeCommunicator(
             src, dst, strategy=strategy, leader_below=600, config=CONFIG, label=strategy, **keywords
         )
-        plan = plan_reshard(bridge.src, bridge.dst, Sizes((6, 8, 6), axes=bridge.axes))
+        plan = plan_reshard(bridge.src, bridge.dst, Sizes((12, 4, 6), axes=bridge.axes))
         for microbatch in range(3):
             if bridge.is_source or bridge.is_destination:
                 round_trip(bridge, plan, seed=10 * microbatch)
@@ -173,6 +174,55 @@ def test_declared_lanes_share_in_proportion():
     bridge = whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 2))
     plan = plan_reshard(bridge.src, bridge.dst, Sizes((8, 2, 3), axes=bridge.axes, src_lanes=(6, 2), dst_lanes=(4, 4)))
     round_trip(bridge, plan, seed=1)
+    bridge.destroy()
+
+
+@pytest.mark.ranks(6)
+def test_lanes_have_the_samples_that_lane_samples_says():
+    src, dst = grid(dp=2), grid(2, dp=4)
+    rank, mine = torch.distributed.get_rank(), {}
+    bridge = whole_world(src, dst)
+    if bridge.is_source:  # of 10 samples lane 1 has 3 to 6, and so from both source lanes
+        with pytest.raises(LaneTotalsError, match=r"a batch of 10.*\(3, 3, 2, 2\).*src_lanes=\(5, 5\) and dest_lanes"):
+            bridge.send_forward(torch.zeros(5, 1, 1))
+    bridge.destroy()
+    for batch, lanes in ((10, {"src_lanes": (5, 5), "dest_lanes": (3, 3, 2, 2)}), (5, {"src_lanes": (3, 2)}), (8, {})):
+        bridge = whole_world(src, dst, label=str(batch), **lanes)
+        x = torch.arange(batch).float().view(-1, 1, 1)
+        if bridge.is_source:
+            bridge.send_forward(x[list(lane_samples(batch, HyperCommGrid([2], ["dp"], world_size=6)))])
+        if bridge.is_destination:
+            mine = lane_samples(batch, HyperCommGrid([4], ["dp"], 2, world_size=6))
+            assert torch.equal(bridge.recv_forward(), x[list(mine)]), (rank, batch)
+        bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_declared_shape_is_checked_on_the_sender():
+    bridge = whole_world(grid(cp=2), grid(dp=2), shape=(None, 16, 4), shapes="variable", label="whole")
+    bridge.isend_forward(torch.zeros(2, 8, 4))
+    bridge.recv_forward()
+    with pytest.raises(ShapeError, match=r"shape \(2, 9, 4\), which is 18 on axis 1 over .*declares \(None, 16, 4\)"):
+        bridge.isend_forward(torch.zeros(2, 9, 4))
+    with pytest.raises(ShapeError, match=r"32 on axis 1"):
+        bridge.isend_forward(torch.zeros(2, 16, 4))
+    bridge.destroy()
+    bridge = whole_world(grid(dp=2), grid(dp=2), shape=(4, 16, 4), label="batch")
+    with pytest.raises(ShapeError, match=r"shape \(3, 16, 4\), which is 6 on axis 0"):
+        bridge.isend_forward(torch.zeros(3, 16, 4))
+    bridge.destroy()
+    with pytest.raises(ShapeError, match=r"declares shape \(16, 4\) of 2 axes.*tensor_ndim=3"):
+        whole_world(grid(dp=2), grid(dp=2), shape=(16, 4), label="axes")
+
+
+@pytest.mark.ranks(3)
+def test_fixed_shapes_can_be_renewed():
+    bridge = whole_world(grid(dp=2), grid(2, dp=1))
+    for batch, dtype in ((2, torch.float32), (3, torch.float64)):
+        for _ in range(2):
+            plan = plan_reshard(bridge.src, bridge.dst, Sizes((2 * batch, 4, 2), axes=bridge.axes))
+            round_trip(bridge, plan, seed=batch, dtype=dtype)
+        bridge.renew_shapes()
     bridge.destroy()
 
 

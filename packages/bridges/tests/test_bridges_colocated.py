@@ -185,5 +185,7 @@ def test_layouts_that_are_refused():
         ColocatedBridgeCommunicator(grid(ep=2), grid(dp=2))
     with pytest.raises(BridgeError, match=r"on ranks 0\.\.1, the destination on 0\.\.0"):
         ColocatedBridgeCommunicator(grid(dp=2), grid(dp=1))
+    with pytest.raises(BridgeError, match=r"the source has pp 2.*use a source with pp 1"):
+        ColocatedBridgeCommunicator(grid(pp=2), grid(tp=2))
     with pytest.raises(BridgeError, match="no batch axis"):
         ColocatedBridgeCommunicator(grid(dp=2), grid(dp=2), dim_mapping={"h": 1})

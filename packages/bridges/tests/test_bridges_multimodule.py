@@ -198,6 +198,34 @@ def test_the_gradient_of_the_graph_is_that_of_one_process(job):
         comm.recv_forward()
 
 
+@pytest.mark.ranks(3)
+def test_shapes_can_be_renewed_between_two_steps():
+    grids = {"a": grid(dp=1), "b": grid(1, pp=2)}
+    comm = make(grids, {"a": ["b"], "b": []})
+    for rows in (2, 3):
+        for edge in (Edge(0, 1), Edge(1, 2)):
+            if edge.source in comm.stages:
+                comm.isend(torch.ones(rows, 2, 2), edge=edge, direction=F).wait()
+            if edge.destination in comm.stages:
+                assert comm.irecv(edge=edge, direction=F).result().shape == (rows, 2, 2)
+        comm.renew_shapes()
+    comm.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_an_edge_declares_its_shape():
+    grids = {"a": grid(dp=1), "b": grid(1, dp=1)}
+    edges = {("a", "b"): EdgeOptions(shape=(None, 16, 64))}
+    comm = make(grids, {"a": ["b"], "b": []}, edges=edges)
+    if comm.rank == 0:
+        with pytest.raises(ShapeError, match=r"bridge a>b: rank 0 sends shape \(2, 17, 64\), which is 17 on axis 1"):
+            comm.isend(torch.zeros(2, 17, 64), edge=Edge(0, 1), direction=F)
+        comm.isend(torch.zeros(2, 16, 64), edge=Edge(0, 1), direction=F).wait()
+    else:
+        assert comm.irecv(edge=Edge(0, 1), direction=F).result().shape == (2, 16, 64)
+    comm.destroy()
+
+
 @pytest.mark.ranks(5)
 def test_where_each_rank_stands():
     grids = {"image": grid(0, pp=2), "audio": grid(2), "llm": grid(3, pp=2)}
@@ -406,7 +434,7 @@ def test_a_collective_is_the_bridge_of_all_ranks_at_once():
         sending.wait()
         _, receiving = comm.collective(2 * whole.detach(), edge=Edge(0, 1), direction=B)
         assert torch.equal(receiving.result(), 2 * mine)
-    with pytest.raises(StageError, match=r"no collective to take part in: edge 0>2"):
+    with pytest.raises(StageError, match=r"there is no edge 0>2"):
         comm.collective(mine, edge=Edge(0, 2), direction=F)
     comm.destroy()
 

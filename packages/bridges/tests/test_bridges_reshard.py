@@ -27,6 +27,7 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.reshard.box import shares
 from pipegrid.bridges.reshard.cuts import local_shape
+from pipegrid.topology import HyperCommGrid, lane_samples, lane_sizes
 
 BSH = axis_names(3)
 
@@ -319,6 +320,30 @@ def test_packed_lanes_are_cut_between_samples():
     src, dst = boundary_side(grid(dp=1), "source"), boundary_side(grid(1, dp=2), "destination")
     plan = plan_reshard(src, dst, Sizes((12, 4), axes=axis_names(2), samples=(1, 7, 4, 0)))
     assert [plan.destination_shape(rank) for rank in dst.ranks] == [(8, 4), (4, 4)]
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["tp", "cp"]))
+def test_destination_lanes_have_the_samples_that_lane_samples_says(batch, a, b, copies):
+    src, dst = grid(**{copies: 2}, dp=a), grid(2 * a, **{copies: 2}, dp=b)
+    sizes = Sizes((batch, 4, 2), axes=BSH, src_lanes=lane_sizes(batch, a))
+    plan = plan_reshard(boundary_side(src, "source"), boundary_side(dst, "destination"), sizes)
+    check_plan(plan)
+    real = HyperCommGrid([2, b], [copies, "dp"], 2 * a, world_size=2 * (a + b))
+    for rank in real.ranks:
+        samples = lane_samples(batch, real, rank)
+        rows = [row for start, stop in plan.destination_spans(rank)[0] for row in range(start, stop)]
+        assert rows == list(samples)
+    crossing = sum(plan.bytes_sent(rank) for rank in plan.src.ranks)
+    assert crossing == batch * 4 * 2 * plan.itemsize  # each byte once
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 9))
+def test_lanes_cut_by_themselves_use_the_routes_of_the_sides(lanes, b):
+    src = boundary_side(grid(dp=len(lanes)), "source")
+    dst = boundary_side(grid(len(lanes), dp=b), "destination")
+    plan = plan_reshard(src, dst, Sizes((sum(lanes), 2, 2), axes=BSH, src_lanes=lanes, cut="lane"))
+    check_plan(plan)
+    assert set(plan.transfers) <= set(routes(src, dst, BSH))
 
 
 def test_lane_weights_move_the_cut():

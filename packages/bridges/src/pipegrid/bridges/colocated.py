@@ -22,6 +22,7 @@ from pipegrid.bridges.reshard import (
     as_axis_of,
     axis_names,
     boundary_side,
+    dim_size,
     plan_reshard,
     ranks_of,
 )
@@ -83,7 +84,7 @@ class ColocatedBridgeCommunicator:
         timeout: of the groups; a ``timedelta``, None is the backend's default.
 
     Raises:
-        BridgeError: the grids hold different ranks, or have a dim beside tp, cp, dp and pp.
+        BridgeError: the grids hold different ranks, have a dim beside tp, cp, dp and pp, or the source is pipelined.
     """
 
     def __init__(
@@ -132,6 +133,12 @@ class ColocatedBridgeCommunicator:
                         f"{list(KNOWN_DIMS)} only and will not guess what {dim!r} holds; use a grid (or base view) "
                         f"without it, or a BridgeCommunicator with placements"
                     )
+        if dim_size(self.src_grid, "pp") > 1:
+            raise BridgeError(
+                f"colocated bridge {names}: the source has pp {dim_size(self.src_grid, 'pp')}, but every rank gives a "
+                f"tensor and the ranks outside of a source's last stage have none; use a source with pp 1, or a "
+                f"BridgeCommunicator, which leads from the last stage"
+            )
         src, dst = ranks_of(self.src_grid), ranks_of(self.dest_grid)
         if src != dst:
             raise BridgeError(

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.bridges.bridge.wiring import BridgeWiring, with_lanes
 from pipegrid.bridges.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config
+    from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config, renew_lanes
     from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
 
-__all__ = ["BridgeCommunicator", "BridgeReceive", "BridgeSend", "BridgeWiring", "lane_config"]
+__all__ = [
+    "BridgeCommunicator",
+    "BridgeReceive",
+    "BridgeSend",
+    "BridgeWiring",
+    "lane_config",
+    "renew_lanes",
+    "with_lanes",
+]
 
 __getattr__ = lazy_names(
     __name__,
@@ -20,5 +28,6 @@ __getattr__ = lazy_names(
         "BridgeReceive": "receive",
         "BridgeSend": "receive",
         "lane_config": "communicator",
+        "renew_lanes": "communicator",
     },
 )

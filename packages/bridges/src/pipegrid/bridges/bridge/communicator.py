@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
 from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
-from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, check_lanes, group_spec
+from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.checks import as_flag, as_integers, as_text, shown
 from pipegrid.bridges.errors import (
     BridgeError,
@@ -74,10 +74,12 @@ class BridgeCommunicator:
         src_module_name: for labels and messages.
         dest_module_name: for labels and messages.
         tensor_ndim: axes of the tensor.
+        shape: extents of the whole tensor, over all ranks of the source; None where an extent may change.
         src_placements: what each dim of the source grid does with the tensor, see `boundary_side`.
         dest_placements: the same for the destination.
-        src_lanes: samples per source lane where lanes are uneven, in proportion.
-        dest_lanes: samples per destination lane where lanes are uneven, in proportion.
+        src_lanes: samples of each source lane per microbatch, where lanes are not equal.
+        dest_lanes: samples of each destination lane per microbatch; by default those of
+            `pipegrid.topology.lane_sizes`, where ``src_lanes`` are declared.
         strategy: see `plan_reshard`.
         leader_below: bytes below which ``"auto"`` uses a leader, where no links are given.
         links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
@@ -109,6 +111,7 @@ class BridgeCommunicator:
         dest_module_name: str | None = None,
         tensor_ndim: int = 3,
         *,
+        shape: Sequence[int | None] | None = None,
         src_placements: Mapping[str, Placement] | None = None,
         dest_placements: Mapping[str, Placement] | None = None,
         src_lanes: Sequence[int] | None = None,
@@ -172,7 +175,7 @@ class BridgeCommunicator:
             stage=dest_stage,
             lane_weights=dest_lanes,
         )
-        check_lanes(self.src, self.dst, str(self))
+        self.dst = with_lanes(self.src, self.dst, str(self))
         self.rank = dist.get_rank()
         self._role = BridgeRole(str(self), self.src, self.dst, src_grid, dest_grid, self.rank)
         settings = as_config(config)
@@ -182,6 +185,17 @@ class BridgeCommunicator:
         self._wiring = BridgeWiring(self.label, self.src, self.dst, self.axes, strategy, backward, self.rank)
         self.lane_specs = self._wiring.lane_specs
         self.lane_config = lane_config(settings, variable=self.variable)
+        self._shapes = ShapeExchange(
+            str(self),
+            self.src,
+            self.dst,
+            self.axes,
+            choice,
+            self.rank,
+            comm_dtype,
+            self.variable,
+            None if shape is None else tuple(shape),
+        )
         self._groups = create_groups(
             self._wiring.group_specs, backend=backend, timeout=timedelta(seconds=settings.deadline)
         )
@@ -194,7 +208,6 @@ class BridgeCommunicator:
                 destroy_groups(self._groups)
                 raise
             self.attach(lanes)
-        self._shapes = ShapeExchange(str(self), self.src, self.dst, self.axes, choice, self.rank, comm_dtype)
         self._announced: Announcement | None = None
         self._agreed: Passage | None = None
         self._sent: PendingGradients[Passage] = PendingGradients(self.variable)
@@ -303,6 +316,7 @@ class BridgeCommunicator:
                 f"{self}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first message; "
                 f"sizes that change need shapes='variable'"
             )
+        self._shapes.check(announced)
         known = self._shapes.passage({self.rank: announced})
         if known.forward.source_shape(self.rank) != announced.shape:
             raise ShapeError(
@@ -413,6 +427,20 @@ class BridgeCommunicator:
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives that are started inside together, at the end."""
         return self.lanes.batch()
+
+    def renew_shapes(self) -> None:
+        """Let the next message agree on shapes anew; all ranks of the bridge call it between the same two microbatches.
+
+        Raises:
+            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
+        """
+        renew_lanes(self.lanes.values())
+        self.forget_shapes()
+
+    def forget_shapes(self) -> None:
+        """Forget what was agreed; the lanes are renewed by the caller."""
+        self._announced = self._agreed = None
+        self._sent, self._received = PendingGradients(self.variable), PendingGradients(self.variable)
 
     # -- the blocking verbs -----------------------------------------------------------------------------
 
@@ -534,6 +562,15 @@ class BridgeCommunicator:
             rank=self.rank,
             dtype=dtype,
         )
+
+
+def renew_lanes(lanes: Iterable[Lane]) -> None:
+    """Let the next message of every lane agree on shapes anew: all lanes, or, after an error, none."""
+    lanes = tuple(lanes)
+    for lane in lanes:
+        lane.require_renewable()
+    for lane in lanes:
+        lane.renew()
 
 
 def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:

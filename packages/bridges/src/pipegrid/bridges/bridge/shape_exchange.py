@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Generic, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.checks import as_integers
-from pipegrid.bridges.errors import ShapeError
+from pipegrid.bridges.errors import LaneTotalsError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, ReshardPlan, Side, Sizes, plan_reshard
+from pipegrid.bridges.reshard.sizes import cuts_of_lane
+from pipegrid.topology import lane_bounds, lane_sizes
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back
 
@@ -102,7 +105,7 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
     units = tuple(size.units for size in known)
     batch = next(axis for axis, names in enumerate(axes) if BATCH in names)
     shape[batch] = sum(units) if samples is None else sum(samples)
-    return Sizes(tuple(shape), axes=axes, src_lanes=units, samples=samples)
+    return Sizes(tuple(shape), axes=axes, src_lanes=units, samples=samples, cut="lane")
 
 
 @frozen(slots=False)
@@ -130,6 +133,8 @@ class ShapeExchange:
         choice: the strategy.
         rank: whose part is planned.
         comm_dtype: dtype on the wire; None is the tensor's own.
+        variable: whether shapes may change from message to message.
+        shape: the whole tensor's extents that the edge declares; None is any.
     """
 
     name: str
@@ -139,7 +144,39 @@ class ShapeExchange:
     choice: Choice
     rank: int
     comm_dtype: torch.dtype | None
+    variable: bool
+    shape: tuple[int | None, ...] | None
     _known: dict[_Key, Passage] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.shape is not None and len(self.shape) != len(self.axes):
+            raise ShapeError(
+                f"{self.name} declares shape {self.shape} of {len(self.shape)} axes, but tensor_ndim={len(self.axes)}; "
+                f"give one extent per axis, None where it may change"
+            )
+
+    def check(self, announced: Announcement) -> None:
+        """Raise unless a source rank may send this.
+
+        Raises:
+            ShapeError: the shape is not the declared one.
+            LaneTotalsError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
+        """
+        batch = next(axis for axis, names in enumerate(self.axes) if BATCH in names)
+        size, lane = lane_size(self.src, self.axes, announced), self.src.lane_of(self.rank)
+        weights = self.src.lane_weights or (1,) * self.src.num_lanes
+        whole: list[int | None] = list(size.extents)
+        whole[batch] = None
+        if announced.samples is None and weights[lane]:
+            whole[batch] = announced.shape[batch] * sum(weights) // weights[lane]
+            if not self.variable:
+                require_whole_blocks(self.src, self.dst, announced.shape[batch], self.name)
+        for axis, (extent, declared) in enumerate(zip(whole, self.shape or (), strict=False)):
+            if declared is not None and extent is not None and extent != declared:
+                raise ShapeError(
+                    f"{self.name}: rank {self.rank} sends shape {announced.shape}, which is {extent} on axis {axis} "
+                    f"over all ranks of {self.src.name!r}; the edge declares {self.shape}"
+                )
 
     def passage(self, announced: Mapping[int, Announcement]) -> Passage:
         """Plans for what some source ranks have announced: all that this rank needs to know.
@@ -188,6 +225,31 @@ class ShapeExchange:
 
 
 Activation = TypeVar("Activation")
+
+
+def require_whole_blocks(src: Side, dst: Side, rows: int, label: str) -> None:
+    """Raise where equal source lanes of ``rows`` samples do not give the destination lanes their blocks of the batch.
+
+    Undeclared lanes are equal, and a source lane feeds the destination lanes that lie within it. By
+    `pipegrid.topology.lane_bounds` a block may begin in one source lane and end in the next.
+
+    Raises:
+        LaneTotalsError: some block does; declared lanes open the lanes that it needs.
+    """
+    if src.lane_weights is not None or dst.lane_weights is not None:
+        return
+    lanes, parts = src.num_lanes, dst.num_lanes
+    bounds = lane_bounds(lanes * rows, parts)
+    for part in range(1, parts):
+        lane, inside = divmod(part * lanes, parts)
+        within = cuts_of_lane(rows, lane, lanes, parts)[Fraction(part, parts)] if inside else 0
+        if bounds[part] != lane * rows + within:
+            taken = lane_sizes(lanes * rows, parts)
+            raise LaneTotalsError(
+                f"{label}: {lanes} source lanes of {rows} samples are a batch of {lanes * rows}, of which the {parts} "
+                f"destination lanes have {taken}: some of them need samples of two source lanes; declare "
+                f"src_lanes={(rows,) * lanes} and dest_lanes={taken}, or choose a batch that {parts} divides"
+            )
 
 
 @define(eq=False)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipegrid.bridges.errors import LaneTotalsError, WrongSideError
 from pipegrid.bridges.reshard import AxisNames, GridLike, Route, Side, Strategy, is_in, routes
-from pipegrid.topology import GroupSpec
+from pipegrid.topology import GroupSpec, lane_sizes
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.spec import LaneSpec
 
@@ -157,11 +157,11 @@ def _some(ranks: Sequence[int]) -> str:
     return str(list(ranks)) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)})"
 
 
-def check_lanes(src: Side, dst: Side, label: str) -> None:
-    """Raise unless the declared data lanes of both sides hold the same batch.
+def with_lanes(src: Side, dst: Side, label: str) -> Side:
+    """The destination with its data lanes declared, where the source declares its own: those of `lane_sizes`.
 
     Raises:
-        LaneTotalsError: they hold different numbers of samples, or a lane of the destination holds none.
+        LaneTotalsError: the two sides declare different numbers of samples, or a lane of the destination has none.
     """
     given, wanted = src.lane_weights, dst.lane_weights
     if given is not None and wanted is not None and sum(given) != sum(wanted):
@@ -171,6 +171,9 @@ def check_lanes(src: Side, dst: Side, label: str) -> None:
         )
     if wanted is not None and not all(wanted):
         raise LaneTotalsError(f"{label}: dest_lanes {wanted} has a lane without samples; every lane gets some")
+    if wanted is None and given is not None and sum(given) >= dst.num_lanes:
+        return evolve(dst, lane_weights=lane_sizes(sum(given), dst.num_lanes))
+    return dst
 
 
 def group_spec(ranks: Sequence[int], label: str, what: str) -> GroupSpec:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator, lane_config
+from pipegrid.bridges.bridge import BridgeCommunicator, lane_config, renew_lanes, with_lanes
 from pipegrid.bridges.checks import as_integer, as_integers, as_kind, as_mapping, as_tuple, check_grid
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
@@ -156,24 +156,21 @@ class MultiModulePipelineCommunicator:
     def _sides(self) -> Iterator[tuple[str, str, Side, Side]]:
         """Both sides of every edge, on every rank of the job."""
         for (src, dst), option in self._options.items():
-            yield (
-                src,
-                dst,
-                boundary_side(
-                    self.module_to_grid_map[src],
-                    "source",
-                    placements={**self._placements.get(src, {}), **(option.src_placements or {})},
-                    stage=self.stage_placement[src][-1],
-                    lane_weights=option.src_lanes,
-                ),
-                boundary_side(
-                    self.module_to_grid_map[dst],
-                    "destination",
-                    placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
-                    stage=self.stage_placement[dst][0],
-                    lane_weights=option.dest_lanes,
-                ),
+            source = boundary_side(
+                self.module_to_grid_map[src],
+                "source",
+                placements={**self._placements.get(src, {}), **(option.src_placements or {})},
+                stage=self.stage_placement[src][-1],
+                lane_weights=option.src_lanes,
             )
+            destination = boundary_side(
+                self.module_to_grid_map[dst],
+                "destination",
+                placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
+                stage=self.stage_placement[dst][0],
+                lane_weights=option.dest_lanes,
+            )
+            yield src, dst, source, with_lanes(source, destination, f"edge {src!r} -> {dst!r}")
 
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
@@ -182,7 +179,8 @@ class MultiModulePipelineCommunicator:
             if not any(self.is_current_rank_in_grid(grid) for grid in grids):
                 continue
             option = self._options[src, dst]
-            ndim = option.tensor_ndim or self.module_output_ndim.get(src, 3)
+            declared = 3 if option.shape is None else len(option.shape)
+            ndim = option.tensor_ndim or self.module_output_ndim.get(src, declared)
             self.bridge_comms.append(
                 BridgeCommunicator(
                     *grids,
@@ -191,6 +189,7 @@ class MultiModulePipelineCommunicator:
                     src_module_name=src,
                     dest_module_name=dst,
                     tensor_ndim=ndim,
+                    shape=option.shape,
                     src_placements={**self._placements.get(src, {}), **(option.src_placements or {})},
                     dest_placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
                     src_lanes=option.src_lanes,
@@ -423,6 +422,16 @@ class MultiModulePipelineCommunicator:
             chain, inner = self._inside(edge)
             return [chain.spec(inner, Direction.FORWARD)]
         return [spec for spec in bridge.lane_specs if self.rank in spec.pair]
+
+    def renew_shapes(self) -> None:
+        """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.
+
+        Raises:
+            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
+        """
+        renew_lanes(self.lanes.values())
+        for bridge in self.bridge_comms:
+            bridge.forget_shapes()
 
     def abort(self, reason: str) -> None:
         """End all lanes at once and tell the other sides why."""

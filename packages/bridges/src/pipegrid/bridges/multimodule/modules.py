@@ -30,6 +30,7 @@ from pipegrid.bridges.reshard import (
 class EdgeOptions:
     """How one edge between modules differs from the default; the names are those of `BridgeCommunicator`.
 
+    ``shape`` declares the whole tensor that crosses, None for extents that may change: ``(None, 16, 64)``.
     ``tensor_ndim`` and ``dim_mapping`` override the source module's; ``src_placements`` and
     ``dest_placements`` add to those of the modules.
 
@@ -43,6 +44,7 @@ class EdgeOptions:
     backward: bool = True
     comm_dtype: Any = None
     tensor_ndim: int | None = None
+    shape: tuple[int | None, ...] | None = None
     dim_mapping: Mapping[str, int] | None = None
     src_placements: Mapping[str, Placement] | None = None
     dest_placements: Mapping[str, Placement] | None = None

@@ -66,7 +66,7 @@ def row_cuts(src: Side, dst: Side, sizes: Sizes) -> tuple[Cut[int], ...]:
     """
     check_axes(src, dst, sizes.axes)
     src_lanes, dst_lanes = lane_intervals(src, dst, sizes)
-    to_sample = batch_map(src, sizes, src_lanes)
+    to_sample = batch_map(src, dst, sizes, src_lanes)
 
     def spans(side: Side, lanes: Sequence[Sequence[Interval]], axis: int) -> tuple[tuple[Span, ...], ...]:
         names = sizes.axes[axis]

@@ -6,14 +6,16 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Literal
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple, index_of, shown
 from pipegrid.bridges.errors import LaneTotalsError, ShapeError, UndeclaredDimError
 from pipegrid.bridges.reshard.box import Span, merge
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
+from pipegrid.topology import lane_bounds, lane_sizes
 
 AxisNames = tuple[tuple[str, ...], ...]
 """Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
@@ -94,11 +96,13 @@ class Sizes:
     Attributes:
         shape: extent of each axis of the whole tensor.
         axes: names of the axes, see `axis_names`.
-        src_lanes: samples each source lane holds. Default: equal shares.
-        dst_lanes: samples each destination lane gets. Default: every source lane is cut where equal lanes (or
-            the sides' ``lane_weights``) would cut it, so each source rank knows its cuts from its own tensor.
+        src_lanes: samples each source lane holds. Default: those of `pipegrid.topology.lane_sizes`.
+        dst_lanes: samples each destination lane gets. Default: those of `pipegrid.topology.lane_sizes` where the
+            source lanes have theirs; else each source lane is cut by itself, see ``cut``.
         samples: rows of each sample, in order over the whole batch, for packed tensors ``[tokens, h]``.
             Default: a sample is one row.
+        cut: ``"lane"``: each source lane is cut as if all were like it, so that a source rank knows its cuts from its
+            own tensor; a block that would cross from one source lane into the next stays within them.
 
     Raises:
         ShapeError: a shape of another number of axes, or with a negative extent.
@@ -111,6 +115,7 @@ class Sizes:
     src_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
     dst_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
     samples: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
+    cut: Literal["batch", "lane"] = field(default="batch", kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -155,11 +160,14 @@ class BatchMap:
 
     breaks: tuple[Fraction, ...]
     starts: tuple[int, ...]
+    cuts: Mapping[Fraction, int] = Factory(dict)
 
     def __call__(self, point: Fraction) -> int:
-        """The first sample at or after ``point``."""
+        """The first sample at or after ``point``; ``cuts`` has the points at which rounding down is not the rule."""
         if point >= 1:
             return self.starts[-1]
+        if point in self.cuts:
+            return self.cuts[point]
         lane = bisect.bisect_right(self.breaks, point) - 1
         low, high = self.breaks[lane], self.breaks[lane + 1]
         units = self.starts[lane + 1] - self.starts[lane]
@@ -170,15 +178,22 @@ def lane_intervals(
     src: Side, dst: Side, sizes: Sizes
 ) -> tuple[tuple[tuple[Interval, ...], ...], tuple[tuple[Interval, ...], ...]]:
     """Per lane of either side, which part of the batch it holds."""
-    exact = sizes.dst_lanes is not None
-    if sizes.dst_lanes is not None and len(sizes.dst_lanes) != dst.num_lanes:
-        raise LaneTotalsError(
-            f"dst_lanes={sizes.dst_lanes}, but side {dst.name!r} has {dst.num_lanes} data lanes; give one size each"
-        )
-    return (
-        src.intervals(BATCH, source_units(src, sizes) if exact else None),
-        dst.intervals(BATCH, sizes.dst_lanes),
-    )
+    units = source_units(src, sizes)
+    taken = destination_units(src, dst, sizes, units)
+    return src.intervals(BATCH, None if taken is None else units), dst.intervals(BATCH, taken)
+
+
+def destination_units(src: Side, dst: Side, sizes: Sizes, units: Sequence[int]) -> tuple[int, ...] | None:
+    """Samples per destination lane, given those of the source lanes; None where each source lane is cut by itself."""
+    if sizes.dst_lanes is not None:
+        if len(sizes.dst_lanes) != dst.num_lanes:
+            raise LaneTotalsError(
+                f"dst_lanes={sizes.dst_lanes}, but side {dst.name!r} has {dst.num_lanes} data lanes; give one size each"
+            )
+        return sizes.dst_lanes
+    if sizes.cut == "lane" or src.lane_weights is not None or dst.lane_weights is not None:
+        return None
+    return lane_sizes(sizes.units, dst.num_lanes) if tuple(units) == lane_sizes(sizes.units, src.num_lanes) else None
 
 
 def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
@@ -189,12 +204,29 @@ def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
                 f"src_lanes={sizes.src_lanes}, but side {src.name!r} has {src.num_lanes} data lanes; give one size each"
             )
         return sizes.src_lanes
-    total = src.lane_weights or (1,) * src.num_lanes
-    ends = [sizes.units * end // sum(total) for end in itertools.accumulate(total)]
+    if src.lane_weights is None:
+        return lane_sizes(sizes.units, src.num_lanes)
+    ends = [sizes.units * end // sum(src.lane_weights) for end in itertools.accumulate(src.lane_weights)]
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
 
 
-def batch_map(src: Side, sizes: Sizes, lanes: Sequence[Sequence[Interval]]) -> BatchMap:
+_bounds = lru_cache(maxsize=64)(lane_bounds)
+
+
+def cuts_of_lane(units: int, lane: int, lanes: int, parts: int) -> dict[Fraction, int]:
+    """Where lane ``lane`` of ``lanes``, all of ``units`` samples, is cut for ``parts`` lanes on the other side.
+
+    Maps ``j / parts``, for each boundary of parts inside the lane, to the samples of the lane before it: those of
+    `lane_bounds` for the whole batch, kept within the lane.
+    """
+    inside = range(lane * parts // lanes + 1, -(-(lane + 1) * parts // lanes))
+    if not inside:
+        return {}
+    bounds = _bounds(units * lanes, parts)
+    return {Fraction(j, parts): min(max(bounds[j] - lane * units, 0), units) for j in inside}
+
+
+def batch_map(src: Side, dst: Side, sizes: Sizes, lanes: Sequence[Sequence[Interval]]) -> BatchMap:
     """The map that gives lane ``k`` of the source, whose part of [0, 1) is ``lanes[k]``, its own samples."""
     units = source_units(src, sizes)
     breaks = (lanes[0][0][0], *(held[0][1] for held in lanes))
@@ -203,7 +235,13 @@ def batch_map(src: Side, sizes: Sizes, lanes: Sequence[Sequence[Interval]]) -> B
             raise LaneTotalsError(
                 f"lane {index} of side {src.name!r} has weight 0 but holds {count} samples; give it a weight"
             )
-    return BatchMap(breaks, tuple(itertools.accumulate(units, initial=0)))
+    starts = tuple(itertools.accumulate(units, initial=0))
+    cuts: dict[Fraction, int] = {}
+    if src.lane_weights is None and dst.lane_weights is None and destination_units(src, dst, sizes, units) is None:
+        for lane, count in enumerate(units):
+            within = cuts_of_lane(count, lane, src.num_lanes, dst.num_lanes)
+            cuts.update((point, starts[lane] + before) for point, before in within.items())
+    return BatchMap(breaks, starts, cuts)
 
 
 def axis_spans(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge import BridgeSend
+from pipegrid.bridges.bridge import BridgeSend, renew_lanes
 from pipegrid.bridges.checks import as_kind, as_text, as_tuple
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
@@ -211,8 +211,7 @@ class VTPCommunicator:
 
     def renew_shapes(self) -> None:
         """Let the next message of every lane agree on shapes anew; all ranks call it between two steps."""
-        for lane in self.lanes.values():
-            lane.renew()
+        renew_lanes(self.lanes.values())
 
     def abort(self, reason: str) -> None:
         """End all lanes at once and tell the other stages why; completions that are waited for end as well."""

@@ -1,5 +1,6 @@
 """Groups on real ranks: they reduce what arithmetic says, whatever the ranks did before and in whichever order."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,10 +13,12 @@ from pipegrid.topology import (
     GroupSpec,
     HyperCommGrid,
     RankRole,
+    control_store,
     create_grid_groups,
     create_groups,
     destroy_groups,
     place,
+    torch_compat,
 )
 
 
@@ -163,6 +166,59 @@ def test_creating_from_some_members_only_is_a_clear_error_at_the_deadline(ranks)
     ranks.barrier()
     groups = create_groups([spec], timeout=timedelta(seconds=30))
     assert total(groups[spec], ranks.device) == expected(range(4))
+
+
+@pytest.mark.ranks(2)
+def test_creation_returns_when_all_members_are_connected(ranks):
+    """A member that returned and destroyed the group would cut off one that still connects to it."""
+    connect, store = torch_compat.make_group, control_store("connected")
+
+    def connect_slowly(**arguments):
+        group = connect(**arguments)
+        time.sleep(0.5)
+        store.set("rank 1", "is connected")
+        return group
+
+    if ranks.rank == 1:
+        torch_compat.make_group = connect_slowly
+    try:
+        groups = create_groups([GroupSpec((0, 1), "both")])
+    finally:
+        torch_compat.make_group = connect
+    assert store.check(["rank 1"])
+    destroy_groups(groups)
+
+
+@pytest.mark.ranks(8)
+def test_groups_may_be_destroyed_at_once(ranks):
+    for size in (2, 4, 8) * 4:
+        specs = [GroupSpec(range(first, first + size), "of a size", shared=False) for first in range(0, 8, size)]
+        destroy_groups(create_groups(specs))
+
+
+@pytest.mark.ranks(2)
+def test_a_member_that_cannot_connect_is_named_by_the_others(ranks):
+    before = len(dist.distributed_c10d._world.pg_map)
+    connect = torch_compat.make_group
+
+    def fail(**arguments):
+        connect(**arguments)
+        raise ConnectionError("no route")
+
+    spec, second = GroupSpec((0, 1), "lane"), timedelta(seconds=1)
+    if ranks.rank == 1:
+        torch_compat.make_group = fail
+        try:
+            with pytest.raises(ConnectionError):
+                create_groups([spec], creation_timeout=second)
+        finally:
+            torch_compat.make_group = connect
+    else:
+        with pytest.raises(
+            GroupCreationTimeoutError, match=r"group 'lane' of ranks \[0, 1\], but ranks \[1\] did not conn"
+        ):
+            create_groups([spec], creation_timeout=second)
+        assert len(dist.distributed_c10d._world.pg_map) == before
 
 
 @pytest.mark.ranks(2)

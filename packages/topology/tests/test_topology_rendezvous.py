@@ -1,11 +1,15 @@
 """Members of a group meet at a store, or all of them learn that they did not. Threads stand in for ranks."""
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from pipegrid.topology import GroupCreationTimeoutError
 from pipegrid.topology.rendezvous import meet
@@ -103,8 +107,36 @@ class LostStore:
 
 
 def test_a_lost_store_is_not_a_missing_member():
-    with pytest.raises(RuntimeError, match="connection reset by peer"):
+    with pytest.raises(RuntimeError, match="connection reset by peer") as lost:
         meet(LostStore(), "k", ranks=[0, 1], rank=0, label="a", timeout=LONG)
+    assert lost.value.__notes__ == ["rank 0 was creating group 'a' of ranks [0, 1]"]
+
+
+HOST = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="the system cannot stop a process")
+def test_a_store_whose_host_has_stopped_is_an_error_at_the_deadline():
+    """Torch's own calls stay in the store for ever then, `wait` with its timeout as well."""
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        store = TCPStore("127.0.0.1", int(host.stdout.readline()), None, False)
+        host.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(
+            GroupCreationTimeoutError, match=r"group 'a' of ranks \[0, 1\], and the store .* did not answer"
+        ):
+            meet(store, "k", ranks=[0, 1], rank=0, label="a", timeout=timedelta(seconds=0.5))
+        assert time.monotonic() - start < 0.5 + 2 + 2
+    finally:
+        host.kill()
+        host.communicate()
 
 
 def test_the_cost_does_not_grow_with_the_group():

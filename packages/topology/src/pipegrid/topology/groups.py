@@ -95,7 +95,7 @@ class GroupOptions:
     Attributes:
         backend: of the group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
         timeout: of the group's operations.
-        creation_timeout: of the creation.
+        creation_timeout: for all members to come and, again, for all of them to connect.
         pg_options: the backend's options.
         group_desc: description in torch's logs; None is the group's label.
     """
@@ -155,7 +155,7 @@ def create_groups(
         rank: this process's rank, as a cross-check.
         backend: as for `torch.distributed.new_group`; None is the default group's.
         timeout: of the group's operations; None is the backend's default.
-        creation_timeout: of the creation; None is ``timeout``.
+        creation_timeout: for all members to come and, again, for all of them to connect; None is ``timeout``.
         pg_options: the backend's options; one object serves many groups.
         group_desc: description in torch's logs; None is each group's label.
 
@@ -224,15 +224,22 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
 
     name = _name(spec, options)
 
-    def meet_members(key: str) -> int:
-        timeout = options.creation_timeout
-        return meet(compat.default_store(), key, ranks=spec.ranks, rank=rank, label=spec.label, timeout=timeout)
+    def meet_members(key: str, step: str) -> int:
+        return meet(
+            compat.default_store(),
+            key,
+            ranks=spec.ranks,
+            rank=rank,
+            label=spec.label,
+            timeout=options.creation_timeout,
+            step=step,
+        )
 
     alone = compat.is_fake(options.backend)  # a fake group talks to nobody, and its store cannot count
     if alone:
         sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
     else:
-        sequence = meet_members(name)
+        sequence = meet_members(name, "come")
     group = compat.make_group(
         ranks=spec.ranks,
         name=f"{name}#{sequence}",
@@ -245,7 +252,7 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
     if len(spec.ranks) > 1 and not alone:
         try:
             # A member that went on and destroyed the group would cut off those that still connect to it.
-            meet_members(f"{name}#{sequence}/connected")
+            meet_members(f"{name}#{sequence}/connected", "connect")
         except BaseException:
             destroy_groups([group])
             raise

@@ -8,6 +8,7 @@ whose store it is. No torch.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +16,8 @@ from typing import Protocol
 
 from pipegrid.topology.errors import GroupCreationTimeoutError
 
-_SHOWN = 16
+_SHOWN = 16  # ranks of a group that an error lists
+_GRACE = 2.0  # seconds past the deadline in which a store must have answered
 
 
 class Store(Protocol):
@@ -55,21 +57,58 @@ def meet(
     rank: int,
     label: str,
     timeout: timedelta,
+    step: str = "come",
 ) -> int:
     """Return, when all ``ranks`` have come, how often they had met under ``key`` before.
 
-    Four short store operations per member, whatever the size of the group.
+    Four short store operations per member, whatever the size of the group. They run in a thread of their own: a store
+    whose host has stopped answers no operation, and torch's timeouts do not end the call then.
+
+    Args:
+        store: of the world.
+        key: of the meeting.
+        ranks: of the group.
+        rank: this one.
+        label: of the group, for errors.
+        timeout: deadline of the meeting.
+        step: the verb of the error: what the missing ranks did not do.
 
     Raises:
-        GroupCreationTimeoutError: some members did not come in time; it names them. The meeting is then
-            withdrawn from, so the same members can try again.
+        GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn
+            from then, so the same members can try again. Or the store did not answer.
     """
+    results: list[int] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(_meet(store, key, ranks, rank, label, timeout, step))
+        except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"pipegrid meeting {label}", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _GRACE)
+    if errors:
+        if not isinstance(errors[0], GroupCreationTimeoutError):
+            errors[0].add_note(f"rank {rank} was creating group {label!r} of ranks {_abbreviated(ranks)}")
+        raise errors[0]
+    if not results:
+        raise GroupCreationTimeoutError(
+            f"rank {rank} waited {timeout.total_seconds() + _GRACE:g} s to create group {label!r} of ranks "
+            f"{_abbreviated(ranks)}, and the store of the default process group did not answer; the process that "
+            f"hosts it has stopped, or its host is out of reach"
+        )
+    return results[0]
+
+
+def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, timeout: timedelta, step: str) -> int:
     sequence = store.add(f"{key}/sequence", 0)
     here = f"{key}/{sequence}"
     arrived = f"{here}/arrived/{rank}"
     store.set(arrived, "1")
     if store.add(f"{here}/count", 1) == len(ranks):
-        # Before anybody is let go: the next meeting of these members must find the new number.
+        # Before any member goes on: the next meeting of these members must find the new number.
         store.add(f"{key}/sequence", 1)
         store.set(f"{here}/complete", "1")
         return sequence
@@ -90,7 +129,7 @@ def meet(
             also = f" (ranks {_abbreviated(gone)} came and gave up before)" if gone else ""
             raise GroupCreationTimeoutError(
                 f"rank {rank} waited {timeout.total_seconds():g} s to create group {label!r} "
-                f"of ranks {_abbreviated(ranks)}, but ranks {_abbreviated(missing)} did not come{also}. "
+                f"of ranks {_abbreviated(ranks)}, but ranks {_abbreviated(missing)} did not {step}{also}. "
                 f"Every member must create the group, with the same options, and all ranks must create "
                 f"their groups in creation_order; look at what the missing ranks were doing, "
                 f"or give a longer timeout"

@@ -5,22 +5,6 @@ import sys
 
 import pipegrid.schedules
 
-GENERATORS = (
-    "dualpipe_v",
-    "forward_only",
-    "gpipe",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "multi_module_1f1b",
-    "one_f_one_b",
-    "u_shape",
-    "v_half",
-    "v_min",
-    "zero_bubble_h1",
-    "zero_bubble_h2",
-    "zero_bubble_v",
-)
-
 PLANNING = {
     "Action",
     "ActionKind",
@@ -60,8 +44,6 @@ PLANNING = {
     "zero_bubble_h2",
     "zero_bubble_v",
 }
-
-PLANNING |= {f"{name}_order" for name in GENERATORS}
 
 RUNNING = {
     "AnnouncedShapesError",

@@ -233,10 +233,9 @@ CALLS = {
         overflows=("index", 0),
     ),
     "step_plan": Call(
-        public.step_plan,
+        lambda **arguments: public.step_plan(num_microbatches=2, **arguments),
         PlanError,
         graph=("graph", public.chain(2)),
-        num_microbatches=("count", 2),
         tied=("parts", ()),
         placement=("maybe placement", None),
         collectives=("edges", ()),

@@ -4,6 +4,7 @@ import inspect
 import itertools
 
 import pytest
+import torch
 
 import pipegrid.schedules
 from pipegrid.bridges.graph import ModuleGraph
@@ -84,15 +85,19 @@ def test_every_plan_verifies_at_every_shape():
             verify(plan)
 
 
-def test_a_positions_order_is_generated_without_the_others():
-    for num_positions, num_microbatches in [(1, 2), (3, 2), (4, 9)]:
-        for generator in (*FLAT, *LOOPED, *U_SHAPED, *V_SHAPED):
-            order = getattr(pipegrid.schedules, f"{generator.__name__}_order")
-            plan = generator(num_positions, num_microbatches)
-            for position in range(num_positions):
-                assert tuple(order(position, num_positions, num_microbatches)) == plan.positions[position]
-            with pytest.raises(PlanError, match=f"there is no position {num_positions}"):
-                order(num_positions, num_positions, num_microbatches)
+def test_the_older_order_functions_give_one_positions_actions():
+    for generator in (*FLAT, *LOOPED, *U_SHAPED, *V_SHAPED):
+        order = getattr(pipegrid.schedules, f"{generator.__name__}_order")
+        for position in range(3):
+            assert tuple(order(position, 3, 4)) == generator(3, 4).positions[position]
+        with pytest.raises(PlanError, match="there is no position 3"):
+            order(3, 3, 4)
+    with pytest.raises(AttributeError, match="has no attribute 'greedy_order'"):
+        _ = pipegrid.schedules.greedy_order
+
+
+def test_sizes_of_other_libraries_become_integers():
+    assert gpipe(torch.tensor(2), torch.tensor(3)) == gpipe(2, 3)
 
 
 @pytest.mark.parametrize("generator", [*FLAT, *LOOPED, *V_SHAPED, *U_SHAPED])

@@ -25,7 +25,7 @@ from pipegrid.schedules import (
     verify,
 )
 from pipegrid.schedules.generators.registry import find_schedule
-from pipegrid.schedules.generators.shapes import Counter
+from pipegrid.schedules.generators.shapes import OrderBuilder
 from pipegrid.transport.edge import Edge
 
 from .orders import every_order, makespan_of, shortest, u_passes
@@ -158,7 +158,7 @@ def test_as_many_extra_tail_passes_as_stated_and_no_fewer(p):
 
 def edge_order(p, m, extra):
     """Position 0 with another number of extra tail passes, everything else alike."""
-    counter = Counter(m)
+    counter = OrderBuilder(m)
     for _ in range(p + 1):
         counter.f(0)
     for _ in range(1 + extra):

@@ -10,7 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.topology.fields import Amount, Count, Index, Name, Seconds, checked, checked_fields, integer
+from pipegrid.topology.fields import (
+    Amount,
+    Count,
+    Index,
+    Name,
+    Seconds,
+    checked,
+    checked_arguments,
+    checked_fields,
+    integer,
+)
 
 
 class JobError(ValueError):
@@ -79,3 +89,21 @@ def test_a_count_is_an_int_of_at_least_one_or_an_error(value: object) -> None:
         assert not valid
     else:
         assert valid
+
+
+@checked_arguments(JobError)
+def launch(stages: Count, *, lanes: Literal["separate", "shared"] = "separate", other: Any = None) -> Any:
+    """Launch."""
+    return stages, lanes, other
+
+
+def test_arguments_of_a_function_are_brought_into_their_one_form():
+    assert launch(torch.tensor(2), other=[3]) == (2, "separate", [3])
+    assert type(launch(torch.tensor(2))[0]) is int
+    assert launch.__doc__ == "Launch."
+    with pytest.raises(JobError, match="^stages is 0; it must be an integer of at least 1$"):
+        launch(0)
+    with pytest.raises(JobError, match="^lanes is 'both'; it must be 'separate' or 'shared'$"):
+        launch(stages=1, lanes="both")
+    with pytest.raises(TypeError, match="stages"):
+        launch()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pipegrid.schedules import generators
 from pipegrid.schedules.errors import (
     DataEndedError,
     Fault,
@@ -28,32 +29,19 @@ from pipegrid.schedules.errors import (
 from pipegrid.schedules.generators import (
     UShapeCounts,
     dualpipe_v,
-    dualpipe_v_order,
     forward_only,
-    forward_only_order,
     gpipe,
-    gpipe_order,
     interleaved_1f1b,
-    interleaved_1f1b_order,
     looped_bfs,
-    looped_bfs_order,
     multi_module_1f1b,
-    multi_module_1f1b_order,
     one_f_one_b,
-    one_f_one_b_order,
     u_shape,
     u_shape_counts,
-    u_shape_order,
     v_half,
-    v_half_order,
     v_min,
-    v_min_order,
     zero_bubble_h1,
-    zero_bubble_h1_order,
     zero_bubble_h2,
-    zero_bubble_h2_order,
     zero_bubble_v,
-    zero_bubble_v_order,
 )
 from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
 from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError
@@ -197,14 +185,12 @@ __all__ = [
     "custom_backward",
     "deallocate_output_tensor",
     "dualpipe_v",
-    "dualpipe_v_order",
     "find_schedule",
     "finish_embedding_wgrad_compute",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_only",
-    "forward_only_order",
     "forward_step",
     "forward_step_calc_loss",
     "from_csv",
@@ -215,17 +201,12 @@ __all__ = [
     "get_schedule_table",
     "get_tensor_shapes",
     "gpipe",
-    "gpipe_order",
     "greedy",
     "interleaved_1f1b",
-    "interleaved_1f1b_order",
     "looped_bfs",
-    "looped_bfs_order",
     "lower",
     "multi_module_1f1b",
-    "multi_module_1f1b_order",
     "one_f_one_b",
-    "one_f_one_b_order",
     "output_linear",
     "position_of",
     "reduce_gradients",
@@ -242,23 +223,17 @@ __all__ = [
     "to_text",
     "u_shape",
     "u_shape_counts",
-    "u_shape_order",
     "unit_costs",
     "unscale_gradients_",
     "v_half",
-    "v_half_order",
     "v_min",
-    "v_min_order",
     "verify",
     "with_reduce",
     "write_perfetto",
     "write_svg",
     "zero_bubble_h1",
-    "zero_bubble_h1_order",
     "zero_bubble_h2",
-    "zero_bubble_h2_order",
     "zero_bubble_v",
-    "zero_bubble_v_order",
     "zero_main_grads",
 ]
 
@@ -303,6 +278,8 @@ _TORCH_HALF = {
 
 
 def __getattr__(name: str) -> Any:
+    if name.endswith("_order"):
+        return getattr(generators, name)
     if name not in _TORCH_HALF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_TORCH_HALF[name]}"), name)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
-from pipegrid.schedules.generators.shapes import check_sizes
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import from_csv, from_text, to_csv, to_text
 from pipegrid.schedules.plan.json import from_json, to_json
@@ -24,8 +23,8 @@ from pipegrid.schedules.timeline.ascii import ascii_timeline
 from pipegrid.schedules.timeline.perfetto import write_perfetto
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.svg import write_svg
-from pipegrid.schedules.verify import as_limit
-from pipegrid.schedules.verify.verify import verify
+from pipegrid.schedules.verify import as_limit, verify
+from pipegrid.topology.fields import Count, checked
 
 USAGE = 2
 REFUSED = 1
@@ -73,13 +72,14 @@ def show(arguments: argparse.Namespace) -> int:
             raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
         if name == "greedy":
             chunks = 1 if arguments.chunks is None else arguments.chunks
-            check_sizes(num_positions=arguments.pp, num_chunks=chunks)
+            pp = checked(arguments.pp, Count, "num_positions", PlanError)
+            stages = pp * checked(chunks, Count, "num_chunks", PlanError)
             plan = greedy(
-                costs.cut_into(arguments.pp * chunks, slices=arguments.pp),
+                costs.cut_into(stages, slices=pp),
                 arguments.memory_limit,
-                num_positions=arguments.pp,
+                num_positions=pp,
                 num_microbatches=arguments.microbatches,
-                num_stages=arguments.pp * chunks,
+                num_stages=stages,
             )
         else:
             schedule = find_schedule(name, arguments.chunks)

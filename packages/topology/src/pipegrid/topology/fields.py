@@ -7,17 +7,21 @@ A class opts in with `@attrs.frozen(field_transformer=checked_fields(SomeError))
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
 ErrorType: TypeAlias = Callable[[str], Exception]
 """Makes the error to raise from its text."""
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _SHOWN = 80  # characters of a value that an error repeats
 
@@ -136,6 +140,31 @@ def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any
         ]
 
     return transform
+
+
+def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """A decorator that brings the arguments of a function into their one form, by the rules of its annotations.
+
+    Raises (from the function):
+        error: an argument breaks its rule: "num_positions is 0; it must be an integer of at least 1".
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        signature = inspect.signature(function)
+        hints = get_type_hints(function, include_extras=True)
+        checks = {name: check for name in signature.parameters if (check := _check_of(hints.get(name))) is not None}
+
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            bound = signature.bind(*args, **kwargs)
+            for name, value in bound.arguments.items():
+                if name in checks:
+                    bound.arguments[name] = checks[name](value, name, error)
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
 
 
 Check: TypeAlias = Callable[[Any, str, ErrorType], Any]

@@ -16,12 +16,14 @@ from collections import deque
 
 from attrs import frozen
 
-from pipegrid.schedules.generators.shapes import Order, check_position, check_sizes, v_placement
-from pipegrid.schedules.plan.actions import Action, ActionKind, forward, input_backward, weight_backward
-from pipegrid.schedules.plan.plan import Plan, compute_plan
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import Order, chain_plan, v_placement
+from pipegrid.schedules.plan import Action, ActionKind, Plan, forward, input_backward, weight_backward
+from pipegrid.topology.fields import Count, checked_arguments
 
 
-def v_half(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
     """Half the memory of 1F1B, and half its bubble.
 
     At most ``(P+2)//2`` microbatches live on a position (a chunk counts a half). With ``F = I = W`` the
@@ -34,23 +36,13 @@ def v_half(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    return _v_plan(num_positions, num_microbatches, _half_orders(num_positions, num_microbatches))
-
-
-def v_half_order(position: int, num_positions: int, num_microbatches: int) -> Order:
-    """What ``position`` of `v_half` does. Where it waits for others is where it puts a ``W``, so all are followed."""
-    check_position(position, num_positions, num_microbatches)
-    return _half_orders(num_positions, num_microbatches)[position]
-
-
-def _half_orders(num_positions: int, num_microbatches: int) -> list[Order]:
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
     turns = (0, 0, 0) if num_positions % 2 else (2, 0, 3)
     block = _Block((1, 2, 1, 2), turns)
-    return _v_orders(num_positions, num_microbatches, block, limit=2 * ((num_positions + 2) // 2))
+    return _v_plan(num_positions, num_microbatches, block, limit=2 * ((num_positions + 2) // 2))
 
 
-def v_min(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def v_min(num_positions: Count, num_microbatches: Count) -> Plan:
     """A third of the memory of 1F1B, and two thirds of its bubble.
 
     At most ``(P+4)//3`` microbatches live on a position (a chunk counts a half), the least that keeps the
@@ -63,20 +55,9 @@ def v_min(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    return _v_plan(num_positions, num_microbatches, _min_orders(num_positions, num_microbatches))
-
-
-def v_min_order(position: int, num_positions: int, num_microbatches: int) -> Order:
-    """What ``position`` of `v_min` does. Where it waits for others is where it puts a ``W``, so all are followed."""
-    check_position(position, num_positions, num_microbatches)
-    return _min_orders(num_positions, num_microbatches)[position]
-
-
-def _min_orders(num_positions: int, num_microbatches: int) -> list[Order]:
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
     turns = (0, 0, 0) if num_positions % 3 else (1, 0, 2)
     block = _Block((1, 1, 1, 1), turns)
-    return _v_orders(num_positions, num_microbatches, block, limit=2 * ((num_positions + 4) // 3))
+    return _v_plan(num_positions, num_microbatches, block, limit=2 * ((num_positions + 4) // 3))
 
 
 PERIOD = 6
@@ -103,12 +84,7 @@ class _Block:
         return first, second, third, fourth
 
 
-def _v_plan(num_positions: int, num_microbatches: int, orders: list[Order]) -> Plan:
-    placement = v_placement(num_positions)
-    return compute_plan(orders, graph=len(placement), placement=placement, num_microbatches=num_microbatches)
-
-
-def _v_orders(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> list[Order]:
+def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> Plan:
     orders = []
     for position in range(num_positions):
         down, up = position, 2 * num_positions - 1 - position
@@ -120,7 +96,8 @@ def _v_orders(num_positions: int, num_microbatches: int, block: _Block, *, limit
         dated = [(date + PERIOD * m, make(stage, m)) for date, (make, stage) in passes for m in range(num_microbatches)]
         dated.sort(key=lambda entry: (entry[0], entry[1].kind, entry[1].stage))
         orders.append([action for _, action in dated])
-    return _with_weight_halves(orders, limit=limit, num_stages=2 * num_positions)
+    whole = _with_weight_halves(orders, limit=limit, num_stages=2 * num_positions)
+    return chain_plan(whole, v_placement(num_positions), num_microbatches)
 
 
 def _with_weight_halves(orders: list[Order], *, limit: int, num_stages: int) -> list[Order]:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from pipegrid.schedules.arguments import require_integer
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators.shapes import (
-    Order,
-    chain_plan,
-    check_position,
-    check_sizes,
-    looped_placement,
-)
-from pipegrid.schedules.plan.actions import backward, forward
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.generators.shapes import Order, chain_plan, looped_placement
+from pipegrid.schedules.plan import Plan, backward, forward
+from pipegrid.topology.fields import Count, Index, checked_arguments
 
 
+@checked_arguments(PlanError)
 def interleaved_1f1b(
-    num_positions: int,
-    num_microbatches: int,
+    num_positions: Count,
+    num_microbatches: Count,
     *,
-    num_chunks: int = 2,
-    group_size: int | None = None,
-    num_stages: int | None = None,
-    extra_warmup: int = 0,
+    num_chunks: Count = 2,
+    group_size: Count | None = None,
+    num_stages: Count | None = None,
+    extra_warmup: Index = 0,
 ) -> Plan:
     """1F1B over chunks: groups of ``group_size`` microbatches pass through all chunks, one after another.
 
@@ -46,40 +40,8 @@ def interleaved_1f1b(
         PlanError: a size below 1, an ``extra_warmup`` below 0, or ``num_stages`` that does not need exactly
             ``num_chunks`` rounds.
     """
-    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
-    return chain_plan(
-        lambda position: interleaved_1f1b_order(
-            position,
-            num_positions,
-            num_microbatches,
-            num_chunks=num_chunks,
-            group_size=group_size,
-            num_stages=stages,
-            extra_warmup=extra_warmup,
-        ),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=looped_placement(num_positions, stages),
-    )
-
-
-def interleaved_1f1b_order(
-    position: int,
-    num_positions: int,
-    num_microbatches: int,
-    *,
-    num_chunks: int = 2,
-    group_size: int | None = None,
-    num_stages: int | None = None,
-    extra_warmup: int = 0,
-) -> Order:
-    """What ``position`` of `interleaved_1f1b` does: warmup, steady, cooldown over a table of chunks."""
-    check_position(position, num_positions, num_microbatches)
-    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
+    stages = _num_stages(num_positions, num_chunks, num_stages)
     size = num_positions if group_size is None else group_size
-    check_sizes(group_size=size)
-    require_integer("extra_warmup", extra_warmup, "give 0 for the usual order", least=0, error=PlanError)
-    slots = max(size, num_positions)
     forwards: list[tuple[int, int]] = []  # (chunk, microbatch); a microbatch that does not exist is a gap
     backwards: list[tuple[int, int]] = []
     for first in range(0, num_microbatches, size):
@@ -88,22 +50,29 @@ def interleaved_1f1b_order(
         group = [first + slot if slot < real else num_microbatches for slot in range(width)]
         forwards += [(chunk, m) for chunk in range(num_chunks) for m in group]
         backwards += [(chunk, m) for chunk in reversed(range(num_chunks)) for m in group]
-    warmup = min(2 * (num_positions - position - 1) + (num_chunks - 1) * slots + extra_warmup, len(forwards))
-    order = []
-    for index in range(len(forwards) + warmup):
-        if index < len(forwards):
-            order.append((forward, *forwards[index]))
-        if index >= warmup:
-            order.append((backward, *backwards[index - warmup]))
-    return [
-        make(chunk * num_positions + position, m)
-        for make, chunk, m in order
-        if m < num_microbatches and chunk * num_positions + position < stages
-    ]
+    between = (num_chunks - 1) * max(size, num_positions) + extra_warmup  # the first backward's chunk comes last
+
+    def order(position: int) -> Order:
+        """Warmup, steady and cooldown over the table of chunks."""
+        warmup = min(2 * (num_positions - position - 1) + between, len(forwards))
+        passes = []
+        for index in range(len(forwards) + warmup):
+            if index < len(forwards):
+                passes.append((forward, *forwards[index]))
+            if index >= warmup:
+                passes.append((backward, *backwards[index - warmup]))
+        return [
+            make(chunk * num_positions + position, m)
+            for make, chunk, m in passes
+            if m < num_microbatches and chunk * num_positions + position < stages
+        ]
+
+    return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
 
 
+@checked_arguments(PlanError)
 def looped_bfs(
-    num_positions: int, num_microbatches: int, *, num_chunks: int = 2, num_stages: int | None = None
+    num_positions: Count, num_microbatches: Count, *, num_chunks: Count = 2, num_stages: Count | None = None
 ) -> Plan:
     """Breadth first: all microbatches through a chunk before the next chunk, then backwards likewise.
 
@@ -119,36 +88,21 @@ def looped_bfs(
     Raises:
         PlanError: as `interleaved_1f1b`.
     """
-    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
-    return chain_plan(
-        lambda position: looped_bfs_order(
-            position, num_positions, num_microbatches, num_chunks=num_chunks, num_stages=stages
-        ),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=looped_placement(num_positions, stages),
-    )
-
-
-def looped_bfs_order(
-    position: int,
-    num_positions: int,
-    num_microbatches: int,
-    *,
-    num_chunks: int = 2,
-    num_stages: int | None = None,
-) -> Order:
-    """What ``position`` of `looped_bfs` does."""
-    check_position(position, num_positions, num_microbatches)
-    stages = range(position, _num_stages(num_positions, num_microbatches, num_chunks, num_stages), num_positions)
+    stages = _num_stages(num_positions, num_chunks, num_stages)
     microbatches = range(num_microbatches)
-    return [forward(stage, m) for stage in stages for m in microbatches] + [
-        backward(stage, m) for stage in reversed(stages) for m in microbatches
-    ]
+
+    def order(position: int) -> Order:
+        own = range(position, stages, num_positions)
+        return [forward(stage, m) for stage in own for m in microbatches] + [
+            backward(stage, m) for stage in reversed(own) for m in microbatches
+        ]
+
+    return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
 
 
+@checked_arguments(PlanError)
 def forward_only(
-    num_positions: int, num_microbatches: int, *, num_chunks: int = 1, num_stages: int | None = None
+    num_positions: Count, num_microbatches: Count, *, num_chunks: Count = 1, num_stages: Count | None = None
 ) -> Plan:
     """Forwards alone, for evaluation and inference: groups of P microbatches through the chunks.
 
@@ -158,43 +112,24 @@ def forward_only(
     Raises:
         PlanError: as `interleaved_1f1b`.
     """
-    stages = _num_stages(num_positions, num_microbatches, num_chunks, num_stages)
-    return chain_plan(
-        lambda position: forward_only_order(
-            position, num_positions, num_microbatches, num_chunks=num_chunks, num_stages=stages
-        ),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=looped_placement(num_positions, stages),
-        forward_only=True,
-    )
+    stages = _num_stages(num_positions, num_chunks, num_stages)
+
+    def order(position: int) -> Order:
+        return [
+            forward(stage, m)
+            for first in range(0, num_microbatches, num_positions)
+            for stage in range(position, stages, num_positions)
+            for m in range(first, min(first + num_positions, num_microbatches))
+        ]
+
+    placement = looped_placement(num_positions, stages)
+    return chain_plan(map(order, range(num_positions)), placement, num_microbatches, forward_only=True)
 
 
-def forward_only_order(
-    position: int,
-    num_positions: int,
-    num_microbatches: int,
-    *,
-    num_chunks: int = 1,
-    num_stages: int | None = None,
-) -> Order:
-    """What ``position`` of `forward_only` does."""
-    check_position(position, num_positions, num_microbatches)
-    stages = range(position, _num_stages(num_positions, num_microbatches, num_chunks, num_stages), num_positions)
-    return [
-        forward(stage, m)
-        for first in range(0, num_microbatches, num_positions)
-        for stage in stages
-        for m in range(first, min(first + num_positions, num_microbatches))
-    ]
-
-
-def _num_stages(num_positions: int, num_microbatches: int, num_chunks: int, num_stages: int | None) -> int:
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches, num_chunks=num_chunks)
+def _num_stages(num_positions: int, num_chunks: int, num_stages: int | None) -> int:
     most = num_positions * num_chunks
     if num_stages is None:
         return most
-    check_sizes(num_stages=num_stages)
     if not most - num_positions < num_stages <= most:
         raise PlanError(
             f"num_stages is {num_stages}; {num_chunks} chunks on {num_positions} positions are "

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.arguments import require_items
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators.shapes import Order, check_sizes
-from pipegrid.schedules.plan import as_placement
-from pipegrid.schedules.plan.actions import Action, backward, forward
-from pipegrid.schedules.plan.plan import Plan, compute_plan, require_graph
+from pipegrid.schedules.generators.shapes import Order
+from pipegrid.schedules.plan import Action, Plan, as_placement, backward, compute_plan, forward, require_graph
+from pipegrid.topology.fields import Count, Name, checked, checked_arguments
 
 
+@checked_arguments(PlanError)
 def multi_module_1f1b(
     graph: ModuleGraph,
-    num_microbatches: int,
+    num_microbatches: Count,
     *,
     placement: Iterable[int | Iterable[int]] | None = None,
     forward_only: Iterable[str] = (),
@@ -38,10 +37,8 @@ def multi_module_1f1b(
         PlanError: a size below 1, a placement that does not cover the stages, or a module that does not
         exist.
     """
-    check_sizes(num_microbatches=num_microbatches)
     require_graph(graph)
-    remedy = "give a list of the names of modules"
-    frozen = require_items("forward_only", forward_only, str, remedy, error=PlanError)
+    frozen: tuple[str, ...] = checked(forward_only, tuple[Name, ...], "forward_only", PlanError)
     for name in frozen:
         if name not in graph.order:
             raise PlanError(f"forward_only names module {name!r}; the graph has {', '.join(graph.order)}")
@@ -56,11 +53,10 @@ def multi_module_1f1b(
     for stage, place in enumerate(places):
         for position in place:
             held.setdefault(position, []).append(stage)
-    num_positions = max(held, default=0) + 1
     return compute_plan(
         [
             multi_module_1f1b_order(held.get(position, ()), graph, num_microbatches, forward_only=without)
-            for position in range(num_positions)
+            for position in range(max(held, default=0) + 1)
         ],
         graph=graph,
         placement=places,
@@ -78,21 +74,15 @@ def module_stages(graph: ModuleGraph, name: str) -> range:
 def multi_module_1f1b_order(
     stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Iterable[int] = ()
 ) -> Order:
-    """What a position that holds ``stages`` does in `multi_module_1f1b`.
-
-    ``forward_only``: the stages that run no backward.
+    """The order of a position that holds ``stages`` in `multi_module_1f1b`; ``forward_only`` stages run no backward.
 
     Raises:
-        PlanError: a size below 1, or arguments of another kind.
         ModuleGraphError: a stage that the graph does not have.
     """
-    check_sizes(num_microbatches=num_microbatches)
-    require_graph(graph)
-    remedy = "give a list of the numbers of stages"
-    without = frozenset(require_items("forward_only", forward_only, int, remedy, error=PlanError))
+    without = frozenset(forward_only)
     dated: list[tuple[int, int, Action]] = []
-    for stage in require_items("stages", stages, int, remedy, error=PlanError):
-        graph.module_of(stage)  # refuses a stage that the graph does not have
+    for stage in stages:
+        graph.module_of(stage)  # raises for a stage that the graph does not have
         distance = graph.distance_to_sink[stage]
         for m in range(num_microbatches):
             # At one date, backwards first: they free memory. Neither waits for the other.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pipegrid.schedules.generators.shapes import (
-    Order,
-    chain_plan,
-    check_position,
-    check_sizes,
-    looped_placement,
-)
-from pipegrid.schedules.plan.actions import backward, forward
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import Order, chain_plan, looped_placement
+from pipegrid.schedules.plan import Plan, backward, forward
+from pipegrid.topology.fields import Count, checked_arguments
 
 
-def gpipe(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def gpipe(num_positions: Count, num_microbatches: Count) -> Plan:
     """All forwards, then all backwards.
 
     Bubble ``(P-1)(F+B)`` for any ``M``; every microbatch is live at once::
@@ -28,23 +24,18 @@ def gpipe(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
+    microbatches = range(num_microbatches)
+
+    def order(position: int) -> Order:
+        return [forward(position, m) for m in microbatches] + [backward(position, m) for m in microbatches]
+
     return chain_plan(
-        lambda position: gpipe_order(position, num_positions, num_microbatches),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=looped_placement(num_positions, num_positions),
+        map(order, range(num_positions)), looped_placement(num_positions, num_positions), num_microbatches
     )
 
 
-def gpipe_order(position: int, num_positions: int, num_microbatches: int) -> Order:
-    """What ``position`` of `gpipe` does."""
-    check_position(position, num_positions, num_microbatches)
-    microbatches = range(num_microbatches)
-    return [forward(position, m) for m in microbatches] + [backward(position, m) for m in microbatches]
-
-
-def one_f_one_b(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def one_f_one_b(num_positions: Count, num_microbatches: Count) -> Plan:
     """One forward, one backward in turn, after a warmup that fills the pipeline.
 
     Bubble ``(P-1)(F+B)`` for any ``M``, as GPipe, with at most ``P - p`` microbatches live at position p::
@@ -60,21 +51,14 @@ def one_f_one_b(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
+
+    def order(position: int) -> Order:
+        warmup = min(num_positions - position - 1, num_microbatches)
+        actions = [forward(position, m) for m in range(warmup)]
+        for m in range(num_microbatches - warmup):  # steady
+            actions += [forward(position, warmup + m), backward(position, m)]
+        return actions + [backward(position, m) for m in range(num_microbatches - warmup, num_microbatches)]
+
     return chain_plan(
-        lambda position: one_f_one_b_order(position, num_positions, num_microbatches),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=looped_placement(num_positions, num_positions),
+        map(order, range(num_positions)), looped_placement(num_positions, num_positions), num_microbatches
     )
-
-
-def one_f_one_b_order(position: int, num_positions: int, num_microbatches: int) -> Order:
-    """What ``position`` of `one_f_one_b` does: warmup, steady, cooldown."""
-    check_position(position, num_positions, num_microbatches)
-    warmup = min(num_positions - position - 1, num_microbatches)
-    order = [forward(position, m) for m in range(warmup)]
-    for m in range(num_microbatches - warmup):
-        order += [forward(position, warmup + m), backward(position, m)]
-    order += [backward(position, m) for m in range(num_microbatches - warmup, num_microbatches)]
-    return order

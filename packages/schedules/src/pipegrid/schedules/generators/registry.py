@@ -1,4 +1,4 @@
-"""The named schedules under one roof: what the command line, `compare` and `greedy` choose from."""
+"""The table of named schedules, from which the command line, `compare` and `greedy` choose."""
 
 from __future__ import annotations
 
@@ -7,38 +7,30 @@ from types import MappingProxyType
 
 from attrs import frozen
 
-from pipegrid.schedules.arguments import require, require_integer
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators import (
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    interleaved_1f1b,
-    looped_bfs,
-    one_f_one_b,
-    u_shape,
-    v_half,
-    v_min,
-    zero_bubble_h1,
-    zero_bubble_h2,
-    zero_bubble_v,
-)
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.generators.controllable_memory import v_half, v_min
+from pipegrid.schedules.generators.looped import forward_only, interleaved_1f1b, looped_bfs
+from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
+from pipegrid.schedules.generators.u_shaped import u_shape
+from pipegrid.schedules.generators.v_shaped import dualpipe_v, zero_bubble_v
+from pipegrid.schedules.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
+from pipegrid.schedules.plan import Plan
+from pipegrid.topology.fields import Count, checked, checked_arguments, shown
 
 
 @frozen
 class Schedule:
-    """A named schedule of a chain, and the chunks it comes in.
+    """A named schedule of a chain.
 
-    ``make(positions, microbatches, chunks, stages)``: ``stages`` counts where any number of chunks will do
-    (the last round may then leave positions out). ``chunks`` is the number per position (of a U, on its first),
-    or None for any.
-    ``trains`` is False for forwards alone.
+    ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is
+    for (of a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``.
+    ``trains``: False for forwards alone.
     """
 
     name: str
-    make: Callable[[int, int, int, int | None], Plan]
-    chunks: int | None = None
+    function: Callable[..., Plan]
+    chunks: int | None
+    source: str
     trains: bool = True
 
     def plan(
@@ -49,56 +41,59 @@ class Schedule:
         *,
         num_stages: int | None = None,
     ) -> Plan:
-        """The schedule's plan of computes; without ``num_chunks``, its own number (2 where any will do).
+        """The schedule's plan of computes; ``num_chunks`` is by default its own number (2 where any will do).
+
+        ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out.
 
         Raises:
-            PlanError: a number of chunks that the schedule does not come in, or a size below 1.
+            PlanError: a number of chunks that the schedule is not for, or a size below 1.
         """
-        if num_chunks is None:
-            num_chunks = 2 if self.chunks is None else self.chunks
-        require_integer("num_chunks", num_chunks, error=PlanError)
-        if self.chunks is not None and num_chunks != self.chunks:
+        checked(num_chunks, Count | None, "num_chunks", PlanError)
+        if self.chunks is None:
+            return self.function(num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages)
+        if num_chunks not in (None, self.chunks):
             raise PlanError(
                 f"{self.name} has {self.chunks} chunk{'s' if self.chunks > 1 else ''} per position, not "
                 f"{num_chunks}; leave the number out, or choose interleaved_1f1b or looped_bfs"
             )
-        return self.make(num_positions, num_microbatches, num_chunks, num_stages)
+        return self.function(num_positions, num_microbatches)
 
 
-_ALL = (
-    Schedule("gpipe", lambda p, m, *_: gpipe(p, m), 1),
-    Schedule("1f1b", lambda p, m, *_: one_f_one_b(p, m), 1),
-    Schedule("interleaved_1f1b", lambda p, m, v, s: interleaved_1f1b(p, m, num_chunks=v, num_stages=s)),
-    Schedule("looped_bfs", lambda p, m, v, s: looped_bfs(p, m, num_chunks=v, num_stages=s)),
-    Schedule("zero_bubble_h1", lambda p, m, *_: zero_bubble_h1(p, m), 1),
-    Schedule("zero_bubble_h2", lambda p, m, *_: zero_bubble_h2(p, m), 1),
-    Schedule("zero_bubble_v", lambda p, m, *_: zero_bubble_v(p, m), 2),
-    Schedule("v_half", lambda p, m, *_: v_half(p, m), 2),
-    Schedule("v_min", lambda p, m, *_: v_min(p, m), 2),
-    Schedule("dualpipe_v", lambda p, m, *_: dualpipe_v(p, m), 2),
-    Schedule("u_shape", lambda p, m, *_: u_shape(p, m), 2),
-    Schedule("forward_only", lambda p, m, v, s: forward_only(p, m, num_chunks=v, num_stages=s), trains=False),
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        schedule.name: schedule
+        for schedule in (
+            Schedule("gpipe", gpipe, 1, "Huang et al. 2019, section 2.3"),
+            Schedule("1f1b", one_f_one_b, 1, "Narayanan et al. 2021, section 2.2.1"),
+            Schedule("interleaved_1f1b", interleaved_1f1b, None, "Narayanan et al. 2021, section 2.2.2"),
+            Schedule("looped_bfs", looped_bfs, None, "Lamy-Poirier 2023, section 4"),
+            Schedule("zero_bubble_h1", zero_bubble_h1, 1, "Qi et al. 2023, section 2.1"),
+            Schedule("zero_bubble_h2", zero_bubble_h2, 1, "Qi et al. 2023, section 2.2"),
+            Schedule("zero_bubble_v", zero_bubble_v, 2, "Qi et al. 2023, section 6"),
+            Schedule("v_half", v_half, 2, "Qi et al. 2024, section 4"),
+            Schedule("v_min", v_min, 2, "Qi et al. 2024, section 4"),
+            Schedule("dualpipe_v", dualpipe_v, 2, "DeepSeek-AI 2024, section 3.2.1; Qi et al. 2025"),
+            Schedule("u_shape", u_shape, 2, "Vepakomma et al. 2018; the order is ours"),
+            Schedule("forward_only", forward_only, None, "the forwards of interleaved_1f1b", trains=False),
+        )
+    }
 )
-
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in _ALL})
 """Every named schedule of a chain, by name."""
 
+_SYNONYMS = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}
 
-def find_schedule(name: str, num_chunks: int | None = None) -> Schedule:
+
+@checked_arguments(PlanError)
+def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
     """The schedule called ``name``; dashes and capitals do not matter, and ``one_f_one_b`` is ``1f1b``.
 
-    With more than one chunk asked for, ``1f1b`` is ``interleaved_1f1b``: 1F1B in chunks is what that is.
+    With more than one chunk, ``1f1b`` is ``interleaved_1f1b``: 1F1B in chunks.
 
     Raises:
-        PlanError: no schedule is called that; the names are listed.
+        PlanError: no schedule has that name; the names are listed.
     """
-    require("name", name, str, f"the schedules are {', '.join(SCHEDULES)}", error=PlanError)
-    if num_chunks is not None:
-        require_integer("num_chunks", num_chunks, error=PlanError)
-    wanted = name.lower().replace("-", "_")
-    wanted = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}.get(wanted, wanted)
+    wanted = str(name).lower().replace("-", "_")
+    wanted = _SYNONYMS.get(wanted, wanted)
     if wanted not in SCHEDULES:
-        raise PlanError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
-    if wanted == "1f1b" and num_chunks is not None and num_chunks > 1:
-        wanted = "interleaved_1f1b"
-    return SCHEDULES[wanted]
+        raise PlanError(f"there is no schedule {shown(name)}; the schedules are {', '.join(SCHEDULES)}")
+    return SCHEDULES["interleaved_1f1b" if wanted == "1f1b" and (num_chunks or 1) > 1 else wanted]

@@ -1,53 +1,29 @@
-"""What all generators share: checked sizes, and where the stages of a chain lie."""
+"""Parts that the schedules share: where the stages of a chain lie, and a writer of orders."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from pipegrid.schedules.arguments import is_integer, require_integer, shown
-from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan.actions import Action, backward, forward, input_backward, weight_backward
-from pipegrid.schedules.plan.plan import Plan, compute_plan
+from pipegrid.schedules.plan import Action, Plan, backward, compute_plan, forward, input_backward, weight_backward
 
 Order = list[Action]
 
 
-def check_sizes(**sizes: int) -> None:
-    """Refuse sizes that are not integers of at least 1.
-
-    Raises:
-        PlanError: names the size.
-    """
-    for name, size in sizes.items():
-        require_integer(name, size, error=PlanError)
-
-
-def check_position(position: int, num_positions: int, num_microbatches: int) -> None:
-    """Refuse sizes as `check_sizes`, and a position that does not exist.
-
-    Raises:
-        PlanError: names the size, or the position and the range.
-    """
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
-    if not is_integer(position) or position >= num_positions:
-        raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{num_positions - 1}")
-
-
 def looped_placement(num_positions: int, num_stages: int) -> tuple[int, ...]:
-    """Stages round and round: stage ``s`` on position ``s % num_positions``."""
+    """Round and round: stage ``s`` on position ``s % num_positions``."""
     return tuple(stage % num_positions for stage in range(num_stages))
 
 
 def v_placement(num_positions: int) -> tuple[int, ...]:
-    """Two chunks each, forth and back: stages 0..P-1 on positions 0..P-1, stages P..2P-1 on P-1..0."""
+    """Two chunks each, down and back up: stages 0..P-1 on positions 0..P-1, stages P..2P-1 on P-1..0."""
     return (*range(num_positions), *reversed(range(num_positions)))
 
 
-class Counter:
+class OrderBuilder:
     """Writes an order without arithmetic on indices: each verb takes the next microbatch of a stage.
 
-    A schedule is drawn for as many microbatches as its phases need; those past ``num_microbatches`` are left
+    A schedule is written for as many microbatches as its phases need; those past ``num_microbatches`` are left
     out. What is left keeps its order, so it still runs.
     """
 
@@ -91,16 +67,11 @@ class Counter:
 
 
 def chain_plan(
-    order: Callable[[int], Order],
-    *,
-    num_positions: int,
-    num_microbatches: int,
-    placement: tuple[int, ...],
-    forward_only: bool = False,
+    orders: Iterable[Order], placement: tuple[int, ...], num_microbatches: int, *, forward_only: bool = False
 ) -> Plan:
-    """The plan whose position ``p`` does ``order(p)``, over a chain of ``len(placement)`` stages."""
+    """The plan of ``orders``, one per position, over a chain of ``len(placement)`` stages."""
     return compute_plan(
-        [order(position) for position in range(num_positions)],
+        list(orders),
         graph=len(placement),
         placement=placement,
         num_microbatches=num_microbatches,

@@ -16,27 +16,23 @@ import math
 
 from attrs import frozen
 
-from pipegrid.schedules.generators.shapes import (
-    Counter,
-    Order,
-    chain_plan,
-    check_position,
-    check_sizes,
-    looped_placement,
-)
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
+from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.simulate.costs import Costs, CostsError, require_costs
+from pipegrid.topology.fields import Count, checked_arguments
 from pipegrid.transport.edge import Edge
 
 SLACK = 1e-9  # quotients this close to a whole number are one, whatever the last bit of measured costs
 
 
+@checked_arguments(PlanError)
 def u_shape(
-    num_positions: int,
-    num_microbatches: int,
+    num_positions: Count,
+    num_microbatches: Count,
     *,
     costs: Costs | None = None,
-    in_flight: int | None = None,
+    in_flight: Count | None = None,
     forward_only: bool = False,
 ) -> Plan:
     """1F1B through a U, with head and tail passes where position 0 would wait for the others.
@@ -61,30 +57,10 @@ def u_shape(
         PlanError: a size below 1.
         CostsError: costs for another number of stages or without work.
     """
-    check_sizes(num_microbatches=num_microbatches)
     counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
-    return chain_plan(
-        lambda position: _order(position, num_microbatches, counts, forward_only=forward_only),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=looped_placement(num_positions, num_positions + 1),
-        forward_only=forward_only,
-    )
-
-
-def u_shape_order(
-    position: int,
-    num_positions: int,
-    num_microbatches: int,
-    *,
-    costs: Costs | None = None,
-    in_flight: int | None = None,
-    forward_only: bool = False,
-) -> Order:
-    """What ``position`` of `u_shape` does."""
-    check_position(position, num_positions, num_microbatches)
-    counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
-    return _order(position, num_microbatches, counts, forward_only=forward_only)
+    orders = (_order(p, num_microbatches, counts, forward_only=forward_only) for p in range(num_positions))
+    placement = looped_placement(num_positions, num_positions + 1)
+    return chain_plan(orders, placement, num_microbatches, forward_only=forward_only)
 
 
 @frozen
@@ -101,11 +77,12 @@ class UShapeCounts:
     tail_extra: int
 
 
+@checked_arguments(PlanError)
 def u_shape_counts(
-    num_positions: int,
+    num_positions: Count,
     *,
     costs: Costs | None = None,
-    in_flight: int | None = None,
+    in_flight: Count | None = None,
     forward_only: bool = False,
 ) -> UShapeCounts:
     """The counts of `u_shape` at ``costs``, by default unit costs.
@@ -120,7 +97,6 @@ def u_shape_counts(
         PlanError: a size below 1.
         CostsError: costs for another number of stages, or none for any compute.
     """
-    check_sizes(num_positions=num_positions, in_flight=1 if in_flight is None else in_flight)
     costs = _even(num_positions) if costs is None else costs
     require_costs(costs)
     way = _way(num_positions, costs, forward_only=forward_only)
@@ -195,46 +171,46 @@ def _order(position: int, num_microbatches: int, counts: UShapeCounts, *, forwar
         return _edge_forward_order(len(counts.in_flight), num_microbatches, counts)
     if position == 0:
         return _edge_order(len(counts.in_flight), num_microbatches, counts)
-    counter = Counter(num_microbatches)
+    builder = OrderBuilder(num_microbatches)
     for _ in range(0 if forward_only else min(counts.in_flight[position] - 1, num_microbatches)):
-        counter.f(position)
+        builder.f(position)
     for _ in range(num_microbatches):
-        counter.f(position)
+        builder.f(position)
         if not forward_only:
-            counter.b(position)
-    return counter.order
+            builder.b(position)
+    return builder.order
 
 
 def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Order:
     """What position 0 does, phase by phase; the tail is stage ``tail``."""
-    counter = Counter(num_microbatches)
+    builder = OrderBuilder(num_microbatches)
     held = min(counts.in_flight[0], num_microbatches)
     warmup = min(counts.head_warmup, held)
     passes = min(1 + counts.tail_extra, held)
 
     for _ in range(warmup):  # 1. head forwards, while the first microbatch travels to the tail
-        counter.f(0)
+        builder.f(0)
     for number in range(passes):  # 2. tail passes, while its gradient travels back; heads as there is room
-        counter.f(tail)
-        counter.b(tail)
+        builder.f(tail)
+        builder.b(tail)
         if warmup + number < held:
-            counter.f(0)
+            builder.f(0)
     for _ in range(held - warmup - passes):  # 3. heads that the others count on before the first backward
-        counter.f(0)
+        builder.f(0)
     for _ in range(num_microbatches):  # 4. steady: one out, one in, one round; at last only out
-        counter.b(0)
-        counter.f(0)
-        counter.f(tail)
-        counter.b(tail)
-    return counter.order
+        builder.b(0)
+        builder.f(0)
+        builder.f(tail)
+        builder.b(tail)
+    return builder.order
 
 
 def _edge_forward_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Order:
     """What position 0 does in evaluation: heads until the first microbatch is back, then tail and head in turn."""
-    counter = Counter(num_microbatches)
+    builder = OrderBuilder(num_microbatches)
     for _ in range(min(counts.head_warmup, num_microbatches)):
-        counter.f(0)
+        builder.f(0)
     for _ in range(num_microbatches):
-        counter.f(tail)
-        counter.f(0)
-    return counter.order
+        builder.f(tail)
+        builder.f(0)
+    return builder.order

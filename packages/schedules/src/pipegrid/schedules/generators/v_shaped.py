@@ -6,18 +6,14 @@ a microbatch round without sending it.
 
 from __future__ import annotations
 
-from pipegrid.schedules.generators.shapes import (
-    Counter,
-    Order,
-    chain_plan,
-    check_position,
-    check_sizes,
-    v_placement,
-)
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import Order, OrderBuilder, chain_plan, v_placement
+from pipegrid.schedules.plan import Plan
+from pipegrid.topology.fields import Count, checked_arguments
 
 
-def zero_bubble_v(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
     """No bubble within a position's span, at 1F1B's memory.
 
     With ``F = I = W`` and M of at least 2P - 1 no position waits between its first action and its last; they
@@ -36,54 +32,49 @@ def zero_bubble_v(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
-    return chain_plan(
-        lambda position: zero_bubble_v_order(position, num_positions, num_microbatches),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=v_placement(num_positions),
-    )
+    orders = (_zero_bubble_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
+    return chain_plan(orders, v_placement(num_positions), num_microbatches)
 
 
-def zero_bubble_v_order(position: int, num_positions: int, num_microbatches: int) -> Order:
+def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `zero_bubble_v` does, phase by phase.
 
     In slots of one chunk's pass, with p the position: microbatch 0 comes down at p and back up at 2P-1-p, its
     gradient down at 2P+p and back up at 4P-1-p. Each phase fills the slots until the next of these.
     """
-    check_position(position, num_positions, num_microbatches)
     down, up = position, 2 * num_positions - 1 - position
     above, below = position, num_positions - position  # positions before this one; this one and those after
-    counter = Counter(num_microbatches)
+    builder = OrderBuilder(num_microbatches)
 
     for _ in range(2 * below - 1):  # 1. forwards down, until the first comes back up
-        counter.f(down)
+        builder.f(down)
     for _ in range(above):  # 2. forwards up and down, until its gradient comes down
-        counter.f(up)
-        counter.f(down)
+        builder.f(up)
+        builder.f(down)
     for _ in range(below):  # 3. the upward chunk whole, until the gradient comes back up
-        counter.f(up)
-        counter.i(up)
-        counter.w()
+        builder.f(up)
+        builder.i(up)
+        builder.w()
     for _ in range(max(num_microbatches, 2 * num_positions - 1) - num_positions):  # 4. steady
-        counter.f(down)
-        counter.i(down)
-        counter.w()
-        counter.f(up)
-        counter.i(up)
-        counter.w()
+        builder.f(down)
+        builder.i(down)
+        builder.w()
+        builder.f(up)
+        builder.i(up)
+        builder.w()
     for _ in range(above):  # 5. gradients come as fast as they are sent on
-        counter.i(down)
-        counter.i(up)
+        builder.i(down)
+        builder.i(up)
     for _ in range(below):  # 6. every other slot is free
-        counter.i(down)
-        counter.w()
-    while counter.owes:  # 7. nothing comes any more
-        counter.w()
-    return counter.order
+        builder.i(down)
+        builder.w()
+    while builder.owes:  # 7. nothing comes any more
+        builder.w()
+    return builder.order
 
 
-def dualpipe_v(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def dualpipe_v(num_positions: Count, num_microbatches: Count) -> Plan:
     """A forward of one chunk beside a backward of the other, so that each can hide the other's communication.
 
     For M of at least 2P. If the pair ``F&B`` takes less time than its two halves one after the other, the
@@ -99,46 +90,40 @@ def dualpipe_v(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
-    return chain_plan(
-        lambda position: dualpipe_v_order(position, num_positions, num_microbatches),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=v_placement(num_positions),
-    )
+    orders = (_dualpipe_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
+    return chain_plan(orders, v_placement(num_positions), num_microbatches)
 
 
-def dualpipe_v_order(position: int, num_positions: int, num_microbatches: int) -> Order:
+def _dualpipe_v_order(position: int, num_positions: int, num_microbatches: int) -> Order:
     """What ``position`` of `dualpipe_v` does, in the eight phases of the paper's figure."""
-    check_position(position, num_positions, num_microbatches)
     down, up = position, 2 * num_positions - 1 - position
     above, below = position + 1, num_positions - position - 1  # this position and those before; those after
-    counter = Counter(num_microbatches)
+    builder = OrderBuilder(num_microbatches)
 
     for _ in range(2 * below):  # 1. forwards down
-        counter.f(down)
+        builder.f(down)
     for _ in range(above):  # 2. forwards down and up
-        counter.f(down)
-        counter.f(up)
+        builder.f(down)
+        builder.f(up)
     for _ in range(below):  # 3. the upward chunk, its backward split so that the gradient leaves early
-        counter.i(up)
-        counter.w()
-        counter.f(up)
+        builder.i(up)
+        builder.w()
+        builder.f(up)
     for _ in range(max(num_microbatches, 2 * num_positions) - 2 * num_positions + above):  # 4. steady: pairs
-        counter.f(down)
-        counter.b(up)
-        counter.f(up)
-        counter.b(down)
+        builder.f(down)
+        builder.b(up)
+        builder.f(up)
+        builder.b(down)
     for _ in range(below):  # 5. no forwards down are left
-        counter.b(up)
-        counter.f(up)
-        counter.b(down)
+        builder.b(up)
+        builder.f(up)
+        builder.b(down)
     for index in range(2 * above):  # 6. no forwards are left; the second half splits
-        backward = counter.b if index < above else counter.i
+        backward = builder.b if index < above else builder.i
         backward(up if index % 2 == 0 else down)
     for _ in range(below):  # 7. weight halves between the last gradients
-        counter.w()
-        counter.i(down)
-    while counter.owes:  # 8. weight halves
-        counter.w()
-    return counter.order
+        builder.w()
+        builder.i(down)
+    while builder.owes:  # 8. weight halves
+        builder.w()
+    return builder.order

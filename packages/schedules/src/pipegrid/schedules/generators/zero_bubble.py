@@ -1,25 +1,19 @@
 """The zero-bubble schedules with one stage on each position: ZB-H1 and ZB-H2.
 
-Both split the backward. ``I``, the half that the stage before waits for, runs as ``B`` does in 1F1B; ``W``,
-for which nobody waits, fills what would be bubbles.
+Both split the backward. ``I``, the half on which the stage before depends, runs where 1F1B runs ``B``; ``W``, on
+which no stage depends, fills the bubbles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pipegrid.schedules.generators.shapes import (
-    Counter,
-    Order,
-    chain_plan,
-    check_position,
-    check_sizes,
-    looped_placement,
-)
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
+from pipegrid.schedules.plan import Plan
+from pipegrid.topology.fields import Count, checked_arguments
 
 
-def zero_bubble_h1(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def zero_bubble_h1(num_positions: Count, num_microbatches: Count) -> Plan:
     """1F1B's memory and a third of its bubble.
 
     Bubble ``(P-1)(F+I-W)`` for M of at least P, where ``I + W`` is the whole backward; at most P microbatches
@@ -36,16 +30,15 @@ def zero_bubble_h1(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    return _split_plan(num_positions, num_microbatches, zero_bubble_h1_order)
+    last = num_positions - 1
+    orders = [
+        _order(position, num_microbatches, warmup=last - position, delay=position) for position in range(last + 1)
+    ]
+    return chain_plan(orders, looped_placement(num_positions, num_positions), num_microbatches)
 
 
-def zero_bubble_h1_order(position: int, num_positions: int, num_microbatches: int) -> Order:
-    """What ``position`` of `zero_bubble_h1` does."""
-    check_position(position, num_positions, num_microbatches)
-    return _split_order(position, num_microbatches, warmup=num_positions - 1 - position, delay=position)
-
-
-def zero_bubble_h2(num_positions: int, num_microbatches: int) -> Plan:
+@checked_arguments(PlanError)
+def zero_bubble_h2(num_positions: Count, num_microbatches: Count) -> Plan:
     """No bubble within a position's span, for twice the memory of 1F1B.
 
     With ``F = I = W`` and M of at least 2P - 1 no position waits between its first action and its last (they
@@ -61,35 +54,23 @@ def zero_bubble_h2(num_positions: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: a size below 1.
     """
-    return _split_plan(num_positions, num_microbatches, zero_bubble_h2_order)
+    last = num_positions - 1
+    orders = [  # the warmup lasts until the first gradient comes
+        _order(p, num_microbatches, warmup=2 * (last - p), delay=2 * p) for p in range(num_positions)
+    ]
+    return chain_plan(orders, looped_placement(num_positions, num_positions), num_microbatches)
 
 
-def zero_bubble_h2_order(position: int, num_positions: int, num_microbatches: int) -> Order:
-    """What ``position`` of `zero_bubble_h2` does: warms up until the first gradient comes."""
-    check_position(position, num_positions, num_microbatches)
-    return _split_order(position, num_microbatches, warmup=2 * (num_positions - 1 - position), delay=2 * position)
-
-
-def _split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Order:
+def _order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Order:
     """``warmup`` forwards, then F, I and W in turn, the W always ``delay`` microbatches behind the I."""
-    counter = Counter(num_microbatches)
+    builder = OrderBuilder(num_microbatches)
     for _ in range(warmup):
-        counter.f(stage)
+        builder.f(stage)
     for microbatch in range(num_microbatches):
-        counter.f(stage)
-        counter.i(stage)
+        builder.f(stage)
+        builder.i(stage)
         if microbatch >= delay:
-            counter.w()
-    while counter.owes:
-        counter.w()
-    return counter.order
-
-
-def _split_plan(num_positions: int, num_microbatches: int, order: Callable[[int, int, int], Order]) -> Plan:
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
-    return chain_plan(
-        lambda position: order(position, num_positions, num_microbatches),
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        placement=looped_placement(num_positions, num_positions),
-    )
+            builder.w()
+    while builder.owes:
+        builder.w()
+    return builder.order

@@ -12,12 +12,12 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.arguments import require_items, shown
 from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b
-from pipegrid.schedules.generators.shapes import check_sizes
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_communicator
 from pipegrid.schedules.plan import as_placement
 from pipegrid.schedules.plan.plan import Plan, require_graph
 from pipegrid.schedules.verify.verify import verify
+from pipegrid.topology.fields import Count, checked
 from pipegrid.transport.edge import Edge
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -120,7 +120,7 @@ def step_plan(
         PlanError: an argument of another kind, or as `multi_module_1f1b` and `lower`.
     """
     require_graph(graph)
-    check_sizes(num_microbatches=num_microbatches)
+    num_microbatches = checked(num_microbatches, Count, "num_microbatches", PlanError)
     return _step_plan(
         graph,
         num_microbatches,

@@ -6,17 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
-from pipegrid.schedules.arguments import require_items
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.generators.shapes import check_sizes
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.generators import SCHEDULES
+from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.search.list_scheduler import SLACK
-from pipegrid.schedules.simulate.costs import Costs, OtherCutError, require_costs
-from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.schedules.simulate import Costs, OtherCutError, require_costs, simulate
 from pipegrid.schedules.timeline.timeline import amount, time_text
 from pipegrid.schedules.verify import as_limit
+from pipegrid.topology.fields import Count, Name, checked, checked_arguments
 
 
 @frozen
@@ -42,32 +40,30 @@ COMPARED = (*(name for name, schedule in SCHEDULES.items() if schedule.trains), 
 """The schedules that `compare` knows."""
 
 
+@checked_arguments(PlanError)
 def compare(
-    num_positions: int,
-    num_microbatches: int,
+    num_positions: Count,
+    num_microbatches: Count,
     *,
     costs: Costs | None = None,
     memory_limit: float | None = None,
-    num_chunks: int = 2,
+    num_chunks: Count = 2,
     names: Iterable[str] | None = None,
 ) -> list[Row]:
-    """Every training schedule of the catalogue, and `greedy`, fastest first; those over the cap last.
+    """Every training schedule of the table, and `greedy`, fastest first; those over the cap last.
 
-    ``costs`` are those of the model cut into one slice per position where numbers are single, or of
-    consecutive slices where they are lists; schedules with more stages cut it further. ``names`` restricts
-    the table. ``num_chunks`` is for the schedules that take any number. Where costs are given per edge, schedules
-    that cut the model into other stages are left out.
+    ``costs``: a single number is the cost of one position's slice of the model, a list the costs of consecutive
+    slices; schedules with more stages cut the model further. ``names`` restricts the table. ``num_chunks`` is for the
+    schedules that take any number. Schedules whose edges are not those of costs per edge are left out.
 
     Raises:
-        PlanError: a size below 1, a cap that is none, or a name that is not in the catalogue.
-        CostsError: costs per edge that are those of no schedule.
+        PlanError: a size below 1, a negative cap, or the name of no schedule.
+        CostsError: costs per edge that fit no schedule.
     """
     costs = Costs() if costs is None else costs
     require_costs(costs)
     limit = as_limit(memory_limit)
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    remedy = f"give a list of names of schedules, of {', '.join(COMPARED)}"
-    wanted = COMPARED if names is None else require_items("names", names, str, remedy, error=PlanError)
+    wanted: tuple[str, ...] = COMPARED if names is None else checked(names, tuple[Name, ...], "names", PlanError)
     unknown = sorted(set(wanted) - set(COMPARED))
     if unknown:
         raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(COMPARED)}")
@@ -141,34 +137,25 @@ def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
 HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "until I")
 
 
-def comparison_table(rows: Sequence[Row], *, unit: str = "") -> str:
-    """``rows`` as a text table. Peaks are live microbatches; schedules over the memory cap are marked.
+def comparison_cells(rows: Sequence[Row], *, unit: str = "") -> list[tuple[str, ...]]:
+    """The cells of a table of ``rows`` under `HEADINGS`. Peaks are live microbatches, marked where over the cap."""
+    return [
+        (
+            row.name,
+            time_text(row.makespan, unit),
+            f"{100 * row.bubble_of_makespan:.1f}%",
+            f"{100 * row.bubble_of_span:.1f}%",
+            amount(row.peak_until_weight) + ("" if row.fits else " (over)"),
+            amount(row.peak_until_input),
+        )
+        for row in rows
+    ]
 
-    Raises:
-        PlanError: ``rows`` is not what `compare` returned.
-    """
-    rows = require_items("rows", rows, Row, "give what compare(...) returned", error=PlanError)
-    cells = [
-        HEADINGS,
-        *(
-            (
-                row.name,
-                time_text(row.makespan, unit),
-                f"{100 * row.bubble_of_makespan:.1f}%",
-                f"{100 * row.bubble_of_span:.1f}%",
-                amount(row.peak_until_weight) + ("" if row.fits else " (over)"),
-                amount(row.peak_until_input),
-            )
-            for row in rows
-        ),
-    ]
+
+def comparison_table(rows: Sequence[Row], *, unit: str = "") -> str:
+    """``rows`` of `compare` as a text table. Peaks are live microbatches; schedules over the memory cap are marked."""
+    cells = [HEADINGS, *comparison_cells(rows, unit=unit)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines) + "\n"

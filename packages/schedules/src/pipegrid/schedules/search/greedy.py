@@ -10,12 +10,8 @@ from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators import multi_module_1f1b
-from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.generators.shapes import check_sizes, looped_placement, v_placement
-from pipegrid.schedules.plan import as_placement
-from pipegrid.schedules.plan.actions import Action
-from pipegrid.schedules.plan.plan import Plan, chain, compute_plan, require_graph
+from pipegrid.schedules.generators import SCHEDULES, looped_placement, multi_module_1f1b, v_placement
+from pipegrid.schedules.plan import Action, Plan, as_placement, chain, compute_plan, require_graph
 from pipegrid.schedules.search.list_scheduler import (
     SLACK,
     Problem,
@@ -23,14 +19,14 @@ from pipegrid.schedules.search.list_scheduler import (
     policies,
     with_whole_backwards,
 )
-from pipegrid.schedules.simulate.costs import Costs, require_costs
-from pipegrid.schedules.simulate.simulation import activation_sizes, simulate
+from pipegrid.schedules.simulate import Costs, activation_sizes, require_costs, simulate
 from pipegrid.schedules.verify import as_limit
+from pipegrid.topology.fields import Count, checked_arguments
 
 
 @frozen
 class Candidate:
-    """A plan with its figures: where it comes from, its makespan, and its peak in the unit of the cap."""
+    """A plan with its figures: its origin, its makespan, and its peak in the unit of the cap."""
 
     origin: str
     plan: Plan
@@ -61,12 +57,11 @@ def greedy(
     ``num_stages`` defaults to what ``costs`` are given for, or one per position.
 
     Source: the policies follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3 (automatic
-    schedules); the guarantee against memory deadlock is ours (see `list_scheduling`).
+    schedules); the guarantee against memory deadlock is ours (see `list_scheduler`).
 
     Raises:
-        PlanError: sizes below 1 or that contradict each other, or a cap under which not even one microbatch
-        at a
-            time fits (the least that works is named).
+        PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch (the
+            least that works is named).
         CostsError: costs for another number of stages.
     """
     best = min(
@@ -84,27 +79,26 @@ def greedy(
     return best.plan
 
 
+@checked_arguments(PlanError)
 def candidates(
     costs: Costs,
     memory_limit: float | None = None,
     *,
-    num_positions: int,
-    num_microbatches: int,
-    num_stages: int | None = None,
+    num_positions: Count,
+    num_microbatches: Count,
+    num_stages: Count | None = None,
     placement: Iterable[int | Iterable[int]] | None = None,
     graph: ModuleGraph | None = None,
 ) -> Iterator[Candidate]:
-    """All plans that `greedy` chooses from: the named schedules under the cap, then the list scheduler's.
+    """All candidates of `greedy`: the named schedules under the cap, then the list scheduler's plans.
 
     Arguments and errors are those of `greedy`. ``origin`` is a schedule's name, or ``"list"``.
     """
-    check_sizes(num_positions=num_positions, num_microbatches=num_microbatches)
     require_costs(costs)
     if graph is not None:
         require_graph(graph)
     if num_stages is None:
         num_stages = graph.num_stages if graph is not None else (costs.stages or num_positions)
-    check_sizes(num_stages=num_stages)
     if graph is None:
         graph = chain(num_stages)
     if graph.num_stages != num_stages:
@@ -154,7 +148,7 @@ def _problem(
 
 
 def _least_memory(problem: Problem) -> float:
-    """What one microbatch holds on the position where it holds most: less than that cannot work."""
+    """The memory of one microbatch on the position where it needs most: the least cap that works."""
     held = [0.0] * problem.num_positions
     for stage, places in enumerate(problem.placement):
         for position in places:
@@ -195,7 +189,7 @@ def _named(problem: Problem) -> Iterator[Candidate]:
 
 
 def _listed(problem: Problem) -> Iterator[Candidate]:
-    """What the list scheduler makes of it, under each policy, backwards whole where they might as well be."""
+    """The list scheduler's plans under each policy, with backwards split, and whole where W follows its I."""
     seen = set()
     make = cache(Action)  # the same few thousand actions, over and over
     for policy in policies(chunked=problem.graph.num_stages > problem.num_positions):

@@ -1,4 +1,4 @@
-"""A list scheduler: whenever a position is free, it does the best of what is ready, as a policy ranks it.
+"""A list scheduler: a free position starts the action that a policy ranks first among those that are ready.
 
 Memory cannot deadlock it. Let ``m`` be the oldest microbatch with a forward to do on a position, and ``A``
 what one microbatch holds there in all its stages. A forward of a younger microbatch is admitted only if the
@@ -16,20 +16,20 @@ from typing import Literal, TypeAlias
 from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.plan import ActionKind
+from pipegrid.schedules.simulate import Costs
 from pipegrid.transport.edge import Edge
 
 SLACK = 1e-9  # memory is compared to the cap with this share of a microbatch to spare for rounding
 
 
-Order: TypeAlias = list[tuple[ActionKind, int, int]]
-"""What a position does: kind, stage, microbatch."""
+Entries: TypeAlias = list[tuple[ActionKind, int, int]]
+"""The order of a position as kind, stage, microbatch."""
 
 
 @frozen
 class Policy:
-    """How a free position chooses among what is ready.
+    """The ranking by which a free position chooses among ready actions.
 
     ``first``: backwards, forwards, or each after the other. ``weights``: a ``W`` right after its ``I``, or
     when nothing else is ready; then it may start if it ends no later than ``patience`` of its duration after
@@ -46,7 +46,7 @@ class Policy:
 
 
 def policies(*, chunked: bool = True) -> Iterator[Policy]:
-    """All policies worth a try, a few dozen; ``chunked`` says whether a position has several stages."""
+    """The policies that `greedy` tries, a few dozen; ``chunked``: whether a position has several stages."""
     weights: tuple[tuple[Literal["at once", "idle"], float], ...] = (
         ("at once", 1.0),
         ("idle", 1.0),
@@ -62,7 +62,7 @@ def policies(*, chunked: bool = True) -> Iterator[Policy]:
 
 @frozen
 class Problem:
-    """What is to be scheduled: a graph on positions, its costs, and the memory each position has.
+    """The input of the scheduler: a graph on positions, its costs, and the memory of each position.
 
     ``activation``: per stage, the memory of one microbatch, in the unit of ``memory_limit`` (infinite: none).
     """
@@ -82,7 +82,7 @@ class Problem:
 
 @define(eq=False)
 class _Unit:
-    """A stage on one of its positions, and how far it has come."""
+    """A stage on one of its positions, with its progress."""
 
     stage: int
     position: int
@@ -120,11 +120,11 @@ class _Run:
         self.live = [0.0] * len(self.at)
         self.busy_until = [0.0] * len(self.at)
         self.did_forward = [False] * len(self.at)
-        self.orders: list[Order] = [[] for _ in self.at]
+        self.orders: list[Entries] = [[] for _ in self.at]
         self.lane_free: dict[tuple[int, int, bool], float] = {}
         self.events: list[tuple[float, int]] = [(0.0, position) for position in range(len(self.at))]
 
-    def play(self) -> list[Order]:
+    def play(self) -> list[Entries]:
         heapq.heapify(self.events)
         while self.events:
             now, position = heapq.heappop(self.events)
@@ -167,7 +167,7 @@ class _Run:
             self._fill(position, now)
 
     def _fill(self, position: int, now: float) -> None:
-        """Nothing else is ready: do a ``W``, unless something that matters more arrives too soon."""
+        """Start a ``W`` where nothing else is ready, unless a forward or backward becomes ready too soon."""
         pending = [(unit.pending_weights[0], unit) for unit in self.at[position] if unit.pending_weights]
         arrival = self._next_arrival(position, now)
         if pending:
@@ -179,7 +179,7 @@ class _Run:
             heapq.heappush(self.events, (arrival, position))
 
     def _next_arrival(self, position: int, now: float) -> float:
-        """When the next input that is known to be on its way, and may be used, gets here."""
+        """The arrival of the next input that is on its way and may be used."""
         soonest = float("inf")
         for unit in self.at[position]:
             if self._forward_known(unit) and self._admits(unit, unit.forwards_done):
@@ -290,16 +290,16 @@ def _units(problem: Problem) -> list[_Unit]:
     return list(units.values())
 
 
-def list_schedule(problem: Problem, policy: Policy) -> list[Order]:
+def list_schedule(problem: Problem, policy: Policy) -> list[Entries]:
     """Per position, the order of ``F``, ``I`` and ``W`` that ``policy`` leads to."""
     return _Run(problem, policy).play()
 
 
-def with_whole_backwards(orders: Iterable[Order]) -> list[Order]:
+def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:
     """``orders`` with every ``I`` that is directly followed by its own ``W`` written as one ``B``."""
     merged = []
     for order in orders:
-        result: Order = []
+        result: Entries = []
         for kind, stage, microbatch in order:
             if kind is ActionKind.W and result and result[-1] == (ActionKind.I, stage, microbatch):
                 result[-1] = (ActionKind.B, stage, microbatch)

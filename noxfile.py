@@ -11,6 +11,7 @@ import re
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -23,44 +24,45 @@ PACKAGES = ROOT / "packages"
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
-def _declared(name: str) -> tuple[str, ...]:
-    """The sibling packages that the metadata of ``name`` asks for."""
-    project = tomllib.loads((PACKAGES / name / "pyproject.toml").read_text())["project"]
-    found = (re.match(r"pipegrid-(\w+)", requirement) for requirement in project["dependencies"])
+def _metadata(name: str) -> dict[str, Any]:
+    return tomllib.loads((PACKAGES / name / "pyproject.toml").read_text())
+
+
+def _siblings(requirements: list[str]) -> tuple[str, ...]:
+    """The packages of this repository among ``requirements``."""
+    found = (re.match(r"pipegrid-(\w+)", requirement) for requirement in requirements)
     return tuple(match[1] for match in found if match)
 
 
-# Read from the packages' own metadata, so that a dependency missing there is missing in the package's session, too.
-DEPENDENCIES = {path.parent.name: _declared(path.parent.name) for path in sorted(PACKAGES.glob("*/pyproject.toml"))}
-# Packages whose tests run on real ranks need the plugin; it brings no other pipegrid package with it.
-RANKED_TESTS = ("topology", "transport", "bridges", "schedules", "testing")
-# Optional extras that a package's own tests cover.
-TESTED_EXTRAS = {"topology": "[describe]"}
-ALL = tuple(DEPENDENCIES)
+# A new package needs no line here: its sessions follow from its metadata. What it does not declare, its session lacks.
+ALL = tuple(path.parent.name for path in sorted(PACKAGES.glob("*/pyproject.toml")))
+DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for name in ALL}
+# What a package's tests need, from its dependency group `test`.
+TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
+# What the tests of several packages need together.
+EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn")
 
 
-def install(session: nox.Session, packages: tuple[str, ...], *requirements: str, extras: str = "") -> None:
+def install(
+    session: nox.Session, packages: tuple[str, ...], *requirements: str, constraints: Path = CONSTRAINTS
+) -> None:
     """Install ``packages`` (editable) and ``requirements`` under the constraints, unless nothing changed."""
     key = hashlib.sha256()
-    for path in (CONSTRAINTS, *(PACKAGES / name / "pyproject.toml" for name in packages)):
+    for path in (constraints, *(PACKAGES / name / "pyproject.toml" for name in packages)):
         key.update(path.read_bytes())
-    key.update(repr((packages, requirements, extras, session.python)).encode())
+    key.update(repr((packages, requirements, session.python)).encode())
     stamp = Path(session.virtualenv.location) / "installed.sha256"
     if stamp.exists() and stamp.read_text() == key.hexdigest():
         return
-    editable = [
-        part
-        for name in packages
-        for part in ("--editable", f"{PACKAGES / name}{extras if name == packages[-1] else ''}")
-    ]
-    session.install("--quiet", "--constraint", str(CONSTRAINTS), *editable, *requirements)
+    editable = [part for name in packages for part in ("--editable", str(PACKAGES / name))]
+    session.install("--quiet", "--constraint", str(constraints), *editable, *requirements)
     stamp.write_text(key.hexdigest())
 
 
 def _test_package(session: nox.Session, name: str) -> None:
-    plugin = ("testing",) if name in RANKED_TESTS and name != "testing" else ()
-    extras = TESTED_EXTRAS.get(name, "")
-    install(session, (*DEPENDENCIES[name], *plugin, name), "pytest", "hypothesis", extras=extras)
+    needs = TEST_NEEDS[name]
+    others = [need for need in needs if not _siblings([need])]
+    install(session, (*DEPENDENCIES[name], *_siblings(needs), name), *others)
     session.run("pytest", "-m", "not nightly", str(PACKAGES / name / "tests"), *session.posargs)
 
 
@@ -105,16 +107,53 @@ def contract(session: nox.Session) -> None:
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """The packages composed on several ranks. Takes `--backend gloo|nccl` and pytest's own options."""
-    install(session, ALL, "pytest", "hypothesis", "rich", "matplotlib", "scikit-learn")
+    """The packages composed on ranks. Takes `--backend gloo|nccl|fake_nccl|staged` and pytest's own options."""
+    install(session, ALL, *EVERY_TEST)
     session.run("pytest", "-m", "not nightly", "integration_tests", *session.posargs)
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
     """The full matrices and fuzzing that are too long for every run."""
-    install(session, ALL, "pytest", "hypothesis", "rich", "matplotlib", "scikit-learn")
+    install(session, ALL, *EVERY_TEST)
     session.run("pytest", "-m", "nightly", "packages", "integration_tests", *session.posargs)
+
+
+@nox.session(name="tests-torch")
+def tests_torch(session: nox.Session) -> None:
+    """The tests of all packages with another torch: `nox -s tests-torch -- 2.15.0`. pytest's options go after it."""
+    version, *options = session.posargs or [""]
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        session.error(f"give a version of torch after --, such as 2.15.0; got {version!r}")
+    constraints = Path(session.virtualenv.location) / "constraints.txt"
+    others = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("torch==")]
+    constraints.write_text("\n".join([*others, f"torch=={version}"]) + "\n")
+    install(session, ALL, *EVERY_TEST, constraints=constraints)
+    session.run("pytest", "-m", "not nightly", "packages", "integration_tests", *options)
+
+
+# An indented line of a README that begins so is what its readers type.
+_INSTALL_LINE = re.compile(r"^ +pip install ((?:\./packages/\S+ ?)+)", re.MULTILINE)
+
+
+@nox.session(name="install", reuse_venv=False)
+def install_as_written(session: nox.Session) -> None:
+    """The `pip install` lines of the READMEs, in an empty environment: each resolves; the one for everything works."""
+    readmes = [PACKAGES / name / "README.md" for name in ALL]
+    for readme in (ROOT / "README.md", *readmes):
+        lines = _INSTALL_LINE.findall(readme.read_text())
+        if len(lines) != 1:
+            session.error(f"{readme.relative_to(ROOT)} has {len(lines)} lines of `pip install ./packages/...`, not one")
+        own = [readme.parent.name] if readme in readmes else list(ALL)
+        given = [Path(path.partition("[")[0]).name for path in lines[0].split()]
+        if not set(own) <= set(given):
+            session.error(f"{readme.relative_to(ROOT)} installs {given}, without {own}")
+        session.run("pip", "install", "--quiet", "--dry-run", "--constraint", str(CONSTRAINTS), *lines[0].split())
+    (everything,) = _INSTALL_LINE.findall((ROOT / "README.md").read_text())
+    session.install("--quiet", "--constraint", str(CONSTRAINTS), *everything.split())
+    session.run("pip", "check")
+    for name in ALL:
+        session.run("python", "-c", f"from pipegrid.{name} import *", silent=True)
 
 
 @nox.session
@@ -145,8 +184,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Lint, types, contract, every package alone, integration on gloo."""
-    for name in ("lint", "types", "contract", *(f"test-{name}" for name in ALL), "integration"):
+    """Lint, types, contract, installing as written, every package alone, integration on gloo."""
+    for name in ("lint", "types", "contract", "install", *(f"test-{name}" for name in ALL), "integration"):
         session.notify(name)
 
 

@@ -1,0 +1,28 @@
+"""A new package: what it declares itself, and the lists outside of it that have to name it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMES = [path.parent.name for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_package_is_complete_and_every_list_names_it(name):
+    folder = ROOT / "packages" / name
+    metadata = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert metadata["project"]["name"] == f"pipegrid-{name}"
+    assert "pytest" in metadata["dependency-groups"]["test"]
+    for path in ("README.md", "tests", f"src/pipegrid/{name}/__init__.py", f"src/pipegrid/{name}/py.typed"):
+        assert (folder / path).exists(), path
+    source = f"packages/{name}/src"
+    assert source in TOOLS["mypy"]["mypy_path"]
+    assert source in (ROOT / "mkdocs.yml").read_text()
+    assert f"pipegrid.{name}" in TOOLS["importlinter"]["root_packages"]
+    assert f"](packages/{name}/README.md)" in (ROOT / "README.md").read_text()
+    assert f"::: pipegrid.{name}" in (ROOT / "docs/reference" / f"{name}.md").read_text()

@@ -281,3 +281,25 @@ def test_in_a_pipeline_the_other_lanes_live_on(ranks):
     elif ranks.rank == 2:
         assert communicator.recv_forward((4,)).tolist() == [1] * 4
     communicator.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shapes", ["agreed", "header"])
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"communicators": "shared"}], ids=str)
+def test_a_note_travels_with_the_header(ranks, shapes, options):
+    with open_lanes([LANE], config=config(shapes=shapes, **options)) as lanes:
+        lane = lanes[LANE]
+        for number in range(3):
+            announced = number == 0 or shapes == "header"
+            note = f"of {number if announced else 0}"
+            if ranks.rank == 0:
+                lane.isend(torch.ones(2), note=note if announced else None).wait()
+            else:
+                receive = lane.irecv()
+                assert torch.equal(receive.result(), torch.ones(2))
+                assert receive.note == note
+        assert lane.stats.headers == (1 if shapes == "agreed" else 3)
+        dist.barrier()
+        if shapes == "agreed" and ranks.rank == 0:
+            with pytest.raises(P2PMismatchError):
+                lane.isend(torch.ones(2), note="another")

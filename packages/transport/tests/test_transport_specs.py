@@ -202,7 +202,7 @@ def signatures(draw):
             return kind, tuple((key, grow(depth + 1)) for key in keys)
         return kind, tuple(grow(depth + 1) for _ in range(size))
 
-    return Signature(grow(0), tensors)
+    return Signature(grow(0), tensors, draw(st.text(max_size=4)))
 
 
 class TestSignature:

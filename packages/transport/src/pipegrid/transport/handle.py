@@ -142,6 +142,11 @@ class ReceiveTransfer(Transfer):
             self.build()
         return self._payload
 
+    @property
+    def note(self) -> str:
+        """The sender's note (see `Lane.isend`), once the header is known; empty before."""
+        return "" if self.buffers is None else self.buffers.signature.note
+
     def build(self) -> None:
         """Make the payload, if its buffers are known; else it is made when it is first asked for."""
         if self.buffers is not None:

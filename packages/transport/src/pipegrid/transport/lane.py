@@ -85,10 +85,11 @@ class Lane(abc.ABC):
 
     # What users call
 
-    def isend(self, payload: Any) -> Transfer:
+    def isend(self, payload: Any, *, note: str | None = None) -> Transfer:
         """Start sending ``payload`` (a tensor, None, or lists, tuples and dicts of those) to the destination.
 
-        The tensors must stay as they are until the handle is done.
+        The tensors must stay as they are until the handle is done. ``note`` is text for the receiver
+        (`ReceiveTransfer.note`), part of what is announced; None repeats the note of the shapes that were agreed.
 
         Raises:
             P2PUsageError: this rank is not the source; it is in no manifest; or it requires grad where the destination
@@ -106,7 +107,10 @@ class Lane(abc.ABC):
         tensors, tree = flatten(payload)
         for tensor in tensors:
             check_sendable(tensor, device=self.device, dtype=self._dtype, lane=self.spec)
-        transfer.signature = signature_of(tensors, tree)
+        if note is None:
+            standing = self._outgoing.standing
+            note = "" if standing is None else standing.note
+        transfer.signature = signature_of(tensors, tree, note)
         transfer.tensors = self._outbound(tensors)
         self.submitter.submit(transfer)
         return transfer

@@ -49,6 +49,7 @@ class Signature:
 
     tree: Tree
     tensors: tuple[TensorSpec, ...] = field(converter=_as_specs)
+    note: str = ""  # of the sender, for the receiver: travels in the header only
 
     def __str__(self) -> str:
         return _describe(self.tree, self.tensors)
@@ -92,7 +93,7 @@ def encode(*, sequence: int, standing: bool, signatures: Iterable[Signature]) ->
     ``standing``: the one signature holds for all later messages, too.
     """
     messages = [
-        (message.tree, [(spec.dtype, spec.shape, spec.requires_grad) for spec in message.tensors])
+        (message.tree, [(spec.dtype, spec.shape, spec.requires_grad) for spec in message.tensors], message.note)
         for message in signatures
     ]
     return json.dumps((sequence, standing, messages), separators=(",", ":")).encode()
@@ -104,8 +105,8 @@ def decode(data: bytes) -> tuple[int, bool, tuple[Signature, ...]]:
     return sequence, standing, tuple(_signature(*message) for message in messages)
 
 
-def _signature(tree: Any, tensors: Iterable[Any]) -> Signature:
-    return Signature(_tree(tree), (TensorSpec(*spec) for spec in tensors))
+def _signature(tree: Any, tensors: Iterable[Any], note: str) -> Signature:
+    return Signature(_tree(tree), (TensorSpec(*spec) for spec in tensors), note)
 
 
 def _tree(value: Any) -> Tree:

@@ -89,9 +89,9 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(_DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.requires_grad)
 
 
-def signature_of(tensors: Sequence[Tensor], tree: Tree) -> Signature:
+def signature_of(tensors: Sequence[Tensor], tree: Tree, note: str = "") -> Signature:
     """What a flattened payload is, without its data."""
-    return Signature(tree, map(spec_of, tensors))
+    return Signature(tree, map(spec_of, tensors), note)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:

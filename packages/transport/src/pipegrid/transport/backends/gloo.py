@@ -36,14 +36,14 @@ class WaitedLane(RemoteLane):
 
     # Starting: messages of one tensor whose shape stands have a way of their own
 
-    def isend(self, payload: Any) -> Transfer:
+    def isend(self, payload: Any, *, note: str | None = None) -> Transfer:
         """See `Lane.isend`."""
         steady = self._steady_send
-        if steady is not None:
+        if steady is not None and note is None:
             transfer = steady.send(payload)
             if transfer is not None:
                 return transfer
-        return super().isend(payload)
+        return super().isend(payload, note=note)
 
     def irecv(self, shapes: Any = None, *, attended: bool = False) -> ReceiveTransfer:
         """See `Lane.irecv`."""

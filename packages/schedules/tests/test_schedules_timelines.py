@@ -23,10 +23,10 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.timeline.ascii import ascii_timeline
-from pipegrid.schedules.timeline.colours import COLOURS, tint
 from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.timeline.svg import svg, write_svg
 from pipegrid.schedules.timeline.timeline import (
+    COLOURS,
     Counter,
     Flow,
     Span,
@@ -36,6 +36,7 @@ from pipegrid.schedules.timeline.timeline import (
     scaled,
     summary,
     time_text,
+    tint,
 )
 from pipegrid.transport.edge import Edge
 
@@ -95,9 +96,9 @@ def test_a_timeline_is_a_value():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Span(0, 2, 1, "F", 3, 4), r"3F4 on row 0 goes from 2 to 1; .* end not before the start"),
-        (lambda: Span(0, 0, float("nan"), "F", 3, 4), r"goes from 0 to nan; both must be finite"),
-        (lambda: Span(0, 0, 1, ""), r"row 0 has no kind; name what was done"),
+        (lambda: Span(0, 2, 1, "F", 3, 4), r"3F4 on row 0 starts at 2 and ends before, at 1"),
+        (lambda: Span(0, 0, float("nan"), "F", 3, 4), r"Span.end is nan; it must be a finite number"),
+        (lambda: Span(0, 0, 1, ""), r"Span.kind is ''; it must be a string that is not empty"),
         (lambda: Timeline(["a"], [Span(1, 0, 1, "F", 0, 5)]), r"'0F5' is on row 1; the timeline has 1 rows"),
         (lambda: Timeline(["a"], [], counters=[Counter(2, "live", [])]), r"'live' is on row 2"),
         (lambda: Timeline(["a"], [], [Flow(0, 1)]), r"names a span that is not among the 0 given"),

@@ -151,15 +151,18 @@ def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         signature = inspect.signature(function)
-        hints = get_type_hints(function, include_extras=True)
-        checks = {name: check for name in signature.parameters if (check := _check_of(hints.get(name))) is not None}
+
+        @functools.cache
+        def checks() -> dict[str, Check]:  # on the first call: a method may name the class that it belongs to
+            hints = get_type_hints(function, include_extras=True)
+            return {name: check for name in signature.parameters if (check := _check_of(hints.get(name))) is not None}
 
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             bound = signature.bind(*args, **kwargs)
             for name, value in bound.arguments.items():
-                if name in checks:
-                    bound.arguments[name] = checks[name](value, name, error)
+                if (check := checks().get(name)) is not None:
+                    bound.arguments[name] = check(value, name, error)
             return function(*bound.args, **bound.kwargs)
 
         return call

@@ -1,4 +1,4 @@
-"""What a plan's actions cost: time per stage and kind, messages per edge, memory per stage."""
+"""The costs of a plan: time per stage and kind, messages per edge, memory per stage."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from attrs import evolve, field, fields, frozen
 
-from pipegrid.schedules.arguments import Refusal, require, require_choice, require_integer, require_items
 from pipegrid.schedules.errors import PlanError, PlanSyntaxError
 from pipegrid.schedules.plan import load_json, parse_edge
+from pipegrid.topology.fields import Count, checked, checked_arguments, shown
 from pipegrid.transport.edge import Edge
-
-PerStage: TypeAlias = float | tuple[float, ...]
-"""One number for every stage, or one per stage."""
-
-PerEdge: TypeAlias = float | tuple[tuple[Edge, float], ...]
-"""One number for every edge, or pairs of an edge and its number."""
 
 
 class CostsError(ValueError):
@@ -27,7 +21,14 @@ class CostsError(ValueError):
 
 
 class OtherCutError(CostsError):
-    """Costs per edge for other edges than those of the model as it is cut into stages here."""
+    """Costs per edge for other edges than those of the model as it is cut here."""
+
+
+PerStage: TypeAlias = float | tuple[float, ...]
+"""One number for every stage, or one per stage."""
+
+PerEdge: TypeAlias = float | tuple[tuple[Edge, float], ...]
+"""One number for every edge, or pairs of an edge and its number."""
 
 
 # Converters leave what they do not know as it is, for `Costs` to say what is wrong with it.
@@ -51,7 +52,8 @@ def _per_edge(value: Any) -> Any:
 
 PER_STAGE = ("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation")
 PER_EDGE = ("latency", "bandwidth", "message")
-_BESIDE = "give for each stage the number of stages on its position"
+StageCost: TypeAlias = Literal["F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation"]
+EdgeCost: TypeAlias = Literal["latency", "bandwidth", "message"]
 
 
 @frozen
@@ -110,14 +112,14 @@ class Costs:
             raise CostsError(f"costs are given for {sorted(lengths)} stages; give all of them for the same stages")
         return lengths.pop() if lengths else None
 
-    def per_stage(self, name: str, num_stages: int) -> list[float]:
+    @checked_arguments(CostsError)
+    def per_stage(self, name: str, num_stages: Count) -> list[float]:
         """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages.
 
         Raises:
             CostsError: no cost of stages, or one that is given for another number of them.
         """
-        require_choice("name", name, PER_STAGE, error=CostsError)
-        require_integer("num_stages", num_stages, error=CostsError)
+        checked(name, StageCost, "name", CostsError)
         value = getattr(self, name)
         if name == "B" and value is None:
             halves = zip(self.per_stage("I", num_stages), self.per_stage("W", num_stages), strict=True)
@@ -136,8 +138,8 @@ class Costs:
         Raises:
             CostsError: no cost of edges, or one that is not given for all of them.
         """
-        require_choice("name", name, PER_EDGE, error=CostsError)
-        edges = require_items("edges", edges, Edge, "give a list of Edge(source, destination)", error=CostsError)
+        checked(name, EdgeCost, "name", CostsError)
+        edges = tuple(edges)
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return dict.fromkeys(edges, float(value))
@@ -147,12 +149,13 @@ class Costs:
             raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
         return {edge: float(known[edge]) for edge in edges}
 
+    @checked_arguments(CostsError)
     def cut_into(
         self,
-        num_stages: int,
+        num_stages: Count,
         *,
-        slices: int,
-        beside: Sequence[int] | None = None,
+        slices: Count,
+        beside: tuple[Count, ...] | None = None,
         edges: Iterable[Edge] | None = None,
     ) -> Costs:
         """The same model cut into ``num_stages`` stages, of equal share or of 1/n each for n in ``beside``.
@@ -163,13 +166,8 @@ class Costs:
 
         Raises:
             OtherCutError: latency, bandwidth or message is given for other edges.
-            CostsError: a number that is no integer of at least 1.
+            CostsError: a number that is not an integer of at least 1.
         """
-        counts = () if beside is None else require_items("beside", beside, int, _BESIDE, error=CostsError)
-        for what, count in (("num_stages", num_stages), ("slices", slices), *(("beside", count) for count in counts)):
-            require_integer(what, count, error=CostsError)
-        if edges is not None:
-            edges = require_items("edges", edges, Edge, "give a list of Edge(source, destination)", error=CostsError)
         wanted = {Edge(stage, stage + 1) for stage in range(num_stages - 1)} if edges is None else set(edges)
         for name in PER_EDGE:
             value = getattr(self, name)
@@ -194,9 +192,14 @@ class Costs:
         return evolve(self, **{name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")})
 
 
-def require_costs(costs: object, *, error: Refusal = CostsError) -> None:
-    """Refuse what is no `Costs`."""
-    require("costs", costs, Costs, "give Costs(F=..., I=..., W=...)", error=error)
+def require_costs(costs: object) -> None:
+    """Raise unless ``costs`` is a Costs.
+
+    Raises:
+        CostsError: names the value.
+    """
+    if not isinstance(costs, Costs):
+        raise CostsError(f"costs is {shown(costs)}; give Costs(F=..., I=..., W=...)")
 
 
 def _check(name: str, number: Any, where: str = "") -> None:
@@ -240,12 +243,7 @@ def _resampled(values: Sequence[float], shares: Sequence[float]) -> tuple[float,
 
 
 def costs_to_json(costs: Costs) -> str:
-    """``costs`` as JSON: what is not the default, edges as ``"0>1"``.
-
-    Raises:
-        CostsError: they are no `Costs`.
-    """
-    require_costs(costs)
+    """``costs`` as JSON: the fields that differ from the default, edges as ``"0>1"``."""
     data: dict[str, Any] = {}
     for attribute in fields(Costs):
         value = getattr(costs, attribute.name)
@@ -266,12 +264,13 @@ def costs_from_json(text: str) -> Costs:
     Raises:
         CostsError: no JSON object, a key that is no field, or a value that is no cost.
     """
-    require("text", text, str, "give the JSON itself, such as Path(...).read_text()", error=CostsError)
     try:
         data = load_json(text)
     except PlanSyntaxError as error:
         where = f"line {error.line}, column {error.column}"
         raise CostsError(f"costs are no JSON ({where}): found {error.found}; expected {error.expected}") from None
+    except PlanError as error:
+        raise CostsError(str(error)) from None
     if not isinstance(data, dict):
         raise CostsError(f'costs are a JSON object such as {{"F": 1.0}}, not {data!r}')
     names = [attribute.name for attribute in fields(Costs)]

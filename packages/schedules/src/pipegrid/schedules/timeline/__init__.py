@@ -1,1 +1,43 @@
 """Planned, simulated and measured timelines, as SVG, text and Perfetto traces."""
+
+from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
+from pipegrid.schedules.timeline.recorder import Recorder
+from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
+from pipegrid.schedules.timeline.sources import position_name, timeline
+from pipegrid.schedules.timeline.svg import svg, write_svg
+from pipegrid.schedules.timeline.timeline import (
+    Counter,
+    Flow,
+    Span,
+    Timeline,
+    TimelineError,
+    amount,
+    scaled,
+    summary,
+    time_text,
+)
+
+__all__ = [
+    "Aside",
+    "Counter",
+    "Flow",
+    "Recorded",
+    "Recorder",
+    "Recording",
+    "Span",
+    "Timeline",
+    "TimelineError",
+    "Track",
+    "amount",
+    "ascii_timeline",
+    "perfetto",
+    "position_name",
+    "scaled",
+    "summary",
+    "svg",
+    "time_text",
+    "timeline",
+    "write_perfetto",
+    "write_svg",
+]

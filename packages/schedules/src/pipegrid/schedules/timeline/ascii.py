@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipegrid.schedules.arguments import require_integer
-from pipegrid.schedules.timeline.colours import COLOURS, OTHER, ink_on, tint
-from pipegrid.schedules.timeline.timeline import Span, Timeline, TimelineError, as_panels, summary
+from pipegrid.schedules.timeline.timeline import (
+    COLOURS,
+    OTHER,
+    Span,
+    Timeline,
+    TimelineError,
+    as_panels,
+    ink_on,
+    summary,
+    tint,
+)
+from pipegrid.topology.fields import Count, checked
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 WIDTH = 160
@@ -93,8 +102,8 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: int = WIDT
     bubble. Spans too short for their text show what fits. ``colour`` paints them with terminal escapes.
 
     Raises:
-        TimelineError: nothing to draw, or no integer of at least 1 for the width.
+        TimelineError: nothing to draw, or a width that is not an integer of at least 1.
     """
-    require_integer("width", width, error=TimelineError)
+    checked(width, Count, "width", TimelineError)
     panels = as_panels(timeline)
     return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"

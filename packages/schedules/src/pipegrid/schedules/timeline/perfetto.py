@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipegrid.schedules.timeline.timeline import Span, Timeline, as_panels, as_path
+from pipegrid.schedules.timeline.timeline import Span, Timeline, as_panels
 
 Event = dict[str, Any]
 
@@ -136,6 +136,6 @@ def write_perfetto(timeline: Timeline | Sequence[Timeline], path: str | Path) ->
     """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev.
 
     Raises:
-        TimelineError: nothing to draw, or no path.
+        TimelineError: nothing to draw.
     """
-    as_path(path).write_text(json.dumps(perfetto(timeline), separators=(",", ":")) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(perfetto(timeline), separators=(",", ":")) + "\n", encoding="utf-8")

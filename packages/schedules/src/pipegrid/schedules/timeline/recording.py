@@ -1,4 +1,4 @@
-"""What the clock said when a plan ran: per rank, when each action started and ended."""
+"""Recordings: when each action of a plan started and ended on each rank."""
 
 from __future__ import annotations
 
@@ -6,71 +6,52 @@ from collections.abc import Iterable
 
 from attrs import field, frozen
 
-from pipegrid.schedules.arguments import as_number, require, require_integer, require_items
-from pipegrid.schedules.plan.plan import Plan, require_plan
-from pipegrid.schedules.timeline.timeline import TimelineError
+from pipegrid.schedules.plan import Plan, require_plan
+from pipegrid.schedules.timeline.timeline import Time, TimelineError
+from pipegrid.topology.fields import Index, Name, checked_fields
 
 
-def _require_times(start: float, end: float) -> None:
-    for name, time in (("start", start), ("end", end)):
-        as_number(name, time, "give seconds", error=TimelineError)
-
-
-@frozen
+@frozen(field_transformer=checked_fields(TimelineError))
 class Recorded:
-    """An action of a position (its place in `Plan.actions`) took from ``start`` to ``end``, in seconds.
+    """An action of a position (its index in `Plan.actions`) took from ``start`` to ``end``, in seconds.
 
     For a message, that is from posting to completion.
     """
 
-    index: int
-    start: float
-    end: float
-
-    def __attrs_post_init__(self) -> None:
-        require_integer("index", self.index, "an action's place in Plan.actions", least=0, error=TimelineError)
-        _require_times(self.start, self.end)
+    index: Index
+    start: Time
+    end: Time
 
 
-@frozen
+@frozen(field_transformer=checked_fields(TimelineError))
 class Aside:
-    """Something that a rank did beside its plan, such as loading data or the optimizer's step, in seconds."""
+    """An activity of a rank outside its plan, such as loading data or the optimizer's step, in seconds."""
 
-    name: str
-    start: float
-    end: float
-
-    def __attrs_post_init__(self) -> None:
-        require("name", self.name, str, "say what was done", error=TimelineError)
-        _require_times(self.start, self.end)
+    name: Name
+    start: Time
+    end: Time
 
 
 def _recorded(value: Iterable[Recorded]) -> tuple[Recorded, ...]:
-    return require_items("actions", value, Recorded, "give a list of Recorded", error=TimelineError)
+    return tuple(value)
 
 
 def _asides(value: Iterable[Aside]) -> tuple[Aside, ...]:
-    return require_items("asides", value, Aside, "give a list of Asides", error=TimelineError)
+    return tuple(value)
 
 
-@frozen
+@frozen(field_transformer=checked_fields(TimelineError))
 class Track:
-    """What ``rank``, which holds ``position``, did."""
+    """The recorded actions of ``rank``, which holds ``position``."""
 
-    rank: int
-    position: int
+    rank: Index
+    position: Index
     actions: tuple[Recorded, ...] = field(converter=_recorded)
     asides: tuple[Aside, ...] = field(converter=_asides, default=())
 
-    def __attrs_post_init__(self) -> None:
-        for name, number in (("rank", self.rank), ("position", self.position)):
-            require_integer(name, number, least=0, error=TimelineError)
-
 
 def _tracks(value: Iterable[Track]) -> tuple[Track, ...]:
-    remedy = "give a list of what each rank's Recorder.track(...) returned"
-    tracks = require_items("tracks", value, Track, remedy, error=TimelineError)
-    return tuple(sorted(tracks, key=lambda track: (track.position, track.rank)))
+    return tuple(sorted(value, key=lambda track: (track.position, track.rank)))
 
 
 @frozen

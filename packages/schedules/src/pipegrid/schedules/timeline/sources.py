@@ -1,15 +1,14 @@
-"""From a plan, its simulation or its recording to a `Timeline`, which every writer draws."""
+"""The timeline of a plan, a simulation or a recording."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipegrid.schedules.arguments import require, require_items
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Plan, message_routes
-from pipegrid.schedules.simulate.simulation import Simulation, simulate
+from pipegrid.schedules.plan import Action, ActionKind, Plan, message_routes
+from pipegrid.schedules.simulate import Simulation, simulate
 from pipegrid.schedules.timeline.recording import Recording
 from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, TimelineError, amount
+from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction, Edge
 
 LIVE = "live microbatches"
@@ -22,14 +21,14 @@ def timeline(
     title: str | None = None,
     unit: str = "",
 ) -> Timeline:
-    """What there is to draw of ``source``.
+    """The timeline of ``source``; a plan is simulated with unit costs.
 
-    A plan is simulated with unit costs. ``rows`` names the rows (positions, or the recorded ranks), by
-    default after their stages; ``unit`` is the unit of a simulation's costs, ``"s"`` for seconds (which a
-    recording's always are). A `Timeline` passes through, with the rows and title given.
+    ``rows`` names the rows (positions, or the recorded ranks), by default after their stages. ``unit`` is the unit of
+    a simulation's costs, ``"s"`` for seconds (always, in a recording). A `Timeline` passes through, with ``rows`` and
+    ``title`` replaced.
 
     Raises:
-        TimelineError: something else to draw, or a name too many or too few.
+        TimelineError: another kind of source, or a name too many or too few.
         PlanError: a plan that gets stuck in simulation.
     """
     if isinstance(source, Plan):
@@ -39,10 +38,9 @@ def timeline(
     elif isinstance(source, Recording):
         drawn = _of_recording(source)
     else:
-        require("source", source, Timeline, "give a Plan, a Simulation, a Recording or a Timeline", error=TimelineError)
+        if not isinstance(source, Timeline):
+            raise TimelineError(f"source is {shown(source)}; give a Plan, a Simulation, a Recording or a Timeline")
         drawn = source
-    if rows is not None:
-        rows = require_items("rows", rows, str, "give one name for each row, or None", error=TimelineError)
     if rows is not None and len(rows) != len(drawn.rows):
         raise TimelineError(f"{len(rows)} names for {len(drawn.rows)} rows; give one for each, or none")
     return Timeline(
@@ -164,7 +162,7 @@ _Touch = tuple[Edge, Direction, bool]
 
 
 def _touches(plan: Plan) -> dict[_Kind, list[_Touch]]:
-    """Per kind, stage and edge of an action: where messages begin (True) or end (False) with it."""
+    """Per kind, stage and edge of an action: the messages that begin (True) or end (False) with it."""
     found: dict[_Kind, list[_Touch]] = {}
 
     def add(kind: ActionKind, stage: int, edge: Edge, direction: Direction, *, begins: bool) -> None:

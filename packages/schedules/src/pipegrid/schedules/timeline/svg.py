@@ -7,19 +7,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
-from pipegrid.schedules.arguments import as_number
-from pipegrid.schedules.timeline.colours import COLOURS, OTHER, ink_on, tint
 from pipegrid.schedules.timeline.timeline import (
+    COLOURS,
+    OTHER,
     Counter,
     Span,
     Timeline,
     TimelineError,
     amount,
     as_panels,
-    as_path,
+    ink_on,
     summary,
     time_text,
+    tint,
 )
+from pipegrid.topology.fields import Seconds, checked
 
 MEANING = {
     "F": "F forward",
@@ -278,8 +280,7 @@ def svg(timeline: Timeline | Sequence[Timeline], *, width: float | None = None, 
     default wide enough to read the microbatches, within reason. ``arrows`` draws every flow.
     """
     timelines = as_panels(timeline)
-    if width is not None:
-        width = as_number("width", width, "give pixels, a number above 0", above=0.0, error=TimelineError)
+    checked(width, Seconds | None, "width", TimelineError)
     left = PAD + 8 + LETTER * max((len(name) for panel in timelines for name in panel.rows), default=0)
     right = PAD + 8 + LETTER * max((len(note) for panel in timelines for note in panel.notes), default=0)
     panels: list[_Panel] = []
@@ -317,6 +318,6 @@ def write_svg(
     """Write `svg` of ``timeline`` to ``path``.
 
     Raises:
-        TimelineError: nothing to draw, no path, or a width that is not positive.
+        TimelineError: nothing to draw, or a width that is not above 0.
     """
-    as_path(path).write_text(svg(timeline, width=width, arrows=arrows), encoding="utf-8")
+    Path(path).write_text(svg(timeline, width=width, arrows=arrows), encoding="utf-8")

@@ -1,21 +1,20 @@
-"""What a picture of a schedule is made of: rows, spans on them, flows between them.
+"""Timelines: rows, spans on them, and flows between spans; the data that every writer draws.
 
-The same data is drawn by `write_svg`, `write_perfetto` and `ascii_timeline`, wherever it came from: a plan, a
-simulation of it, or the clock of a real run.
+The same data is drawn by `write_svg`, `write_perfetto` and `ascii_timeline`, whether it comes from a plan, a
+simulation or the clock of a real run.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from pipegrid.schedules.arguments import as_number, is_integer, require, require_integer, require_items, shown
+from pipegrid.topology.fields import Index, Name, Rule, Seconds, checked, checked_fields, number, shown
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Kinds that count as work; everything else on a row counts as bubble."""
@@ -28,36 +27,32 @@ class TimelineError(ValueError):
     """Rows, spans or flows that do not fit together."""
 
 
-@frozen
-class Span:
-    """Something that row ``row`` does from ``start`` to ``end``, in the timeline's unit of time.
+Time: TypeAlias = Annotated[float, Rule(number(least=-math.inf).convert, "a finite number")]
+"""A point in time: seconds of a clock, or multiples of the unit of costs."""
 
-    ``kind`` is an action's (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word (``"data"``,
-    ``"optimizer"``); kinds that are no action's are drawn in a neutral colour, with ``label``.
+
+Note: TypeAlias = Annotated[str, Rule(str, "a text")]
+
+
+@frozen(field_transformer=checked_fields(TimelineError))
+class Span:
+    """An activity of row ``row`` from ``start`` to ``end``, in the timeline's unit of time.
+
+    ``kind`` is the kind of an action (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word
+    (``"data"``, ``"optimizer"``), which is drawn in a neutral colour, with ``label``.
     """
 
-    row: int
-    start: float
-    end: float
-    kind: str
+    row: Index
+    start: Time
+    end: Time
+    kind: Name
     stage: int | None = None
     microbatch: int | None = None
     label: str = ""
 
     def __attrs_post_init__(self) -> None:
-        if not is_integer(self.row):
-            raise TimelineError(f"row is {shown(self.row)}; rows are numbered from 0")
-        require("kind", self.kind, str, "name what was done, for example 'F'", error=TimelineError)
-        if not self.kind:
-            raise TimelineError(f"a span on row {self.row} has no kind; name what was done, for example 'F'")
-        for name, time in (("start", self.start), ("end", self.end)):
-            if type(time) is not float and type(time) is not int:  # that it is finite is said below, with both
-                as_number(name, time, f"give a time in the timeline's unit for {self.name}", error=TimelineError)
-        if not (math.isfinite(self.start) and math.isfinite(self.end) and self.start <= self.end):
-            raise TimelineError(
-                f"{self.name} on row {self.row} goes from {self.start} to {self.end}; both must be "
-                "finite, and the end not before the start"
-            )
+        if self.start > self.end:
+            raise TimelineError(f"{self.name} on row {self.row} starts at {self.start} and ends before, at {self.end}")
 
     @property
     def duration(self) -> float:
@@ -66,12 +61,12 @@ class Span:
 
     @property
     def is_compute(self) -> bool:
-        """Whether this is work (and not a bubble with a name)."""
+        """Whether the span is work; any other counts as bubble."""
         return self.kind in COMPUTE_KINDS
 
     @property
     def is_transfer(self) -> bool:
-        """Whether this is a tensor on its way, which overlaps with work."""
+        """Whether the span is a tensor on its way, which overlaps with work."""
         return self.kind in TRANSFER_KINDS
 
     @property
@@ -83,40 +78,28 @@ class Span:
         return f"{stage}{self.kind}{microbatch}"
 
 
-@frozen
+@frozen(field_transformer=checked_fields(TimelineError))
 class Flow:
     """A tensor that span ``source`` sends and span ``destination`` receives (indices into the spans)."""
 
-    source: int
-    destination: int
-
-    def __attrs_post_init__(self) -> None:
-        for name, span in (("source", self.source), ("destination", self.destination)):
-            require_integer(name, span, "give a span's place among the spans", least=0, error=TimelineError)
+    source: Index
+    destination: Index
 
 
 def _points(value: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    remedy = "give a list of (time, value)"
-    points = require_items("points", value, tuple, remedy, error=TimelineError)
-    for index, point in enumerate(points):
-        if len(point) != 2 or not all(isinstance(number, (int, float)) for number in point):
-            raise TimelineError(f"item {index} of points is {shown(point)}; {remedy}")
-    return points
+    return tuple((checked(time, Time, "a time of Counter.points", TimelineError), amount) for time, amount in value)
 
 
-@frozen
+@frozen(field_transformer=checked_fields(TimelineError))
 class Counter:
     """A quantity of row ``row`` over time, such as its live activations: ``(time, value from then on)``."""
 
-    row: int
-    name: str
+    row: Index
+    name: Name
     points: tuple[tuple[float, float], ...] = field(converter=_points)
 
     def __attrs_post_init__(self) -> None:
-        require_integer("row", self.row, "rows are numbered from 0", least=0, error=TimelineError)
-        require("name", self.name, str, "name what is counted", error=TimelineError)
-        times = [time for time, _ in self.points]
-        if any(later < earlier for earlier, later in itertools.pairwise(times)):
+        if any(later[0] < earlier[0] for earlier, later in itertools.pairwise(self.points)):
             raise TimelineError(f"the points of counter {self.name!r} on row {self.row} go back in time")
 
     @property
@@ -125,43 +108,38 @@ class Counter:
         return max((value for _, value in self.points), default=0.0)
 
 
-# attrs wants a named function as a converter, so each field has its own.
-def _rows(value: Iterable[str]) -> tuple[str, ...]:
-    return require_items("rows", value, str, "give a list of the rows' names", error=TimelineError)
+def _texts(value: Iterable[str]) -> tuple[str, ...]:
+    return value if isinstance(value, str) else tuple(value)  # type: ignore[return-value]  # a single string is left to the check
 
 
 def _spans(value: Iterable[Span]) -> tuple[Span, ...]:
-    return require_items("spans", value, Span, "give a list of Spans", error=TimelineError)
+    return tuple(value)
 
 
 def _flows(value: Iterable[Flow]) -> tuple[Flow, ...]:
-    return require_items("flows", value, Flow, "give a list of Flows", error=TimelineError)
+    return tuple(value)
 
 
 def _counters(value: Iterable[Counter]) -> tuple[Counter, ...]:
-    return require_items("counters", value, Counter, "give a list of Counters", error=TimelineError)
+    return tuple(value)
 
 
-def _notes(value: Iterable[str]) -> tuple[str, ...]:
-    return require_items("notes", value, str, "give a list of short texts, one for each row", error=TimelineError)
-
-
-@frozen(slots=False)
+@frozen(slots=False, field_transformer=checked_fields(TimelineError))
 class Timeline:
-    """Rows with names, what happened on each, and which span's tensor went to which.
+    """Named rows, the spans on them, and the flows between spans.
 
-    ``unit`` is the unit of time, ``"s"`` for a clock's seconds; without one, times are multiples of whatever
-    the costs were given in. ``notes`` holds one short text per row, or nothing. ``title`` heads the picture.
+    ``unit`` is the unit of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the
+    costs. ``notes`` holds one short text per row, or nothing. ``title`` heads the picture.
 
     Raises:
-        TimelineError: a span, flow, counter or note for which there is no row or span.
+        TimelineError: a span, flow, counter or note without its row or span.
     """
 
-    rows: tuple[str, ...] = field(converter=_rows)
+    rows: tuple[Name, ...] = field(converter=_texts)
     spans: tuple[Span, ...] = field(converter=_spans)
     flows: tuple[Flow, ...] = field(converter=_flows, default=())
     counters: tuple[Counter, ...] = field(converter=_counters, default=())
-    notes: tuple[str, ...] = field(converter=_notes, default=())
+    notes: tuple[Note, ...] = field(converter=_texts, default=())
     title: str = ""
     unit: str = ""
 
@@ -224,7 +202,7 @@ class Timeline:
         Raises:
             TimelineError: there is no such row.
         """
-        if not is_integer(row) or row >= len(self.rows):
+        if row not in range(len(self.rows)):
             raise TimelineError(f"there is no row {shown(row)}; the timeline has {len(self.rows)} rows, from 0")
         return tuple(sorted((span for span in self.spans if span.row == row), key=lambda span: span.start))
 
@@ -233,11 +211,9 @@ def scaled(timeline: Timeline, factor: float, *, unit: str) -> Timeline:
     """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds.
 
     Raises:
-        TimelineError: no timeline, or a factor that is negative or no number.
+        TimelineError: a factor that is not above 0.
     """
-    require("timeline", timeline, Timeline, "give timeline(...) of what is to be drawn", error=TimelineError)
-    remedy = "give the measured seconds per unit of the plan's costs, a number above 0"
-    factor = as_number("factor", factor, remedy, above=0.0, error=TimelineError)
+    checked(factor, Seconds, "factor", TimelineError)
     zero = timeline.start
 
     def at(time: float) -> float:
@@ -258,27 +234,14 @@ def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
     """One timeline, or several to be drawn together, as a tuple.
 
     Raises:
-        TimelineError: none, or something else.
+        TimelineError: none, or something else, such as a plan.
     """
-    remedy = "give timeline(...) of a plan, a simulation or a recording, or a list of them"
-    panels = (
-        (timeline,)
-        if isinstance(timeline, Timeline)
-        else require_items("timeline", timeline, Timeline, remedy, error=TimelineError)
-    )
+    panels: Any = (timeline,) if isinstance(timeline, Timeline) else timeline
+    if not isinstance(panels, (tuple, list)) or not all(isinstance(panel, Timeline) for panel in panels):
+        raise TimelineError(f"timeline is {shown(timeline)}; give timeline(...) of a plan, a simulation or a recording")
     if not panels:
         raise TimelineError("there is no timeline to draw; give at least one")
-    return panels
-
-
-def as_path(path: str | os.PathLike[str]) -> Path:
-    """Where to write a picture.
-
-    Raises:
-        TimelineError: no path.
-    """
-    require("path", path, (str, os.PathLike), "give the path of the file to write", error=TimelineError)
-    return Path(path)
+    return tuple(panels)
 
 
 def amount(value: float) -> str:
@@ -299,7 +262,7 @@ def time_text(value: float, unit: str, *, like: float | None = None) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """The figures that a picture is read for: makespan, bubble and, where it was counted, the peak."""
+    """The figures of a timeline in one line: makespan, bubble and, where counted, the peak."""
     parts = [
         f"makespan {time_text(timeline.makespan, timeline.unit)}",
         f"bubble {100 * timeline.bubble:.1f}%",
@@ -309,3 +272,33 @@ def summary(timeline: Timeline) -> str:
         peak = max(counter.peak for counter in timeline.counters if counter.name == name)
         parts.append(f"peak {name} {amount(peak)}")
     return " · ".join(parts)
+
+
+# Okabe and Ito's palette, distinct for colour-blind readers (its green darkened for white text).
+COLOURS = {
+    "F": "#0072b2",
+    "B": "#d55e00",
+    "I": "#e69f00",
+    "W": "#00805d",
+    "REDUCE": "#7b4fa3",
+    "COLLECTIVE": "#cc79a7",
+    "SEND_F": "#5b8fb0",
+    "RECV_F": "#5b8fb0",
+    "SEND_B": "#c58a63",
+    "RECV_B": "#c58a63",
+}
+OTHER = "#767676"
+
+
+def tint(colour: str, share: float) -> str:
+    """``colour`` with ``share`` of white in it."""
+    parts = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever reads better on ``colour`` (relative luminance, as WCAG defines it)."""
+    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#111111"

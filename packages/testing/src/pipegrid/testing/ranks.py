@@ -80,6 +80,8 @@ class Ranks:
         """
         text = str(point)
         self.report_position(text)
+        if self.fake_device is not None:
+            self.fake_device.mark(text)
         nth = self._reached[text]
         self._reached[text] += 1
         elapsed = time.monotonic() - self._began

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from pipegrid.testing.fake_nccl.device import FakeDevice, Launch, Operation
+from pipegrid.testing.fake_nccl.device import FakeDevice, Launch, Mark, Operation
 from pipegrid.testing.fake_nccl.group import FakeGroup, FakeWork, register
+from pipegrid.testing.fake_nccl.streams import HostSync, Streams, VirtualEvent, VirtualStream
 
-__all__ = ["FakeDevice", "FakeGroup", "FakeWork", "Launch", "Operation", "register"]
+__all__ = [
+    "FakeDevice",
+    "FakeGroup",
+    "FakeWork",
+    "HostSync",
+    "Launch",
+    "Mark",
+    "Operation",
+    "Streams",
+    "VirtualEvent",
+    "VirtualStream",
+    "register",
+]

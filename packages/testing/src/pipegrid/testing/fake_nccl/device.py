@@ -16,9 +16,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
+from torch import Tensor
+
+from pipegrid.testing.fake_nccl.streams import Clock, Streams, VirtualStream
 
 _WATCHDOG_SECONDS = 0.05
 
@@ -51,6 +54,19 @@ class Launch:
     thread: int
 
 
+@frozen
+class Mark:
+    """A point that the code under test reached on the host, between launches.
+
+    Attributes:
+        text: the point's name.
+        behind: earlier marks whose work the host did not know to be done; their number is how far it may run ahead.
+    """
+
+    text: str
+    behind: tuple[str, ...]
+
+
 @define(eq=False)
 class Entry:
     """One entry on its stream.
@@ -58,11 +74,13 @@ class Entry:
     Attributes:
         run: moves the data; returns at the end, or raises ``RuntimeError``.
         timeout: seconds from launch to end that the watchdog allows.
+        clock: the work on virtual streams up to the entry's end.
     """
 
     launch: Launch
     run: Callable[[], None]
     timeout: float
+    clock: Clock
     launched_at: float = field(factory=time.monotonic)
     started: bool = False
     error: Exception | None = None
@@ -109,7 +127,8 @@ class FakeDevice:
             after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
 
     Attributes:
-        launches: every entry launched on this rank, in order.
+        history: every launch and every mark on this rank, in order.
+        streams: virtual streams for the code under test; see `Streams`.
         violations: broken rules, as texts; they fail the test.
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
     """
@@ -118,8 +137,11 @@ class FakeDevice:
         self.serial = serial
         self.waits_hold = waits_hold
         self.reports_peer_errors = False
-        self.launches: list[Launch] = []
+        self.history: list[Launch | Mark] = []
         self.violations: list[str] = []
+        self.streams = Streams(self.violations)
+        self._marked: list[tuple[str, VirtualStream, Clock]] = []
+        self._group_streams: dict[str, VirtualStream] = {}
         self._lock = threading.RLock()
         self._open: dict[str, list[Entry]] = {}
         self._streams: dict[str, queue.SimpleQueue[Entry | None]] = {}
@@ -130,15 +152,42 @@ class FakeDevice:
     def add_group(self, group: str, cut: Callable[[], None]) -> None:
         """Make a group's stream; ``cut`` wakes an entry of the group that waits for a peer."""
         self._cuts[group] = cut
+        self._group_streams[group] = self.streams.make_stream(f"NCCL's stream of group {group}", foreign=True)
         self._stream(group)
 
-    def launch(
-        self, group: str, kind: str, operations: tuple[Operation, ...], run: Callable[[], None], timeout: float
-    ) -> Entry:
-        """Append an entry to the group's stream."""
+    @property
+    def launches(self) -> list[Launch]:
+        """Every entry launched on this rank, in order."""
+        return [event for event in self.history if isinstance(event, Launch)]
+
+    def mark(self, text: str) -> None:
+        """Note in `history` that the host reached a point; work of the current stream up to here belongs to it."""
+        stream = self.streams.current_stream()
         with self._lock:
-            entry = Entry(Launch(len(self.launches), group, kind, operations, threading.get_ident()), run, timeout)
-            self.launches.append(entry.launch)
+            clock = self.streams.record(stream)
+            behind = [name for name, where, at in self._marked if not self.streams.known_to_host(where, at)]
+            self.history.append(Mark(text, tuple(behind)))
+            self._marked.append((text, stream, clock))
+
+    def launch(
+        self,
+        group: str,
+        kind: str,
+        operations: tuple[Operation, ...],
+        run: Callable[[], None],
+        timeout: float,
+        *,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> Entry:
+        """Append an entry to the group's stream, after the work of the current virtual stream."""
+        with self._lock:
+            launch = Launch(len(self.launches), group, kind, operations, threading.get_ident())
+            stream, here = self._group_streams[group], self.streams.current_stream()
+            self.streams.order(stream, self.streams.record(here))
+            clock = self.streams.work(stream, f"entry {launch.number} ({kind})", reads=reads, writes=writes)
+            entry = Entry(launch, run, timeout, clock)
+            self.history.append(launch)
             self._open.setdefault(group, []).append(entry)
             self._stream(group).put(entry)
         return entry

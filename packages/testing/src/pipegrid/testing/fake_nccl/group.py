@@ -8,7 +8,7 @@ torch's `Backend` cannot be subclassed in Python; hence ``type(group) is Process
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from attrs import define
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import Entry, FakeDevice, Operation
+from pipegrid.testing.fake_nccl.streams import Streams
 
 BACKEND = "fake_nccl"
 # Gloo's own limit: never the first to end a wait.
@@ -61,14 +62,18 @@ class FakeWork(_Work):  # type: ignore[misc]
     Its two forms: see `FakeDevice`. With a timeout it holds the host in both and raises past the timeout.
     """
 
-    def __init__(self, entry: Entry, *, holds: bool) -> None:
+    def __init__(self, entry: Entry, streams: Streams, *, holds: bool) -> None:
         super().__init__()
         self.entry = entry
+        self._streams = streams
         self._holds = holds
 
     def is_completed(self) -> bool:
         """The entry has ended, well or not."""
-        return self.entry.ended.is_set()
+        ended = self.entry.ended.is_set()
+        if ended:
+            self._streams.host_knows(self.entry.clock)
+        return ended
 
     def is_success(self) -> bool:
         """The entry has ended well."""
@@ -79,10 +84,12 @@ class FakeWork(_Work):  # type: ignore[misc]
         return self.entry.error if self.entry.ended.is_set() else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Order what follows after the entry."""
+        """Order later work of the current stream after the entry."""
+        self._streams.order(self._streams.current_stream(), self.entry.clock)
         if timeout is not None and timeout > timedelta(0):
             if not self.entry.ended.wait(timeout.total_seconds()):
                 raise dist.DistBackendError(f"{self.entry} is not done after {timeout.total_seconds():g} s")
+            self._streams.host_waits("Work.wait(timeout)", self.entry.clock)
         elif self._holds:
             self.entry.ended.wait()
         return True
@@ -135,19 +142,20 @@ class FakeGroup(_Group):  # type: ignore[misc]
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
         """Launch a send, or add it to the batch. Tags are ignored, as NCCL ignores them."""
         del tag
-        return self._post([_Transfer(sending=True, tensor=t, peer=peer, copy=t.detach().clone()) for t in tensors])
+        with self.device.streams.paused():
+            posted = [_Transfer(sending=True, tensor=t, peer=peer, copy=t.detach().clone()) for t in tensors]
+        return self._post(posted)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
         """Launch a receive, or add it to the batch."""
         del tag
-        for tensor in tensors:
-            _make_unreadable(tensor)
-        return self._post(
-            [
-                _Transfer(sending=False, tensor=t, peer=peer, copy=torch.empty_like(t, requires_grad=False))
-                for t in tensors
-            ]
-        )
+        posted = []
+        with self.device.streams.paused():
+            for tensor in tensors:
+                _make_unreadable(tensor)
+                copy = torch.empty_like(tensor, requires_grad=False)
+                posted.append(_Transfer(sending=False, tensor=tensor, peer=peer, copy=copy))
+        return self._post(posted)
 
     def _start_coalescing(self, device: Any = None) -> None:
         del device
@@ -174,7 +182,13 @@ class FakeGroup(_Group):  # type: ignore[misc]
             Operation("send" if each.sending else "recv", self._ranks[each.peer], each.tensor.nbytes)
             for each in transfers
         )
-        return self._launch("p2p", operations, lambda: self._exchange(transfers))
+        return self._launch(
+            "p2p",
+            operations,
+            lambda: self._exchange(transfers),
+            reads=[each.tensor for each in transfers if each.sending],
+            writes=[each.tensor for each in transfers if not each.sending],
+        )
 
     def _exchange(self, transfers: Sequence[_Transfer]) -> None:
         """Move a batch: everything is posted before anything is waited for."""
@@ -211,24 +225,35 @@ class FakeGroup(_Group):  # type: ignore[misc]
     # Collectives: gloo's, in stream order
 
     def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
+        tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
+        written = tensors
         if name in _WRITES_FIRST:
-            for tensor in _tensors(arguments[0]):
-                _make_unreadable(tensor)
+            written = _tensors(arguments[0])
+            with self.device.streams.paused():
+                for tensor in written:
+                    _make_unreadable(tensor)
 
         def run() -> None:
             getattr(self._hidden, name)(*arguments, **options).wait(_NEVER)
 
-        return self._launch(name, (), run, holds=name == "barrier")
+        return self._launch(name, (), run, reads=tensors, writes=written, holds=name == "barrier")
 
     # Launching and ending
 
     def _launch(
-        self, kind: str, operations: tuple[Operation, ...], run: Callable[[], None], *, holds: bool = False
+        self,
+        kind: str,
+        operations: tuple[Operation, ...],
+        run: Callable[[], None],
+        *,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        holds: bool = False,
     ) -> FakeWork:
         if self.aborted:
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._here} of group {self._name}")
-        entry = self.device.launch(self._name, kind, operations, run, self.timeout)
-        return FakeWork(entry, holds=holds or self.device.waits_hold)
+        entry = self.device.launch(self._name, kind, operations, run, self.timeout, reads=reads, writes=writes)
+        return FakeWork(entry, self.device.streams, holds=holds or self.device.waits_hold)
 
     def abort(self) -> None:
         """End the group's entries with an error, then wait for the whole device."""
@@ -295,12 +320,10 @@ for _name in (
     setattr(FakeGroup, _name, _forward(_RENAMED.get(_name, _name)))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    else:
-        for each in value:
-            yield from _tensors(each)
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def _make_unreadable(tensor: Tensor) -> None:

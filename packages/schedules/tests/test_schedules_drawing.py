@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import pipegrid.schedules
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_v
 from pipegrid.schedules.lowering import lower
@@ -133,14 +132,3 @@ def test_a_timeline_passes_through():
     drawn = timeline(one_f_one_b(2, 1))
     assert timeline(drawn) == drawn
     assert timeline(drawn, title="named").title == "named"
-
-
-def test_the_names_for_simulating_and_drawing_are_pinned():
-    names = {
-        *("SCHEDULES", "find_schedule", "greedy", "compare", "comparison_table"),
-        *("Costs", "CostsError", "costs_from_json", "costs_to_json", "Simulation", "simulate", "unit_costs"),
-        *("Timeline", "Span", "Flow", "Counter", "TimelineError", "timeline", "scaled"),
-        *("Recording", "Track", "Recorded", "Aside", "write_svg", "write_perfetto", "ascii_timeline"),
-    }
-    assert names <= set(pipegrid.schedules.__all__)
-    assert all(callable(getattr(pipegrid.schedules, name)) for name in names if name != "SCHEDULES")

@@ -351,7 +351,9 @@ class ColocatedBridgeCommunicator:
             work.wait()
         for flat, boxes in landing:
             unpack(flat, boxes, out)
-        for step in start_completions(plan, out, self._completion_group, rank=rank, dtype=out.dtype):
+        for step in start_completions(
+            [c for c in plan.completions if rank in c.ranks], out, self._completion_group, rank=rank, dtype=out.dtype
+        ):
             step.finish()
         return out
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.reshard import Box, Completion, Message, ReshardPlan
+from pipegrid.bridges.reshard import Box, Completion, Message
 
 
 def pack(tensor: torch.Tensor, boxes: Iterable[Box], dtype: torch.dtype) -> torch.Tensor:
@@ -16,11 +18,11 @@ def pack(tensor: torch.Tensor, boxes: Iterable[Box], dtype: torch.dtype) -> torc
 
     A view of ``tensor`` where the boxes lie in one piece in memory and the dtype is right.
     """
-    parts = [tensor[box.slices].reshape(-1) for box in boxes]
+    parts = [(tensor if box.shape == tensor.shape else tensor[box.slices]).reshape(-1) for box in boxes]
     if not parts:
         return tensor.new_empty(0, dtype=dtype)
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return flat.to(dtype).contiguous()
+    return flat if flat.dtype is dtype else flat.to(dtype)
 
 
 def unpack(flat: torch.Tensor, boxes: Iterable[Box], out: torch.Tensor) -> None:
@@ -123,16 +125,30 @@ class Completing:
 
 
 def start_completions(
-    plan: ReshardPlan,
+    completions: Iterable[Completion],
     out: torch.Tensor,
     group_of: Callable[[Sequence[int]], dist.ProcessGroup],
     *,
     rank: int,
     dtype: torch.dtype,
 ) -> list[Completing]:
-    """Start all completions of a plan that this rank takes part in."""
-    return [
-        Completing(step, out, group_of(step.ranks), rank=rank, dtype=dtype)
-        for step in plan.completions
-        if rank in step.ranks
+    """Start the completions of a plan in which this rank takes part."""
+    return [Completing(step, out, group_of(step.ranks), rank=rank, dtype=dtype) for step in completions]
+
+
+def abort_groups(groups: Iterable[dist.ProcessGroup], seconds: float = 2.0) -> None:
+    """End the collectives under way in all ``groups`` at once; return after at most ``seconds``.
+
+    An abort may wait for kernels of groups that are not aborted yet, so each has a thread. Waits over gloo are short
+    ones, which look for themselves whether their communicator has ended.
+    """
+    threads = [
+        threading.Thread(target=group.abort, name="pipegrid-abort", daemon=True)
+        for group in groups
+        if dist.get_backend(group) != "gloo"
     ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -13,12 +12,13 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
-from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, LandingQueue, whole_message
+from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, Route, ShapeExchange
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.checks import as_flag, as_integers, as_text, shown
 from pipegrid.bridges.errors import (
     BridgeError,
+    CompletionError,
     DestroyedError,
     NoBackwardError,
     PendingGradientError,
@@ -31,12 +31,11 @@ from pipegrid.bridges.reshard import (
     GridLike,
     Links,
     Placement,
-    ReshardPlan,
     Strategy,
     axis_names,
     boundary_side,
 )
-from pipegrid.bridges.steps import Completing, broadcast_text, pack, reduce_partial, start_completions
+from pipegrid.bridges.steps import abort_groups, broadcast_text, pack, reduce_partial, start_completions, unpack
 from pipegrid.topology import create_groups, destroy_groups
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
@@ -199,7 +198,12 @@ class BridgeCommunicator:
         self._groups = create_groups(
             self._wiring.group_specs, backend=backend, timeout=timedelta(seconds=settings.deadline)
         )
+        self._landing = {
+            direction: self._landing_queue(direction, backend, settings.deadline) for direction in Direction
+        }
         self._lanes: Lanes | None = None
+        self._lane_to: dict[Direction, dict[int, Lane]] = {}
+        self._lane_from: dict[Direction, dict[int, Lane]] = {}
         self._owns_lanes = open
         if open:
             try:
@@ -210,9 +214,9 @@ class BridgeCommunicator:
             self.attach(lanes)
         self._announced: Announcement | None = None
         self._agreed: Passage | None = None
+        self._steady: tuple[torch.Size, torch.dtype, Passage] | None = None
         self._sent: PendingGradients[Passage] = PendingGradients(self.variable)
-        self._received: PendingGradients[BridgeReceive | Passage] = PendingGradients(self.variable)
-        self._landing: dict[Direction, deque[BridgeReceive]] = {_FORWARD: deque(), _BACKWARD: deque()}
+        self._received: PendingGradients[_Incoming | Passage] = PendingGradients(self.variable)
         self._destroyed = False
 
     def __str__(self) -> str:
@@ -230,6 +234,26 @@ class BridgeCommunicator:
         if missing:
             raise BridgeError(f"{self}: lanes {missing} of rank {self.rank} are not among those given; open them, too")
         self._lanes = lanes
+        for direction, routes in self._wiring.routes.items():
+            found = {route: lanes[self._wiring.lane_spec(*route, direction)] for route in routes}
+            self._lane_to[direction] = {there: lane for (here, there), lane in found.items() if here == self.rank}
+            self._lane_from[direction] = {here: lane for (here, there), lane in found.items() if there == self.rank}
+
+    def _landing_queue(self, direction: Direction, backend: str, deadline: float) -> LandingQueue:
+        side = self.dst if direction is _FORWARD else self.src
+        copies = side.classes[side.class_of(self.rank)] if self.rank in side.coords_of else ()
+        return LandingQueue(
+            str(self),
+            self.rank,
+            self.device,
+            deadline,
+            copies=copies if len(copies) > 1 else (),
+            by_itself=len(copies) > 1 and holds_host(backend, self.device),
+            failure=self._failure,
+        )
+
+    def _failure(self) -> object | None:
+        return first_failure(self._lanes or {})
 
     @property
     def lanes(self) -> Lanes:
@@ -310,26 +334,34 @@ class BridgeCommunicator:
                 f"{self} was declared without backward, but the tensor requires grad; detach it (the source is "
                 f"frozen) or declare the edge with backward=True"
             )
+        if samples is None and self._steady is not None:
+            shape, dtype, known = self._steady
+            if tensor.shape == shape and tensor.dtype is dtype:
+                peers = known.there.sends if self.skips_empty else self._wiring.receivers
+                sending = self._send(known, known.there, tensor.detach(), _FORWARD, peers)
+                self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
+                return sending
         announced = Announcement(tensor.shape, _name(tensor.dtype), samples)
         if self._announced is not None and not self.variable and announced != self._announced:
             raise ShapeError(
                 f"{self}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first message; "
-                f"sizes that change need shapes='variable'"
+                f"sizes that change need shapes='variable', or renew_shapes() between two steps"
             )
         self._shapes.check(announced)
         known = self._shapes.passage({self.rank: announced})
-        if known.forward.source_shape(self.rank) != announced.shape:
+        if known.there.given != announced.shape:
             raise ShapeError(
                 f"{self}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} its "
-                f"part is {known.forward.source_shape(self.rank)}"
+                f"part is {known.there.given}"
             )
-        # Everyone who may get something must hear of the sizes; gradients need no such message.
-        peers = self._wiring.receivers
-        if self.skips_empty and self._announced is not None:
-            peers = tuple(known.forward.sends(self.rank))
-        sending = self._send(known, tensor.detach(), _FORWARD, peers, header=announced.encode())
+        # Every rank that may get something must hear of the sizes; gradients need no such message.
+        sending = self._send(
+            known, known.there, tensor.detach(), _FORWARD, self._wiring.receivers, note=announced.encode()
+        )
         # Only now: what a lane refuses was not sent, and no gradient of it will come.
         self._announced = announced
+        if not self.variable and samples is None:
+            self._steady = tensor.shape, tensor.dtype, known
         self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
         return sending
 
@@ -341,20 +373,29 @@ class BridgeCommunicator:
         if not self._takes_part("destination", "recv_forward"):
             return None
         is_first = self._received.first is None
+        expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
+        incoming = _Incoming()
 
         def post() -> dict[int, ReceiveHandle] | None:
-            peers = self._wiring.senders
+            peers: Iterable[int] = self._wiring.senders
             if self.skips_empty and not is_first:
                 if self._agreed is None:
                     return None
-                peers = tuple(self._agreed.forward.receives(self.rank))
-            with self.batch():
-                return {peer: self.lane(peer, self.rank, _FORWARD).irecv() for peer in peers}
+                peers = self._agreed.there.receives
+            return self._receives(peers, _FORWARD)
 
-        receive = BridgeReceive(
-            self, self._landing[_FORWARD], post, backward=False, requires_grad=self.backward, expected=shape
+        def land(handles: Mapping[int, ReceiveHandle]) -> Landed:
+            known = incoming.passage = self.announced({peer: _note(handle) for peer, handle in handles.items()})
+            return self._filled(known, known.there, handles, _FORWARD, expected)
+
+        incoming.receive = receive = BridgeReceive(
+            self._landing[_FORWARD],
+            post,
+            land,
+            requires_grad=self.backward,
+            blocks=None if self._wiring.teller is None else self._asks_its_leader,
         )
-        self._received.add(receive, has_gradient=self.backward and torch.is_grad_enabled())
+        self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
         return receive
 
     def isend_backward(self, grad: torch.Tensor | None) -> BridgeSend | None:
@@ -369,25 +410,25 @@ class BridgeCommunicator:
         if not self._takes_part("destination", "send_backward"):
             return None
         self._require_backward("send_backward")
-        receive = self._received.oldest
-        if receive is None:
+        oldest = self._received.oldest
+        if oldest is None:
             raise PendingGradientError(
                 f"{self}: send_backward on rank {self.rank}, but no activation that was received waits for a gradient"
             )
-        known = receive if isinstance(receive, Passage) else receive.known()
-        plan = known.backward
+        known = oldest if isinstance(oldest, Passage) else oldest.known()
+        given = known.back.given
         if grad is None:
-            grad = torch.zeros(plan.source_shape(self.rank), dtype=known.dtype, device=self.device)
+            grad = torch.zeros(given, dtype=known.dtype, device=self.device)
         if not isinstance(grad, torch.Tensor):
             raise ShapeError(f"{self}: a gradient is one tensor, or None for zeros; got {shown(grad)}")
-        if tuple(grad.shape) != plan.source_shape(self.rank):
+        if grad.shape != given:
             raise ShapeError(
-                f"{self}: the gradient has shape {tuple(grad.shape)}, its activation had "
-                f"{plan.source_shape(self.rank)}; send the gradient of what was received, in the same order"
+                f"{self}: the gradient has shape {tuple(grad.shape)}, its activation had {given}; "
+                f"send the gradient of what was received, in the same order"
             )
         if grad.dtype is not known.dtype:
             raise ShapeError(f"{self}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
-        sending = self._send(known, grad.detach(), _BACKWARD, list(plan.sends(self.rank)), header=None)
+        sending = self._send(known, known.back, grad.detach(), _BACKWARD, known.back.sends)
         self._received.answer()  # only now: after a refusal the same activation still waits
         return sending
 
@@ -406,20 +447,34 @@ class BridgeCommunicator:
             raise PendingGradientError(
                 f"{self}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
             )
-        peers = known.backward.receives(self.rank)
-
-        def post() -> dict[int, ReceiveHandle]:
-            with self.batch():
-                return {peer: self.lane(peer, self.rank, _BACKWARD).irecv() for peer in peers}
-
-        receive = BridgeReceive(self, self._landing[_BACKWARD], post, backward=True, passage=known, expected=shape)
+        expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
+        receive = BridgeReceive(
+            self._landing[_BACKWARD],
+            lambda: self._receives(known.back.receives, _BACKWARD),
+            lambda handles: self._filled(known, known.back, handles, _BACKWARD, expected),
+            requires_grad=False,
+        )
         self._sent.answer()
         return receive
+
+    def abort(self, reason: str) -> None:
+        """End lanes and completions at once, and tell the other side why."""
+        self.end_completions(reason)
+        if self._owns_lanes and self._lanes is not None:
+            self._lanes.abort(reason)
+
+    def end_completions(self, reason: str) -> None:
+        """End the completions under way on this rank: those that wait for them, now or later, get the reason."""
+        for queue in self._landing.values():
+            queue.end(reason)
+        abort_groups(self._groups.values())
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
+            for queue in self._landing.values():
+                queue.end("destroyed")
             if self._owns_lanes and self._lanes is not None:
                 self._lanes.close()
             destroy_groups(self._groups)
@@ -439,7 +494,7 @@ class BridgeCommunicator:
 
     def forget_shapes(self) -> None:
         """Forget what was agreed; the lanes are renewed by the caller."""
-        self._announced = self._agreed = None
+        self._announced = self._agreed = self._steady = None
         self._sent, self._received = PendingGradients(self.variable), PendingGradients(self.variable)
 
     # -- the blocking verbs -----------------------------------------------------------------------------
@@ -517,51 +572,128 @@ class BridgeCommunicator:
         return self.strategy == "auto" and not self.variable
 
     def _send(
-        self, known: Passage, tensor: torch.Tensor, direction: Direction, peers: Sequence[int], *, header: str | None
+        self,
+        known: Passage,
+        route: Route,
+        tensor: torch.Tensor,
+        direction: Direction,
+        peers: Iterable[int],
+        *,
+        note: str | None = None,
     ) -> BridgeSend:
-        plan = known.forward if direction is _FORWARD else known.backward
-        for ranks in plan.reductions:
+        for ranks in route.plan.reductions:
             if self.rank in ranks:
-                tensor = reduce_partial(tensor, self._groups[self._wiring.reduction_group(ranks, direction)])
-        sends = plan.sends(self.rank)
-        handles = []
+                tensor = self._summed(tensor, ranks, direction)
+        lanes, dtype, sends = self._lane_to[direction], known.wire_dtype, route.sends
+        pieces = [(lanes[peer], pack(tensor, sends.get(peer, ()), dtype)) for peer in peers]
+        if len(pieces) == 1:
+            return BridgeSend((pieces[0][0].isend(pieces[0][1], note=note),))
         with self.batch():
-            for peer in peers:
-                flat = pack(tensor, [m.source_box for m in sends.get(peer, ())], known.wire_dtype)
-                payload = flat if header is None else {header: flat}
-                handles.append(self.lane(self.rank, peer, direction).isend(payload))
-        return BridgeSend(handles)
+            return BridgeSend([lane.isend(flat, note=note) for lane, flat in pieces])
 
-    def announced(self, texts: Mapping[int, str]) -> Passage:
+    def _summed(self, tensor: torch.Tensor, ranks: Sequence[int], direction: Direction) -> torch.Tensor:
+        try:
+            return reduce_partial(tensor, self._groups[self._wiring.reduction_group(ranks, direction)])
+        except RuntimeError as error:
+            raise CompletionError(
+                f"rank {self.rank}, {self}: the partial sums of ranks {list(ranks)} were not added up: one of them "
+                f"died, or did not come before the deadline ({error})"
+            ) from error
+
+    def _receives(self, peers: Iterable[int], direction: Direction) -> dict[int, ReceiveHandle]:
+        lanes, peers = self._lane_from[direction], tuple(peers)
+        if len(peers) == 1:
+            return {peers[0]: lanes[peers[0]].irecv()}
+        with self.batch():
+            return {peer: lanes[peer].irecv() for peer in peers}
+
+    def _filled(
+        self,
+        known: Passage,
+        route: Route,
+        handles: Mapping[int, ReceiveHandle],
+        direction: Direction,
+        expected: tuple[int, ...] | None,
+    ) -> Landed:
+        """This rank's tensor with the messages in their places, and its completions under way."""
+        if expected not in {None, route.taken}:
+            raise ShapeError(
+                f"{self}: rank {self.rank} expects shape {expected}, but {route.taken} comes; the source's tensors and "
+                f"the sides' data lanes decide"
+            )
+        if len(handles) == 1 and not route.completions and known.wire_dtype is known.dtype:
+            ((peer, handle),) = handles.items()
+            whole = whole_message(handle.result(), route.taken, route.receives.get(peer, ()))
+            if whole is not None:
+                return whole, ()
+        out = torch.empty(route.taken, dtype=known.dtype, device=self.device)
+        for peer, boxes in route.receives.items():
+            unpack(handles[peer].result().detach(), boxes, out)
+        return out, start_completions(
+            route.completions,
+            out,
+            lambda ranks: self._groups[self._wiring.completion_group(ranks, direction)],
+            rank=self.rank,
+            dtype=known.wire_dtype,
+        )
+
+    def announced(self, notes: Mapping[int, str]) -> Passage:
         """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
         if self._agreed is not None:
             return self._agreed
         teller = self._wiring.teller
         if teller is not None:
             group = self._groups[self._wiring.completion_group(self._wiring.copies, _FORWARD)]
-            text = broadcast_text(json.dumps(sorted(texts.items())), teller, group, self.device)
-            texts = dict(json.loads(text))
-        known = self._shapes.passage({rank: Announcement.decode(text) for rank, text in texts.items()})
+            try:
+                text = broadcast_text(json.dumps(sorted(notes.items())), teller, group, self.device)
+            except RuntimeError as error:
+                raise CompletionError(
+                    f"rank {self.rank}, {self}: rank {teller}, which hears the source, did not tell the sizes before "
+                    f"the deadline ({error})"
+                ) from error
+            notes = dict(json.loads(text))
+        known = self._shapes.passage({rank: Announcement.decode(text) for rank, text in notes.items()})
         if not self.variable:
             # In place of the first receive, which would keep its tensor for as long as the bridge lives.
             self._agreed = self._received.first = known
         return known
 
-    @property
-    def asks_its_leader(self) -> bool:
+    def _asks_its_leader(self) -> bool:
         """Whether `announced` still has to talk to the copies of this rank, and so may block."""
         return self._agreed is None and self._wiring.teller is not None
 
-    def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
-        """Start this rank's completions of a plan."""
-        direction = _BACKWARD if plan.backward else _FORWARD
-        return start_completions(
-            plan,
-            out,
-            lambda ranks: self._groups[self._wiring.completion_group(ranks, direction)],
-            rank=self.rank,
-            dtype=dtype,
-        )
+
+class _Incoming:
+    """An activation on its way: its receive, and its sizes once they are known."""
+
+    __slots__ = ("passage", "receive")
+
+    def __init__(self) -> None:
+        self.passage: Passage | None = None
+        self.receive: BridgeReceive | None = None
+
+    def known(self) -> Passage:
+        """The sizes; lands the receive if that is what it takes."""
+        if self.passage is None:
+            assert self.receive is not None
+            self.receive.let_land()
+        assert self.passage is not None
+        return self.passage
+
+
+def _note(handle: Any) -> str:
+    note: str = handle.note
+    return note
+
+
+def holds_host(backend: str, device: torch.device) -> bool:
+    """Whether waiting for a transfer holds the host, rather than a stream."""
+    return device.type == "cpu" and "gloo" in backend
+
+
+def first_failure(lanes: Mapping[Any, Lane]) -> object | None:
+    """The error of the first lane that has failed; None while all live."""
+    return next((lane.error for lane in lanes.values() if lane.error is not None), None)
 
 
 def renew_lanes(lanes: Iterable[Lane]) -> None:

@@ -1,25 +1,30 @@
-"""Transfers of a bridge under way: many lanes' handles behind one handle."""
+"""Composite handles: the messages of several lanes, and the completion among copies, behind one handle."""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
+from attrs import Factory, define
 
-from pipegrid.bridges.bridge.shape_exchange import Passage
-from pipegrid.bridges.checks import as_integers
-from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard import ReshardPlan
-from pipegrid.bridges.steps import Completing, unpack
+from pipegrid.bridges.errors import CompletionError
+from pipegrid.bridges.steps import Completing
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-from pipegrid.transport.streams import current_stream, follow, mark, used_here
+from pipegrid.transport.streams import current_stream, follow, mark, used_here, working_on
+
+_LOOK_SECONDS = 0.05  # how often a held completion looks whether its communicator has ended
+
+Landed: TypeAlias = tuple[torch.Tensor, Sequence[Completing]]
+"""A tensor with the messages in their places, and the completions that fill the rest of it."""
 
 
 def remaining(timeout: float | None) -> Callable[[], float | None]:
-    """A countdown: how much of ``timeout`` is left, at least a millisecond."""
+    """A countdown: the rest of ``timeout`` in seconds, at least a millisecond."""
     if timeout is None:
         return lambda: None
     end = time.monotonic() + timeout
@@ -27,171 +32,316 @@ def remaining(timeout: float | None) -> Callable[[], float | None]:
 
 
 class BridgeSend:
-    """A bridge's send under way. `wait` may be called any number of times."""
+    """A send over several lanes. `wait` may be called any number of times.
+
+    Attributes:
+        handles: one per lane.
+    """
+
+    __slots__ = ("handles",)
 
     def __init__(self, handles: Iterable[Handle] = ()) -> None:
-        self._handles = tuple(handles)
+        self.handles = tuple(handles)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every lane; ``timeout`` in seconds for all of them together."""
+        if timeout is None:
+            for handle in self.handles:
+                handle.wait()
+            return
         left = remaining(timeout)
-        for handle in self._handles:
+        for handle in self.handles:
             handle.wait(left())
 
     def is_completed(self) -> bool:
         """Whether every lane is done."""
-        return all(handle.is_completed() for handle in self._handles)
+        return all(handle.is_completed() for handle in self.handles)
 
 
-class Receiver(Protocol):
-    """What a receive under way needs of its bridge."""
+@define(eq=False)
+class LandingQueue:
+    """The receives of one edge and direction that have not landed, in the order of posting.
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
+    To land is to put the messages in their places and to start the completion among copies. Completions are
+    collectives, so every copy starts them in one order: that of the receives, whichever is waited for first.
 
-    @property
-    def device(self) -> torch.device:
-        """Where tensors live."""
-        ...
+    Where a wait holds the host (gloo), a receive that is completed among copies lands when its last message arrives,
+    on the thread that sees it, so that a copy that is slow to ask does not hold up the others. Every other receive
+    lands on the thread that asks: kernels of several communicators are launched by one thread, in the plan's order.
 
-    def announced(self, texts: Mapping[int, str]) -> Passage:
-        """What these announcements, by source rank, mean; a copy without a lane is told by its leader."""
-        ...
+    Attributes:
+        name: the edge, for errors.
+        rank: this rank.
+        device: of the tensors.
+        deadline: seconds of waiting for a completion.
+        copies: the ranks that complete each other; empty where there is nothing to complete.
+        by_itself: receives land without a wait.
+        failure: the error that ended a lane of this edge; None while all live.
+        stream: where receives land, beside the stream that computes; None is the current one.
+        waiting: receives that have not landed.
+        ended: why the communicator was ended.
+    """
 
-    @property
-    def asks_its_leader(self) -> bool:
-        """Whether `announced` still has to talk to other ranks, and so may block."""
-        ...
+    name: str
+    rank: int
+    device: torch.device
+    deadline: float
+    copies: Sequence[int] = ()
+    by_itself: bool = False
+    failure: Callable[[], object | None] = lambda: None
+    stream: torch.cuda.Stream | None = None
+    waiting: deque[BridgeReceive] = Factory(deque)
+    lock: threading.RLock = Factory(threading.RLock)
+    ended: str | None = None
 
-    def complete(self, plan: ReshardPlan, out: torch.Tensor, dtype: torch.dtype) -> list[Completing]:
-        """Start the completions of this rank."""
-        ...
+    def end(self, reason: str) -> None:
+        """Let completions that are waited for, now or later, fail."""
+        self.ended = self.ended or reason
+
+    def land_arrived(self, *, asked: bool) -> None:
+        """Land the receives whose messages have arrived, up to the first that lacks one.
+
+        Args:
+            asked: the caller waits for the first one, so landing it may block.
+        """
+        with self.lock:
+            while self.waiting and self.waiting[0].has_arrived(asked=asked):
+                self.waiting.popleft().land()
+                for later in self.waiting:
+                    if not later.post():
+                        break
+
+    def finish(self, completing: Sequence[Completing], seconds: float | None) -> None:
+        """Wait for completions and write what they brought.
+
+        Raises:
+            CompletionError: a copy died or did not come before the deadline, or the communicator was ended.
+        """
+        end = time.monotonic() + (self.deadline if seconds is None else seconds)
+        for step in completing:
+            try:
+                # Streams order themselves. On a CPU the wait is cut in short ones, to see the end of the communicator.
+                if self.device.type == "cpu":
+                    self._hold(step, end)
+                with torch.no_grad():
+                    step.finish()
+            except RuntimeError as error:
+                if isinstance(error, CompletionError):
+                    raise
+                raise self._error(f"a rank died, or its connection was closed ({_first_line(error)})") from error
+
+    def _hold(self, step: Completing, end: float) -> None:
+        while not step.wait(min(_LOOK_SECONDS, end - time.monotonic())):
+            if self.ended is not None:
+                raise self._error(f"the communicator was ended here: {self.ended}")
+            failure = self.failure()
+            if failure is not None:
+                raise self._error(f"a lane of the edge failed: {_first_line(failure)}")
+            if time.monotonic() >= end:
+                raise self._error("the deadline is over; one of them is late, or waits for another rank itself")
+
+    def _error(self, cause: str) -> CompletionError:
+        others = [rank for rank in self.copies if rank != self.rank]
+        return CompletionError(
+            f"rank {self.rank}, {self.name}: the copies on ranks {others} did not complete this rank's tensor: {cause}"
+        )
 
 
 class BridgeReceive:
-    """A bridge's receive under way; ``result()`` is the tensor.
+    """A tensor on its way to this rank: messages of several lanes, then the completion among copies.
 
-    It lands when every lane has delivered; then its completion among copies starts, which is a collective. So
-    that all copies start theirs in one order, landing happens in the order of posting, whoever is asked first.
-    One thread makes the receives of a bridge, waits for them and asks after them; on CUDA it may do so on one
+    One thread makes the receives of a queue; any may wait for them. On CUDA the thread that waits may do so on one
     stream and use the tensor on another.
+
+    Args:
+        queue: of the edge and direction.
+        post: posts the receives on the lanes, by peer; None where the lanes to use are not known yet.
+        land: the tensor from the messages that have arrived.
+        requires_grad: mark the tensor, where its dtype can have gradients.
+        tensor: what is received into, where that is known.
+        blocks: landing may have to wait for other ranks.
     """
+
+    __slots__ = (
+        "_allocated",
+        "_blocks",
+        "_completing",
+        "_done",
+        "_error",
+        "_finishing",
+        "_handles",
+        "_land",
+        "_landed",
+        "_landed_on",
+        "_marks",
+        "_missing",
+        "_post",
+        "_queue",
+        "_requires_grad",
+        "tensor",
+    )
 
     def __init__(
         self,
-        bridge: Receiver,
-        queue: deque[BridgeReceive],
+        queue: LandingQueue,
         post: Callable[[], Mapping[int, ReceiveHandle] | None],
+        land: Callable[[Mapping[int, ReceiveHandle]], Landed],
         *,
-        backward: bool,
-        passage: Passage | None = None,
-        requires_grad: bool = False,
-        expected: Sequence[int] | None = None,
+        requires_grad: bool = True,
+        tensor: torch.Tensor | None = None,
+        blocks: Callable[[], bool] | None = None,
     ) -> None:
-        self._bridge, self._queue, self._post = bridge, queue, post
-        self._backward, self._passage, self._requires_grad = backward, passage, requires_grad
-        self._expected = None if expected is None else as_integers(expected, "the expected shape", error=ShapeError)
-        self._handles: Mapping[int, ReceiveHandle] | None = None
-        self._out: torch.Tensor | None = None
-        self._completing: list[Completing] | None = None
-        self._done = False
-        # Where the landing's copies stand on their stream, for a caller who waits on another one.
-        self._landed: Sequence[Any] = ()
+        self._queue, self._post, self._land, self._blocks = queue, post, land, blocks
+        self._requires_grad = requires_grad
+        self.tensor = tensor
+        self._completing: Sequence[Completing] = ()
+        self._error: BaseException | None = None
+        self._landed = self._done = False
+        self._finishing = threading.Lock()
+        # On CUDA the buffer may be memory that the caller's stream still uses, and landing has a stream of its own.
+        self._allocated = mark(queue.device) if queue.stream is not None else ()
+        self._marks: Sequence[Any] = ()
         self._landed_on: torch.cuda.Stream | None = None
-        queue.append(self)
-        self.try_post()
+        # Without the lock: in strict mode this blocks, while another thread may be landing an earlier receive.
+        self._handles: Mapping[int, ReceiveHandle] | None = post()
+        self._missing = 0
+        with queue.lock:
+            queue.waiting.append(self)
+        self._watch()
 
-    def try_post(self) -> bool:
-        """Post the receives on the lanes; False where it is not known yet which lanes will carry something."""
+    def post(self) -> bool:
+        """Post the receives on the lanes, where that was not possible before; whether they are posted."""
         if self._handles is None:
             self._handles = self._post()
+            self._watch()
         return self._handles is not None
 
-    def known(self) -> Passage:
-        """The sizes; lands if that is what it takes."""
-        if self._passage is None:
-            self._land_in_turn(lambda: None)
-        assert self._passage is not None
-        return self._passage
+    def _watch(self) -> None:
+        if self._queue.by_itself and self._handles is not None:
+            self._missing = len(self._handles)
+            for handle in self._handles.values():
+                handle.on_done(self._one_arrived)  # type: ignore[attr-defined]  # lanes' own handles
 
-    # -- landing ------------------------------------------------------------------------------------------
+    def _one_arrived(self, _: object) -> None:
+        with self._queue.lock:
+            self._missing -= 1
+            self._queue.land_arrived(asked=False)
+
+    # -- what callers see -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the tensor is whole. ``timeout`` counts for what comes over the lanes, in seconds."""
+        """Return when the tensor is whole (on CUDA: when the current stream is ordered after it).
+
+        May be called any number of times, from any thread. ``timeout`` is in seconds, for lanes and completion
+        together; None is the deadline of each.
+
+        Raises:
+            P2PError: as of the lanes.
+            ShapeError: the messages are not what was expected.
+            CompletionError: the copies did not complete each other.
+        """
         if self._done:
             return
-        self._land_in_turn(remaining(timeout))
-        follow(self._landed, self._bridge.device)
-        for step in self._completing or ():
-            step.finish()
-            used_here([step.buffer], self._landed_on)
-        self._completing = []
-        assert self._out is not None
-        used_here([self._out], self._landed_on)
-        if self._requires_grad and (self._out.dtype.is_floating_point or self._out.dtype.is_complex):
-            self._out.requires_grad_()
-        self._done = True
+        left = remaining(timeout)
+        while not self._landed:
+            self._ask_first(left)
+        with self._finishing:
+            if not self._done:
+                self._finish(left)
 
     def result(self) -> torch.Tensor:
         """Wait, then the tensor; the same object each time."""
         self.wait()
-        assert self._out is not None
-        return self._out
+        assert self.tensor is not None
+        return self.tensor
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Lets what has landed start its completion.
+        """Whether `wait` would return, or raise, at once. Lets what has arrived start its completion.
 
-        With strategy "leader", False on the copies of a set until somebody waits there, as long as they still have
-        to tell each other of the sizes, since that blocks.
+        With strategy "leader", False on the copies of a set until one of them waits, as long as they still have to
+        tell each other of the sizes, since that blocks.
         """
         if self._done:
             return True
-        while self._completing is None and self._queue[0]._has_arrived():  # noqa: SLF001 -- same class
-            self._queue[0]._land(lambda: None)  # noqa: SLF001
-        if self._completing is None or not all(step.is_completed() for step in self._completing):
-            return False
-        self.wait()
-        return True
+        self._queue.land_arrived(asked=False)
+        return self._landed and all(step.is_completed() for step in self._completing)
 
-    def _has_arrived(self) -> bool:
-        if not self._backward and self._bridge.asks_its_leader:
-            return False
-        return self.try_post() and all(handle.is_completed() for handle in (self._handles or {}).values())
+    def let_land(self) -> None:
+        """Wait until the messages have landed."""
+        while not self._landed:
+            self._ask_first(remaining(None))
+        if self._error is not None:
+            raise self._error
 
-    def _land_in_turn(self, left: Callable[[], float | None]) -> None:
-        while self._completing is None:
-            self._queue[0]._land(left)  # noqa: SLF001
+    # -- landing --------------------------------------------------------------------------------------------
 
-    def _land(self, left: Callable[[], float | None]) -> None:
-        """Wait for the lanes, put everything in its place, start the completion; leave the queue."""
-        posted = self.try_post()
-        assert posted, "the first receive of an edge lands before any other"
-        handles = self._handles or {}
-        for handle in handles.values():
+    def _ask_first(self, left: Callable[[], float | None]) -> None:
+        """Wait for the messages of the first receive of the queue, and land it."""
+        queue = self._queue
+        with queue.lock:
+            first = queue.waiting[0] if queue.waiting else self
+        for handle in (first._handles or {}).values():  # noqa: SLF001 -- same class
             handle.wait(left())
-        payloads = {peer: handle.result() for peer, handle in handles.items()}
-        if not self._backward:
-            texts = {peer: next(iter(payload)) for peer, payload in payloads.items()}
-            self._passage = self._bridge.announced(texts)
-            payloads = {peer: payload[texts[peer]] for peer, payload in payloads.items()}
-        assert self._passage is not None
-        plan = self._passage.backward if self._backward else self._passage.forward
-        shape = plan.destination_shape(self._bridge.rank)
-        if self._expected not in {None, shape}:
-            raise ShapeError(
-                f"{self._bridge}: rank {self._bridge.rank} expects shape {self._expected}, but {shape} comes; the "
-                f"source's tensors and the sides' data lanes decide"
-            )
-        out = torch.empty(shape, dtype=self._passage.dtype, device=self._bridge.device)
-        for peer, messages in plan.receives(self._bridge.rank).items():
-            unpack(payloads[peer].detach(), [m.destination_box for m in messages], out)
-        self._out = out
-        self._completing = self._bridge.complete(plan, out, self._passage.wire_dtype)
-        self._landed, self._landed_on = mark(self._bridge.device), current_stream(self._bridge.device)
-        self._handles = {}
-        self._queue.popleft()
-        for waiting in self._queue:
-            if not waiting.try_post():
-                break
+        queue.land_arrived(asked=True)
+
+    def has_arrived(self, *, asked: bool) -> bool:
+        """Whether all messages are there, and landing them does not block (where it is not ``asked`` for)."""
+        if not self.post() or (not asked and self._blocks is not None and self._blocks()):
+            return False
+        if asked and self._queue.stream is not None:
+            return True  # waited for, which orders streams
+        if self._queue.by_itself and not asked:
+            return not self._missing
+        return all(handle.is_completed() for handle in (self._handles or {}).values())
+
+    def land(self) -> None:
+        """Put the messages in their places and start the completion. An error is kept for the thread that waits."""
+        queue, handles = self._queue, self._handles or {}
+        try:
+            with torch.no_grad(), working_on(queue.stream):
+                if queue.stream is not None:
+                    follow(self._allocated, queue.device)
+                self.tensor, self._completing = self._land(handles)
+                used_here([self.tensor], queue.stream)
+                self._marks, self._landed_on = mark(queue.device), current_stream(queue.device)
+        except Exception as error:  # noqa: BLE001 -- this may be a lane's thread: the thread that waits raises it
+            self._error = error
+        finally:
+            self._handles = {}
+            self._landed = True
+
+    def _finish(self, left: Callable[[], float | None]) -> None:
+        if self._error is not None:
+            raise self._error
+        queue = self._queue
+        follow(self._marks, queue.device)
+        if self._completing:
+            queue.finish(self._completing, left())
+            used_here([step.buffer for step in self._completing], self._landed_on)
+        tensor = self.tensor
+        assert tensor is not None
+        used_here([tensor], self._landed_on)
+        if self._requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            tensor.requires_grad_()
+        self._completing = ()
+        self._done = True
+
+
+def whole_message(flat: torch.Tensor, shape: Sequence[int], boxes: Sequence[Any]) -> torch.Tensor | None:
+    """The tensor of ``shape`` where one message in one box is all of it, without a copy."""
+    if len(boxes) == 1 and math.prod(shape) == flat.numel():
+        return flat.detach().view(tuple(shape))
+    return None
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream to land on; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

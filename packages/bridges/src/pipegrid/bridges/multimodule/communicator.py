@@ -434,7 +434,9 @@ class MultiModulePipelineCommunicator:
             bridge.forget_shapes()
 
     def abort(self, reason: str) -> None:
-        """End all lanes at once and tell the other sides why."""
+        """End all lanes and completions at once and tell the other sides why."""
+        for bridge in self.bridge_comms:
+            bridge.end_completions(reason)
         self.lanes.abort(reason)
 
     def destroy(self) -> None:

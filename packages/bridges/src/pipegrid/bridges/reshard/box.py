@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from attrs import field, frozen
@@ -24,7 +24,7 @@ def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
     return as_integers(values, "the starts or the extents of a box", error=TilingError)
 
 
-@frozen(order=True)
+@frozen(order=True, slots=False)
 class Box:
     """The elements ``start[k] <= index < start[k] + shape[k]`` of a tensor, in every axis ``k``.
 
@@ -55,12 +55,12 @@ class Box:
                 raise TilingError(f"a range of a box is {pair}; give (start, stop) for each axis")
         return cls(start=tuple(a for a, _ in pairs), shape=tuple(b - a for a, b in pairs))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements in the box."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def slices(self) -> tuple[slice, ...]:
         """What indexes the box out of the tensor it lies in."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))

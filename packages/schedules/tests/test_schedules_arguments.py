@@ -338,7 +338,7 @@ CALLS = {
         deadline=("maybe positive", None),
         interval=("positive", 0.5),
         device=("maybe other", None),
-        agree_seconds=("positive", 1.0),
+        first_deadline=("maybe positive", 1.0),
     ),
     "clear_embedding_activation_buffer": Call(
         lambda model: public.clear_embedding_activation_buffer(

@@ -193,7 +193,7 @@ def test_outputs_must_be_those_of_the_edges(network, memory_communicator):
 
     runtime = PipelineRuntime(plan, {0: Wrong()}, memory_communicator(network, 3, 0))
     with pytest.raises(
-        PipelineError, match=r"position 0, step 1 of \d+: 0F0: .* outputs for \[\] for microbatch 0; .* \['0>1'\]"
+        PipelineError, match=r"outputs for \[\] for microbatch 0; .* \['0>1'\]\n  at position 0, step 1 of \d+: 0F0\n"
     ):
         runtime.step()
 
@@ -227,10 +227,13 @@ class OutOfData(Scale):
 def test_after_a_failed_step_the_runtime_says_that_it_must_be_rebuilt():
     plan = gpipe(1, 2)
     runtime = PipelineRuntime(plan, {0: OutOfData(plan, 0, scales(plan)[0].weight, [])}, None)
-    with pytest.raises(PipelineError, match=r"at position 0, step 2 of 4: 0F1: .* ended at microbatch 1 of 2"):
+    with pytest.raises(
+        PipelineError,
+        match=r"microbatch 1: DataEndedError: .* microbatch 1 of 2 .*\n  at position 0, step 2 of 4: 0F1\n",
+    ):
         runtime.step()
     for verb in (runtime.step, runtime.eval):
-        with pytest.raises(PipelineError, match=r"failed before: the step failed at position 0, .* [Rr]ebuild"):
+        with pytest.raises(PipelineError, match=r"failed before: stage 0, microbatch 1: DataEndedError.* [Rr]ebuild"):
             verb()
 
 

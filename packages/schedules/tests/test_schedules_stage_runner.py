@@ -166,7 +166,9 @@ def test_a_view_cannot_be_freed(network, memory_communicator):
         memory_communicator(network, 2, 0),
         deallocate_outputs=True,
     )
-    with pytest.raises(PipelineError, match=r"0F0: StepArgumentError: an output of shape \(4,\) is a view"):
+    with pytest.raises(
+        PipelineError, match=r"stage 0, microbatch 0: StepArgumentError: an output of shape \(4,\) is a view"
+    ):
         runtime.step()
 
 
@@ -302,7 +304,10 @@ def test_a_stage_that_cannot_be_split_is_refused_at_its_first_forward(network, m
     stage = Function(plan, 1, lambda m, x: checkpoint(model[1], x, use_reentrant=True).sum(), model)
     (edge,) = plan.graph.stage_edges
     network.lane(edge, Direction.FORWARD).put(torch.ones(WIDTH, requires_grad=True))
-    with pytest.raises(PipelineError, match=r"1F0: SplitBackwardError: stage 1: module '1' \(Linear\) is checkpointed"):
+    with pytest.raises(
+        PipelineError,
+        match=r"stage 1, microbatch 0: SplitBackwardError: stage 1: module '1' \(Linear\) is checkpointed",
+    ):
         PipelineRuntime(plan, {1: stage}, memory_communicator(network, 2, 1)).step()
     assert network.messages == 0
 
@@ -310,8 +315,11 @@ def test_a_stage_that_cannot_be_split_is_refused_at_its_first_forward(network, m
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.ones(2), r"0F0: LossError: the loss of stage 0 for microbatch 0 is a tensor of shape \(2,\)"),
-        (None, r"0F0: PlanMismatchError: the forward of stage 0 returned no loss for microbatch 0"),
+        (
+            torch.ones(2),
+            r"stage 0, microbatch 0: LossError: the loss of stage 0 for microbatch 0 is a tensor of shape \(2,\)",
+        ),
+        (None, r"stage 0, microbatch 0: PlanMismatchError: the forward of stage 0 returned no loss for microbatch 0"),
     ],
 )
 def test_a_loss_is_one_number(loss, message):
@@ -329,7 +337,8 @@ def test_a_gradient_of_the_wrong_shape_names_the_action(shape, network, memory_c
     )
     (edge,) = plan.graph.stage_edges
     network.lane(edge, Direction.BACKWARD).put(torch.ones(shape))
-    message = rf"0B0: PlanMismatchError: edge 0>1 carried .* \({WIDTH},\) forward .* {re.escape(str(shape))} came back"
+    found = re.escape(str(shape))
+    message = rf"microbatch 0: PlanMismatchError: edge 0>1 carried .* \({WIDTH},\) forward .* {found} came back"
     with pytest.raises(PipelineError, match=message):
         runtime.step()
     assert weight.grad is None

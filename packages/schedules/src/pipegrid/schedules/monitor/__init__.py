@@ -1,9 +1,11 @@
 """Deadlines, plan positions and failures of all ranks, watched by a thread beside the step. No torch."""
 
+from pipegrid.schedules.monitor.bounded import BoundedCalls, SilentStoreError
 from pipegrid.schedules.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
-from pipegrid.schedules.monitor.monitor import JobFailedError, Monitor, MonitorError
+from pipegrid.schedules.monitor.monitor import JobFailedError, Monitor, MonitorError, Report
 
 __all__ = [
+    "BoundedCalls",
     "Control",
     "ControlStore",
     "DisagreementError",
@@ -11,5 +13,7 @@ __all__ = [
     "JobFailedError",
     "Monitor",
     "MonitorError",
+    "Report",
+    "SilentStoreError",
     "where_all_stand",
 ]

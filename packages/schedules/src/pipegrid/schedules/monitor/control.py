@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Protocol
 
 from attrs import define, frozen
@@ -45,12 +44,8 @@ class ControlStore(Protocol):
         """Remove a value."""
         ...
 
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when all keys are there; raise past the timeout."""
-        ...
 
-
-STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key", "wait")
+STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key")
 """What a `ControlStore` has."""
 
 

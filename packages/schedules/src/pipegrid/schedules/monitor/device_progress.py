@@ -34,17 +34,21 @@ class DeviceProgress:
 
     def __init__(self, mark: Callable[[], Mark] = cuda_mark) -> None:
         self._mark = mark
-        self._open: deque[tuple[Action, Mark]] = deque()
+        self._open: deque[tuple[Action | str, Mark]] = deque()
 
     def before(self, action: Action) -> None:
         """See `Hook`."""
 
     def after(self, action: Action) -> None:
         """See `Hook`."""
-        self._open.append((action, self._mark()))
+        self.mark(action)
 
-    def oldest(self) -> Action | None:
-        """The first action that the device has not finished; None where it has finished all that was issued."""
+    def mark(self, what: Action | str) -> None:
+        """Mark the device's work so far as ``what``."""
+        self._open.append((what, self._mark()))
+
+    def oldest(self) -> Action | str | None:
+        """The first marked work that the device has not finished; None if it has finished all that was issued."""
         while self._open and self._open[0][1].query():
             self._open.popleft()
         return self._open[0][0] if self._open else None

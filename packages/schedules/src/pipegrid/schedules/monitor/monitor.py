@@ -1,6 +1,7 @@
-"""A thread beside each rank's step: it publishes where the rank stands, enforces a deadline, and passes failures on.
+"""A thread beside each rank's step: it publishes the rank's place in the plan, enforces deadlines, relays failures.
 
-The thread looks at the runtime; the runtime does nothing for it but let it look, so a step costs the same with it.
+The thread reads the runtime's cursor; a step makes no call per action for it. Every call of the store has a deadline,
+since the store may be what failed: its process stopped, its node gone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define
+from attrs import define, frozen
 
 from pipegrid.schedules.arguments import as_number, require_integer, require_items, shown
+from pipegrid.schedules.monitor.bounded import BoundedCalls, BoundedStore
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
     Control,
@@ -29,48 +32,81 @@ if TYPE_CHECKING:
 
     from pipegrid.schedules.plan.plan import Plan
 
-_AGREE_SECONDS = 60.0
+_FIRST_DEADLINE = 60.0
+# Between two looks at this rank's own place. Local, so it may be short.
+_LOOK_SECONDS = 0.1
+# What a look or a failing rank waits for one call of the store; and for the last words of the others.
+_BRIEF_SECONDS = 0.5
+# Between two looks for a failure of another rank while a collective is waited for.
+_SLICE = timedelta(milliseconds=50)
 
 
 class MonitorError(ValueError):
-    """A monitor was given something it cannot watch."""
+    """A monitor cannot watch what its arguments describe."""
 
 
 class JobFailedError(RuntimeError):
-    """A rank failed before this step began; nothing was sent."""
+    """The job has failed, on another rank or in the store; nothing was sent."""
+
+
+class Work(Protocol):
+    """An asynchronous collective, such as `torch.distributed.Work`."""
+
+    def wait(self, timeout: timedelta = ..., /) -> Any:
+        """Wait for the end; raise past the timeout, or when the collective failed."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether the collective has ended, also by an error."""
+        ...
+
+
+@frozen
+class Report:
+    """What a failing rank knows of the job.
+
+    Attributes:
+        first: the job's first failure.
+        places: the place of every rank in the plan, a line each; or why it is not known.
+    """
+
+    first: Failure
+    places: str
 
 
 @define
 class _Watched:
-    """What the thread looks at while a step runs."""
+    """What the thread reads while a step runs."""
 
     where: Callable[[], str]
     abort: Callable[[str], object]
+    deadline: float | None
     running: bool = True
+    beside: str = "between steps"
     place: str = ""
+    published: str = ""
     since: float = 0.0
 
 
 class Monitor:
-    """Watches this rank, and tells it of the others.
+    """Watches this rank's steps and relays failures between all ranks of the job.
 
-    Give one to `PipelineRuntime`; it may serve many steps and many runtimes, one at a time. When a rank fails or
-    stands still for too long, the first failure is the job's: every rank ends its transfers, and its error says
-    whose failure it was and where all ranks stood.
+    One monitor may serve many steps and many runtimes, one at a time. When a rank fails or exceeds the deadline, the
+    first failure is the job's: every rank ends its transfers, and its error starts with that failure.
 
     Args:
-        store: of the job's own, such as `pipegrid.topology.control_store("monitor")`; a prefix for each monitor.
+        store: for this monitor alone, such as `pipegrid.topology.control_store("monitor")`.
         rank: this rank.
         ranks: all ranks of the job that run steps.
-        deadline: seconds that a rank may stand at one step of its plan, computing and waiting included; None
-            leaves deadlines to the transfers.
-        interval: seconds between two looks.
-        device: on CUDA, the device's own progress is watched as well as the host's.
-        agree_seconds: how long to wait for all ranks before the first step of a plan.
+        deadline: seconds that a rank may spend at one step of its plan, computing and waiting included; None leaves
+            deadlines to the transfers.
+        first_deadline: the same for the first step of each plan, in which ranks compile, allocate and connect, and for
+            the wait of all ranks for each other before it. None: 60 seconds, or ``deadline`` if that is longer.
+        interval: seconds between two looks at the store.
+        device: on CUDA, the device's own progress counts as well as the host's.
 
     Raises:
-        MonitorError: a number of seconds that is not positive, a rank that is not among ``ranks``, or an argument of
-            another kind.
+        MonitorError: seconds that are not positive, or a rank that is not among ``ranks``.
     """
 
     def __init__(
@@ -80,12 +116,12 @@ class Monitor:
         rank: int,
         ranks: Sequence[int],
         deadline: float | None = None,
+        first_deadline: float | None = None,
         interval: float = 0.5,
         device: torch.device | None = None,
-        agree_seconds: float = _AGREE_SECONDS,
     ) -> None:
-        for name, seconds in (("deadline", deadline), ("interval", interval), ("agree_seconds", agree_seconds)):
-            if seconds is not None or name != "deadline":
+        for name, seconds in (("deadline", deadline), ("first_deadline", first_deadline), ("interval", interval)):
+            if seconds is not None:
                 as_number(name, seconds, "give a positive number of seconds", above=0.0, error=MonitorError)
         for verb in STORE_VERBS:
             if isinstance(store, type) or not callable(getattr(store, verb, None)):
@@ -94,29 +130,33 @@ class Monitor:
         ranks = require_items("ranks", ranks, int, "give the list of all ranks that run steps", error=MonitorError)
         if rank not in ranks:
             raise MonitorError(f"rank {rank} is not among the ranks {list(ranks)}: give all ranks that run steps")
+        self.rank = rank
         self.deadline = deadline
+        self.first_deadline = max(_FIRST_DEADLINE, deadline or 0.0) if first_deadline is None else first_deadline
         self.interval = interval
-        self.marks = DeviceProgress() if device is not None and device.type == "cuda" else None
-        self._control = Control(store, rank, ranks)
-        self._agree_seconds = agree_seconds
+        self.progress = DeviceProgress() if device is not None and device.type == "cuda" else None
+        self._calls = BoundedCalls()
+        patience = deadline or self.first_deadline
+        self._control = Control(BoundedStore(store, self._calls, patience), rank, ranks)
+        # For looks and for a failing rank: a store that is silent delays neither.
+        self._brief = Control(BoundedStore(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, ranks)
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
-        self._unreachable: str | None = None
         self._steps = 0
         self._plan: tuple[Plan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
         self._stop = threading.Event()
         # Also at the interpreter's exit, which a thread inside a store's call would not survive.
-        self._finalizer = weakref.finalize(self, _end, self._stop, self._threads)
+        self._finalizer = weakref.finalize(self, _end, self._stop, self._threads, self._calls)
 
     # For the runtime
 
     def begin(self, plan: Plan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
-        """A step of ``plan`` starts. Waits for the others only where this rank's plan is not the last step's.
+        """A step of ``plan`` starts. Waits for the other ranks only if this rank's plan is not the last step's.
 
         Raises:
-            DisagreementError: ranks run different plans; nothing was sent.
-            JobFailedError: the job has failed already.
+            DisagreementError: ranks run different plans, or one did not come; nothing was sent.
+            JobFailedError: the job has failed already, or its store does not answer.
             MonitorError: the monitor was closed.
         """
         if self._failure is None and self._stop.is_set():
@@ -125,85 +165,155 @@ class Monitor:
         changed = self._plan is None or self._plan[1] != what
         self._plan = plan, what
         self._steps += 1
-        if self._failure is None and changed:
-            self._failure = self._control.agree(self._steps, what, seconds=self._agree_seconds)
-        elif self._failure is None:
-            self._control.announce(self._steps, what)
+        try:
+            if self._failure is None and changed:
+                self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
+            elif self._failure is None:
+                self._control.announce(self._steps, what)
+            if not self._threads:  # a rank that dies before the thread's first look has published where it began
+                self._control.publish(where())
+        except RuntimeError as error:
+            text = f"the control store does not answer: its process has stopped or ended ({_line(error)})"
+            self._failure = Failure(self.rank, text)
+            abort(text)
+            raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
         if self._failure is not None and self._failure.disagreement:
             raise DisagreementError(self._failure.text)
         if self._failure is not None:
             raise JobFailedError(
-                f"rank {self._failure.rank} failed before this step: {self._failure.text}. Rebuild the communicator, "
-                "the runtime and the monitor, with a store of another label"
+                f"rank {self._failure.rank} failed before this step: {_first_line(self._failure)}. {_REBUILD}"
             )
-        self._watched = _Watched(where, abort, since=time.monotonic())
+        deadline = self.first_deadline if changed and self.deadline is not None else self.deadline
+        self._watched = _Watched(where, abort, deadline, since=time.monotonic())
         if not self._threads:
-            # A rank that goes before the thread's first look has said all the same where it began.
-            self._watched.place = self._place(self._watched)
-            self._control.publish(self._watched.place)
-            # The thread must not keep the monitor alive: whoever drops it ends it.
-            arguments = (weakref.ref(self), self._stop, self.interval)
+            # The thread must not keep the monitor alive: dropping it ends the thread.
+            arguments = (weakref.ref(self), self._stop, min(self.interval, _LOOK_SECONDS))
             self._threads.append(
                 threading.Thread(target=_look_on, args=arguments, name="pipegrid-monitor", daemon=True)
             )
             self._threads[0].start()
 
     def end(self) -> None:
-        """The step is through. The device may still be at work; it stays watched."""
+        """The step has ended. The device may still be at work; it stays watched."""
         if self._watched is not None:
             self._watched.running = False
 
-    def failed(self, text: str) -> str:
-        """This rank's step failed: tell all, end its transfers, and return what to say beside ``text``.
+    def failed(self, text: str) -> Report:
+        """Record that this rank has failed, end its transfers, and report the job's first failure.
 
-        That is: the first failure of the job where it was another's, and where every rank stood.
+        The record comes before the abort, so that ranks which the abort reaches find it. Neither waits long for a
+        silent store.
         """
         watched, self._watched = self._watched, None
+        first = self._record(text)
+        if watched is not None:
+            watched.abort(first.text)
         try:
-            first = self._failure = self._control.record(text)
             if watched is not None:
-                self._control.publish(watched.where(), last=True)
-                watched.abort(text)
-            positions = self._control.positions(seconds=2 * self.interval + 1)
-        except RuntimeError as error:  # the store's server is gone: its process was the first to fail, perhaps
-            return f". Where the other ranks stood is not known: the control store does not answer ({error})"
-        own = first == Failure(self._control.rank, text)
-        cause = "" if own else f". The first failure of the job was recorded by rank {first.rank}: {first.text}"
-        return f"{cause}. Where the ranks stood:\n{where_all_stand(positions)}"
+                self._brief.publish(watched.where(), last=True)
+            places = where_all_stand(self._brief.positions(seconds=min(self.interval, _BRIEF_SECONDS) + 0.1))
+        except RuntimeError as error:
+            places = f"  not known: the control store does not answer ({_line(error)})"
+        return Report(first, places)
+
+    def check(self) -> None:
+        """Raise if the job has failed, as far as this rank knows. Cheap, and local.
+
+        Raises:
+            JobFailedError: it has; the text is the first failure's.
+        """
+        if self._failure is not None:
+            raise JobFailedError(f"{_first_line(self._failure)}. {_REBUILD}")
+
+    def wait(self, work: Work, what: str) -> None:
+        """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
+
+        Returns when the collective has ended. On CUDA only the current stream waits for it, and the device's progress
+        is watched.
+
+        Args:
+            work: of a collective that was started with ``async_op=True``.
+            what: for errors, such as ``"all-reduce of gradients"``.
+
+        Raises:
+            JobFailedError: another rank failed first, or the deadline passed.
+            RuntimeError: the collective failed.
+        """
+        if self.progress is not None:
+            work.wait()
+            self.progress.mark(what)
+            return
+        watched, began = self._watched, time.monotonic()
+        if watched is not None:
+            watched.beside = what
+        while not _ended(work):
+            self.check()
+            passed = time.monotonic() - began
+            if self.deadline is not None and passed > self.deadline:
+                self._failure = self._record(self._late(passed, what, self.deadline))
+                if watched is not None:
+                    watched.abort(self._failure.text)
+                self.check()
+        if watched is not None:
+            watched.beside = "between steps"
 
     def close(self) -> None:
-        """End the thread. Twice is harmless."""
+        """End the threads. Idempotent."""
         self._finalizer()
 
     # The thread
 
-    def look(self) -> None:
-        """One look: publish what changed, pass on another's failure, note a deadline that passed."""
+    def look(self, now: float, *, ask: bool = True) -> None:
+        """One look: note this rank's place and its deadline; where ``ask``, publish it and look for failures."""
         watched = self._watched
         if watched is None or self._failure is not None:
             return
         place = self._place(watched)
         if place != watched.place:
-            watched.place, watched.since = place, time.monotonic()
-            self._control.publish(place)
-        stood = time.monotonic() - watched.since
-        if self.deadline is not None and stood > self.deadline and self._busy(watched):
-            self._control.record(
-                f"rank {self._control.rank} stood for {stood:.3g} s at {place}; the deadline is {self.deadline:.3g} s. "
-                "Look at what it waits for; if it is only slow, give the monitor a longer deadline"
-            )
-        failure = self._control.failure()
-        if failure is not None:  # never write None: the step's own thread may have set it meanwhile
-            self._failure = failure
-            self._control.publish(place, last=True)
-            watched.abort(f"rank {failure.rank} failed: {failure.text}")
+            watched.place, watched.since = place, now
+        stood = now - watched.since
+        if watched.deadline is not None and stood > watched.deadline and self._busy(watched):
+            self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
+        elif ask:
+            try:
+                if place != watched.published:
+                    self._brief.publish(place)
+                    watched.published = place
+                failure = self._brief.failure()
+            except RuntimeError:
+                return  # neighbours notice the death of its process, and deadlines hold without the store
+            if failure is not None:
+                self._fail(watched, failure)
+
+    def _fail(self, watched: _Watched, failure: Failure) -> None:
+        self._failure = failure
+        watched.abort(failure.text)
+        try:
+            self._brief.publish(watched.place, last=True)
+        except RuntimeError:
+            return  # then nobody can read it, either
+
+    def _record(self, text: str) -> Failure:
+        """The job's first failure: one that is known here, else the store's, else this one."""
+        if self._failure is None:
+            try:
+                self._failure = self._brief.record(text)
+            except RuntimeError:  # the store is gone with its process
+                self._failure = Failure(self.rank, text)
+        return self._failure
+
+    def _late(self, stood: float, place: str, deadline: float) -> str:
+        return (
+            f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s. Look "
+            "at what it waits for; if it is only slow, give the monitor a longer deadline"
+        )
 
     def _busy(self, watched: _Watched) -> bool:
-        return watched.running or (self.marks is not None and self.marks.oldest() is not None)
+        return watched.running or (self.progress is not None and self.progress.oldest() is not None)
 
     def _place(self, watched: _Watched) -> str:
-        place = watched.where() if watched.running else "between steps"
-        unfinished = None if self.marks is None else self.marks.oldest()
+        place = watched.where() if watched.running else watched.beside
+        unfinished = None if self.progress is None else self.progress.oldest()
         return place if unfinished is None else f"{place}; the device has not finished {unfinished}"
 
     def _name(self, plan: Plan) -> str:
@@ -212,20 +322,45 @@ class Monitor:
         return f"{plan.num_microbatches} microbatches, plan {plan.digest}"
 
 
-def _end(stop: threading.Event, threads: list[threading.Thread]) -> None:
+_REBUILD = "Rebuild the communicator, the runtime and the monitor, with a store of another label"
+
+
+def _first_line(failure: Failure) -> str:
+    return failure.text.splitlines()[0]
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _ended(work: Work) -> bool:
+    """Wait for one slice of time."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedCalls) -> None:
     stop.set()
     for thread in threads:
         if thread is not threading.current_thread():  # which may be the last to hold the monitor
             thread.join()
+    calls.close()
 
 
-def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, interval: float) -> None:
-    while not stop.wait(interval):
+def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, seconds: float) -> None:
+    asked = -1.0
+    while not stop.wait(seconds):
         watching = monitor()
         if watching is None:
             return
-        try:
-            watching.look()
-        except RuntimeError:  # the store's server is gone; the rank whose process it was is missed by its neighbours
-            return
+        now = time.monotonic()
+        ask = now - asked >= watching.interval
+        watching.look(now, ask=ask)
+        if ask:
+            asked = now
         del watching

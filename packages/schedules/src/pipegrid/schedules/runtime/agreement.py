@@ -1,8 +1,8 @@
-"""Whether a rank and those that it exchanges messages with are about to run the same step, before the first message.
+"""The handshake before a step: neighbouring ranks compare what they are about to run, before the first message.
 
-Each tells the others what it runs and looks at what they say, once a step (see `pipegrid.transport.handshake`).
-Whoever comes second to a step that differs sees it, and sends nothing; the one that had begun waits for messages that
-will not come, is told so, and sees the same when it looks again.
+Each rank writes what it runs and reads what the others wrote, once a step (see `pipegrid.transport.handshake`). The
+rank that comes second to a step that differs sends nothing; the one that had begun is stopped by its neighbour's
+abort, and sees the difference when it looks again.
 """
 
 from __future__ import annotations
@@ -12,66 +12,80 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attrs import define, field
 
-from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.schedules.monitor import BoundedCalls, DisagreementError, SilentStoreError
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.handshake import Handshake
 
+_CONNECT_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
+
 
 @runtime_checkable
 class NeighbourlyCommunicator(Protocol):
-    """A communicator between processes that can tell others something beside its lanes."""
+    """A communicator between processes, with a handshake beside its lanes."""
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The ranks at the other ends of ``edges``."""
+        """The handshake with the ranks at the other ends of ``edges``."""
         ...
 
 
 @define(eq=False)
 class StepAgreement:
-    """What this rank has agreed on with those at the other ends of ``edges``.
+    """The handshake of this rank with those at the other ends of ``edges``.
 
-    Without a `NeighbourlyCommunicator` there is nobody to ask: positions within one process, say.
+    Without a `NeighbourlyCommunicator` (positions within one process) nothing is compared. ``deadline`` bounds every
+    handshake in seconds; the first one, which connects, has at least 60.
     """
 
     plan: Plan
     communicator: object
     edges: tuple[Edge, ...]
     rank: int | None
-    _neighbours: Handshake | None = field(default=None, init=False)
-    _asked: bool = field(default=False, init=False)
+    deadline: float
+    _handshake: Handshake | None = field(default=None, init=False)
+    _calls: BoundedCalls = field(factory=BoundedCalls, init=False)
+    _connected: bool = field(default=False, init=False)
     _what: str = field(default="", init=False)
 
     def begin(self, kind: str) -> None:
         """A step of this ``kind`` ("a step", "an evaluation") begins; nothing was sent for it yet.
 
         Raises:
-            DisagreementError: another rank has begun something else.
+            DisagreementError: a neighbour runs something else.
+            SilentStoreError: the store did not answer in time, or its process has ended.
         """
-        if not self._asked:
-            self._asked = True
+        if not self._connected:
+            self._connected = True
             if self.edges and isinstance(self.communicator, NeighbourlyCommunicator):
-                self._neighbours = self.communicator.neighbours(self.edges)
-        if self._neighbours is None:
+                connecting = self.communicator.neighbours
+                self._handshake = self._calls.run(connecting, self.edges, seconds=max(self.deadline, _CONNECT_SECONDS))
+        if self._handshake is None:
             return
         self._what = f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest})"
-        others = self._neighbours.begin(self._what)
+        try:
+            others = self._calls.run(self._handshake.begin, self._what, seconds=self.deadline)
+        except RuntimeError as error:
+            raise SilentStoreError(
+                f"the store on which ranks compare their steps does not answer: its process has stopped or ended "
+                f"({error})"
+            ) from error
         if others:
-            raise DisagreementError(self._told(others))
+            raise DisagreementError(self._difference(others))
 
     def look_again(self) -> str | None:
-        """What the others run in the step that failed here, in words, where it is something else and can be known."""
-        if self._neighbours is None:
+        """The difference between this rank's failed step and the others', None where there is none or none is known."""
+        if self._handshake is None:
             return None
         try:
-            others = self._neighbours.others()
-        except RuntimeError:  # the store's server is gone, with the process that failed first, perhaps
+            others = self._calls.run(self._handshake.others, seconds=_LOOK_SECONDS)
+        except RuntimeError:  # the store has stopped or ended, perhaps with the process that failed first
             return None
-        return self._told(others) if others else None
+        return self._difference(others) if others else None
 
-    def _told(self, others: dict[int, str]) -> str:
+    def _difference(self, others: dict[int, str]) -> str:
         theirs = ", ".join(f"rank {rank} {what}" for rank, what in others.items())
         return (
             f"the ranks do not run the same step: rank {self.rank} runs {self._what}, {theirs}. Give every rank the "

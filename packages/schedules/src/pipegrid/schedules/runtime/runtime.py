@@ -7,6 +7,7 @@ step only calls.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import actions_of
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
+from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
 from pipegrid.schedules.runtime.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.preflight import (
     check_arguments,
@@ -33,7 +35,7 @@ from pipegrid.schedules.runtime.stage_runner import StageRunner
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor import Monitor
+    from pipegrid.schedules.monitor import Monitor, Report
     from pipegrid.schedules.plan.plan import Plan
     from pipegrid.transport.protocol import PipelineCommunicator
 
@@ -48,8 +50,15 @@ __all__ = [
 ]
 
 
+_ABORT_SECONDS = 1.0
+_DEADLINE = 300.0
+
+
 class PipelineError(RuntimeError):
-    """A step failed. Says where in the plan this rank stood; the cause is chained."""
+    """A step failed. The first line is the first failure: "rank 3, stage 2, microbatch 3: ValueError: ...".
+
+    This rank's place in the plan and how the failure reached it follow; this rank's own error is chained.
+    """
 
 
 @frozen
@@ -72,12 +81,19 @@ def _goes_forward(action: Action) -> bool:
     return action.kind in (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
-def _rank_of(communicator: Any) -> int | None:
-    """This rank, as the communicator knows it, or the default process group; None in one process."""
+def _rank_of(communicator: Any, monitor: Monitor | None) -> int | None:
+    """This rank, as the communicator, the monitor or the default process group knows it; None in one process."""
     rank: int | None = getattr(communicator, "rank", None)
+    if rank is None and monitor is not None:
+        return monitor.rank
     if rank is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return rank
+
+
+def deadline_of(communicator: Any) -> float:
+    """The deadline of a communicator's transfers, in seconds."""
+    return float(getattr(getattr(communicator, "config", None), "deadline", None) or _DEADLINE)
 
 
 class PipelineRuntime:
@@ -123,7 +139,7 @@ class PipelineRuntime:
         self.position = position_of(plan, stages)
         self._communicator = communicator
         self._monitor = monitor
-        self._hooks = (*hooks, *(() if monitor is None or monitor.marks is None else (monitor.marks,)))
+        self._hooks = (*hooks, *(() if monitor is None or monitor.progress is None else (monitor.progress,)))
         self._reducers = dict(reducers or {})
         require_runnable(plan, self.position, communicator, self._reducers)
         require_messenger(plan, self.position, communicator)
@@ -138,11 +154,14 @@ class PipelineRuntime:
         forwards = (tuple(bound for bound in work if _goes_forward(bound.action)) for work in self._program)
         self._forwards = tuple(work for work in forwards if work)
         outside = {edge for edge, _ in (*self._receives, *self._sends) if edge not in self._local_edges}
-        self._rank = _rank_of(communicator)
-        self._agreement = StepAgreement(plan, communicator, tuple(sorted(outside)), self._rank)
+        self._rank = _rank_of(communicator, monitor)
+        self._agreement = StepAgreement(
+            plan, communicator, tuple(sorted(outside)), self._rank, deadline or deadline_of(communicator)
+        )
+        self._one_step = threading.Lock()
         self._stages, self._wrappers_checked = stages, False
         self._running = self._program
-        self._cursor = 0
+        self._cursor = -1
         self._failure: str | None = None
 
     # What is bound at construction
@@ -229,11 +248,13 @@ class PipelineRuntime:
         waits = tuple(partial(queue.wait, microbatch) for queue in needed if not queue.local)
         return _Bound(action, partial(verb, microbatch), waits)
 
-    # What a step does
+    # Steps
 
     @property
     def where(self) -> str:
-        """This rank's place in the plan, in words."""
+        """This rank's place in the plan, for errors and the monitor."""
+        if self._cursor < 0:
+            return f"position {self.position}, before its first action"
         if self._cursor >= len(self._running):
             return f"position {self.position}, past its last action"
         work = " ".join(str(bound.action) for bound in self._running[self._cursor])
@@ -243,10 +264,11 @@ class PipelineRuntime:
         """Run the plan once: every forward and every backward of this position.
 
         Raises:
-            DisagreementError: a neighbour runs another plan, or evaluates; or, with a monitor, any rank does. Whoever
+            DisagreementError: a neighbour runs another plan or evaluates; with a monitor, any rank does. The rank that
                 comes second to the step sends nothing.
-            PipelineError: something failed; the message says at which action, and what must be rebuilt. Or an
-                earlier step failed, and it was not.
+            PipelineError: the step failed, or an earlier one did. Its first line is the first failure of the job as
+                far as it is known here: rank, stage, microbatch and error.
+            JobFailedError: with a monitor, another rank failed before this step; nothing was sent.
             ReductionError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
         if not self._wrappers_checked:
@@ -257,23 +279,45 @@ class PipelineRuntime:
     def eval(self) -> None:
         """Run only the plan's forwards and their communication, without gradients.
 
-        A verified plan stays free of deadlock when its backwards are left out: what remains keeps its order.
+        A verified plan stays free of deadlock without its backwards: what remains keeps its order.
 
         Raises:
-            DisagreementError, PipelineError: as `step`.
+            DisagreementError, PipelineError, JobFailedError: as `step`.
         """
         self._run(self._forwards, grad=False)
 
-    def _run(self, program: tuple[_Work, ...], *, grad: bool) -> None:
+    def check(self) -> None:
+        """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
+
+        On CUDA `step` returns before its transfers are done, so a failure may come after it.
+
+        Raises:
+            PipelineError, JobFailedError: it has failed.
+        """
         if self._failure is not None:
-            raise PipelineError(f"this runtime failed before: {self._failure}.{self._remedy}")
-        self._begin(grad=grad)
-        self._running, self._cursor = program, 0
-        watched = False
+            raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
+        if self._monitor is not None:
+            self._monitor.check()
+
+    def _run(self, program: tuple[_Work, ...], *, grad: bool) -> None:
+        if not self._one_step.acquire(blocking=False):
+            raise PipelineError(
+                f"step() or eval() was called while this runtime is in a step, at {self.where}: a runtime runs one "
+                "step at a time, so no stage, hook or other thread may start one inside it"
+            )
         try:
-            if self._monitor is not None:
-                self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
-            watched = True
+            self._run_alone(program, grad=grad)
+        finally:
+            self._one_step.release()
+
+    def _run_alone(self, program: tuple[_Work, ...], *, grad: bool) -> None:
+        if self._failure is not None:
+            raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
+        self._begin(grad=grad)
+        self._running, self._cursor = program, -1
+        if self._monitor is not None:
+            self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
+        try:
             self._agreement.begin("a step" if grad else "an evaluation")
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
@@ -292,17 +336,15 @@ class PipelineRuntime:
                 for queue in self._sends.values():
                     queue.settle()
         except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
-            if not watched and isinstance(error, Exception):
-                raise  # the monitor's own: the job has failed elsewhere, and nothing was sent
-            told = self._failed(error, watched=watched)
-            if told is error:
+            failed = self._failed(error)
+            if failed is error:
                 raise
-            raise told from error
+            raise failed from error
         if self._monitor is not None:
             self._monitor.end()
 
     def _begin(self, *, grad: bool) -> None:
-        """Nothing of an earlier step survives."""
+        """Drop the state of an earlier step."""
         for receives in self._receives.values():
             receives.begin()
         for sends in self._sends.values():
@@ -310,45 +352,70 @@ class PipelineRuntime:
         for runner in self._runners.values():
             runner.begin(training=grad)
 
-    @property
-    def _remedy(self) -> str:
-        if self._communicator is None:
-            return " No message is under way: rebuild the runtime before the next one"
-        return (
-            " Lanes may hold messages of the broken step: rebuild the communicator and the runtime before the next one"
-        )
-
-    def _abort(self, reason: str) -> None:
-        """Tell the others, who wait for messages that will not come, why, instead of letting them time out."""
-        abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
-        if abort is not None:
-            abort(reason)
-
-    def _failed(self, error: BaseException, *, watched: bool) -> BaseException:
-        """End what a failed step has begun; the error to raise."""
-        if isinstance(error, DisagreementError):
-            failure = str(error)
-        else:
-            rank = "" if self._rank is None else f" on rank {self._rank}"
-            failure = f"the step failed{rank} at {self.where}: {type(error).__name__}: {error}"
-        self._failure = failure
-        self._begin(grad=False)  # so that what the step held is not held until the runtime goes
-        others = ""
-        if self._monitor is not None and watched:
-            others = self._monitor.failed(failure)
-        else:
-            self._abort(failure)
-        if isinstance(error, DisagreementError) or not isinstance(error, Exception):
-            return error
-        different = self._agreement.look_again()
-        if different is not None:
-            self._failure = f"{different}. This rank had begun: it stood at {self.where}"
-            return DisagreementError(f"{self._failure}{others}")
-        return PipelineError(f"{failure}.{self._remedy}{others}")
-
     def _execute(self, bound: _Bound) -> None:
         for hook in self._hooks:
             hook.before(bound.action)
         bound.run()
         for hook in self._hooks:
             hook.after(bound.action)
+
+    # Failures
+
+    @property
+    def _remedy(self) -> str:
+        if self._communicator is None:
+            return "No message is under way: rebuild the runtime before the next one"
+        return (
+            "Lanes may hold messages of the broken step: rebuild the communicator and the runtime before the next one"
+        )
+
+    def _abort(self, reason: str) -> None:
+        """End the lanes and pass the reason on, so that neighbours need not wait for their deadlines.
+
+        For no longer than a second: a peer that is stopped does not take its note, and must not delay the error here.
+        """
+        abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
+        if abort is not None:
+            reason = relayed(reason) or reason
+            thread = threading.Thread(target=abort, args=(marked(reason),), name="pipegrid-abort", daemon=True)
+            thread.start()
+            thread.join(_ABORT_SECONDS)
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """End what a failed step has begun; the error to raise."""
+        place, stopped = self.where, line_of(error)
+        cause = relayed(stopped)
+        if isinstance(error, DisagreementError):
+            failure = str(error)
+        elif cause is None:
+            failure = f"{self._here()}: {stopped}\n  at {place}"
+        else:
+            failure = f"{cause}\n  {self._here()} stopped at {place}: {without(stopped)}"
+        self._begin(grad=False)  # so that what the step held is not held until the runtime goes
+        report: Report | None = None
+        if self._monitor is not None:
+            report = self._monitor.failed(failure)
+            if report.first.text != failure and not isinstance(error, DisagreementError):
+                first = report.first.text.splitlines()[0]
+                failure = f"{first}\n  {self._here()} stopped at {place}: {without(stopped)}"
+        else:
+            self._abort(failure.splitlines()[0])
+        self._failure = failure
+        places = "" if report is None else f"\nThe ranks were at:\n{report.places}"
+        if isinstance(error, DisagreementError) or not isinstance(error, Exception):
+            return error
+        different = self._agreement.look_again()
+        if different is not None:
+            self._failure = f"{different}. This rank had begun, and stopped at {place}"
+            return DisagreementError(f"{self._failure}{places}")
+        return PipelineError(f"{failure}\n{self._remedy}{places}")
+
+    def _here(self) -> str:
+        """This rank, and the stage and microbatch that it is at."""
+        parts = [] if self._rank is None else [f"rank {self._rank}"]
+        if 0 <= self._cursor < len(self._running):
+            action = self._running[self._cursor][0].action
+            parts.append(f"stage {action.stage}")
+            if action.microbatch is not None:
+                parts.append(f"microbatch {action.microbatch}")
+        return ", ".join(parts) or "this process"

@@ -1,0 +1,118 @@
+"""Blocking calls with a deadline: a store whose process is stopped never answers, and its client has no timeout."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from attrs import define, field
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor.control import ControlStore
+
+_T = TypeVar("_T")
+_JOIN_SECONDS = 1.0
+
+
+class SilentStoreError(RuntimeError):
+    """A store did not answer before the deadline of a call."""
+
+
+@define(eq=False)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    done: threading.Lock = field(factory=threading.Lock)
+    result: Any = None
+    error: BaseException | None = None
+    abandoned: bool = False
+
+
+class BoundedCalls:
+    """Runs calls one at a time on a helper thread and waits for each no longer than its deadline."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._finalizer = weakref.finalize(self, _end, self._calls, self._threads)
+
+    def run(self, function: Callable[..., _T], *arguments: Any, seconds: float) -> _T:
+        """The result of ``function(*arguments)``.
+
+        Raises:
+            SilentStoreError: it did not return within ``seconds``. If it has not started by then, it never does.
+        """
+        if not self._threads:
+            self._threads.append(
+                threading.Thread(target=_serve, args=(self._calls,), name="pipegrid-store", daemon=True)
+            )
+            self._threads[0].start()
+        call = _Call(function, arguments)
+        call.done.acquire()
+        self._calls.put(call)
+        if not call.done.acquire(timeout=seconds):
+            call.abandoned = True
+            raise SilentStoreError(f"the store did not answer within {seconds:.3g} s")
+        if call.error is not None:
+            raise call.error
+        result: _T = call.result
+        return result
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._finalizer()
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        if call.abandoned:
+            continue
+        try:
+            call.result = call.function(*call.arguments)
+        except BaseException as error:  # noqa: BLE001 -- raised again in the thread that waits for it
+            call.error = error
+        call.done.release()
+        del call
+
+
+def _end(calls: queue.SimpleQueue[_Call | None], threads: list[threading.Thread]) -> None:
+    calls.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)  # a store that is silent for good holds its thread, which is a daemon
+
+
+@define
+class BoundedStore:
+    """A `ControlStore` of which every call ends within ``seconds``, with an answer or a `SilentStoreError`."""
+
+    store: ControlStore
+    calls: BoundedCalls
+    seconds: float
+
+    def set(self, key: str, value: str, /) -> None:
+        """See `ControlStore`."""
+        self.calls.run(self.store.set, key, value, seconds=self.seconds)
+
+    def get(self, key: str, /) -> bytes:
+        """See `ControlStore`."""
+        return self.calls.run(self.store.get, key, seconds=self.seconds)
+
+    def add(self, key: str, amount: int, /) -> int:
+        """See `ControlStore`."""
+        return self.calls.run(self.store.add, key, amount, seconds=self.seconds)
+
+    def check(self, keys: list[str], /) -> bool:
+        """See `ControlStore`."""
+        return self.calls.run(self.store.check, keys, seconds=self.seconds)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """See `ControlStore`."""
+        return self.calls.run(self.store.compare_set, key, expected, desired, seconds=self.seconds)
+
+    def delete_key(self, key: str, /) -> bool:
+        """See `ControlStore`."""
+        return self.calls.run(self.store.delete_key, key, seconds=self.seconds)

@@ -121,7 +121,7 @@ class Monitor:
         device: torch.device | None = None,
     ) -> None:
         for name, seconds in (("deadline", deadline), ("first_deadline", first_deadline), ("interval", interval)):
-            if seconds is not None:
+            if seconds is not None or name == "interval":
                 as_number(name, seconds, "give a positive number of seconds", above=0.0, error=MonitorError)
         for verb in STORE_VERBS:
             if isinstance(store, type) or not callable(getattr(store, verb, None)):

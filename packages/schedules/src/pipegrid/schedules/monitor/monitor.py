@@ -126,6 +126,8 @@ class Monitor:
         for verb in STORE_VERBS:
             if isinstance(store, type) or not callable(getattr(store, verb, None)):
                 raise MonitorError(f"store is {shown(store)}, without {verb}(); give control_store('monitor')")
+        if device is not None and not isinstance(getattr(device, "type", None), str):
+            raise MonitorError(f"device is {shown(device)}; give the torch.device that computes, or None")
         require_integer("rank", rank, "give this rank", least=0, error=MonitorError)
         ranks = require_items("ranks", ranks, int, "give the list of all ranks that run steps", error=MonitorError)
         if rank not in ranks:

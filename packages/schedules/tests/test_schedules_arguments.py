@@ -30,12 +30,10 @@ from pipegrid.schedules import (
     Plan,
     PlanError,
     PlanMismatchError,
-    Recorder,
     RuntimeArgumentError,
     StepArgumentError,
     TiedParameters,
     Timeline,
-    TimelineError,
     TyingError,
 )
 from pipegrid.transport import Edge
@@ -167,11 +165,6 @@ def backward(output_tensor, **arguments):
     if output_tensor == "an output":
         output_tensor = torch.ones(2, requires_grad=True) * 2
     public.backward_step(output_tensor=output_tensor, model_type=None, config=PipelineConfig(), **arguments)
-
-
-def aside(name):
-    with Recorder().aside(name):
-        pass
 
 
 STEP = {
@@ -361,12 +354,6 @@ CALLS = {
         weight=("tensor", torch.ones(2, 2)),
         bias=("maybe tensor", None),
         tp_group=("maybe group", None),
-    ),
-    "Recorder": Call(Recorder, TimelineError, clock=("function", lambda: 0.0)),
-    "Recorder.start": Call(Recorder().start, TimelineError, zero=("maybe number", None)),
-    "Recorder.aside": Call(aside, TimelineError, name=("text", "data")),
-    "Recorder.track": Call(
-        Recorder().track, (TimelineError, PlanError), plan=("plan", PLAN), rank=("index", 0), position=("index", 0)
     ),
     "PipelineRuntime": Call(
         PipelineRuntime,

@@ -27,7 +27,7 @@ from pipegrid.schedules.verify import as_limit, verify
 from pipegrid.topology.fields import Count, checked
 
 USAGE = 2
-REFUSED = 1
+FAULTY = 1
 
 
 def read_file(path: Path) -> str:
@@ -48,7 +48,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write the plan in the form its suffix says, as `read_plan` reads it."""
+    """Write the plan in the form of the suffix, as `read_plan` reads it."""
     writer = {".csv": to_csv, ".json": to_json}.get(path.suffix, to_text)
     path.write_text(writer(plan), encoding="utf-8")
 
@@ -106,7 +106,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def verify_file(arguments: argparse.Namespace) -> int:
-    """Prove one plan, or say what is wrong with it."""
+    """Prove one plan, or list its faults."""
     plan = read_plan(arguments.plan)
     as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
     try:
@@ -118,7 +118,7 @@ def verify_file(arguments: argparse.Namespace) -> int:
         )
     except PlanError as error:
         print(error, file=sys.stderr)
-        return REFUSED
+        return FAULTY
     print(proof)
     return 0
 
@@ -179,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns 0, 1 for a refused plan, 2 for bad input."""
+    """Run the command line; returns 0, 1 for a plan with faults, 2 for bad input."""
     parsed = parser().parse_args(arguments)
     try:
         result: int = parsed.run(parsed)

@@ -1,4 +1,4 @@
-"""The errors of planning. All are `ValueError`s: a plan is data, and these say what is wrong with it."""
+"""The errors of planning and running. Those of planning are `ValueError`s: a plan is data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from attrs import frozen
 
 @frozen
 class Fault:
-    """One thing that is wrong with a plan.
+    """One fault of a plan.
 
-    ``rule`` is a short stable name of the rule that is broken (``"duplicate"``, ``"cycle"``, ...);
-    ``position`` and ``step`` say where (None: the plan as a whole); ``message`` says what was found, what
-    the rule wants and what to do.
+    ``rule``: the short stable name of the broken rule (``"duplicate"``, ``"cycle"``, ...); ``position`` and ``step``:
+    its place (None: the plan as a whole); ``message``: what was found, the rule and the remedy.
     """
 
     rule: str
@@ -56,23 +55,23 @@ class PlanSyntaxError(PlanError):
 
 
 class PlanMismatchError(ValueError):
-    """What was given to run does not match the plan."""
+    """Stages, communicator or reducers of a runtime do not match its plan."""
 
 
 class StepArgumentError(ValueError):
-    """An argument of a step function, or of a function beside it, cannot be used, or contradicts another."""
+    """An argument of a step function that cannot be used, or contradicts another."""
 
 
 class RuntimeArgumentError(TypeError):
-    """Something given to a `PipelineRuntime` is not of the kind that it takes."""
+    """An argument of `PipelineRuntime` that it cannot use."""
 
 
 class StageOutputError(ValueError):
-    """A forward returned something that the outgoing edges cannot carry, or not what was announced."""
+    """A forward returned outputs that the outgoing edges cannot carry, or of other shapes than announced."""
 
 
 class StageInputError(ValueError):
-    """A forward did something to what it received that cannot be done to it."""
+    """A forward changed a received tensor in place."""
 
 
 class DataEndedError(ValueError):
@@ -80,8 +79,8 @@ class DataEndedError(ValueError):
 
 
 class LossError(ValueError):
-    """A loss function returned something that cannot be a loss."""
+    """A loss function returned a value that cannot be a loss."""
 
 
 class ReductionError(ValueError):
-    """Gradients cannot be reduced correctly with the arguments at hand. Nothing was sent."""
+    """Arguments with which gradients cannot be reduced correctly. Nothing was sent."""

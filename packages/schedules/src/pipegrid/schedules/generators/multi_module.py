@@ -22,7 +22,7 @@ def multi_module_1f1b(
     """1F1B over a graph of modules of any depths, with branches, skip edges and colocated modules.
 
     A stage warms up by its distance to the farthest sink, so branches of different depth neither deadlock
-    nor stall, and keeps at most that many microbatches, and one, live. ``placement`` says on which position
+    nor stall; at most that distance and one microbatches are live. ``placement`` says on which position
     (or positions, where a module is colocated with several stages of another) each stage lies; by default
     each stage has a position of its own. ``forward_only`` names modules that run no backward: frozen ones
     that nothing trained feeds, or all of them in an evaluation.

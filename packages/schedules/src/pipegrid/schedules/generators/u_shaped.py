@@ -1,8 +1,7 @@
 """The schedule shaped as a U: the first position holds the first and the last stage of the chain.
 
 P positions hold P + 1 stages: position 0 the head (stage 0) and the tail (stage P, with labels and loss),
-positions 1..P-1 one stage each. What leaves position 0 is never its data, and what comes back is never asked
-for its labels.
+positions 1..P-1 one stage each. Neither data nor labels leave position 0.
 
 Source: the cut is that of Vepakomma et al. 2018, "Split learning for health: Distributed deep learning without
 sharing raw patient data", there the U-shaped configuration without label sharing; the order on positions
@@ -23,7 +22,7 @@ from pipegrid.schedules.simulate.costs import Costs, CostsError, require_costs
 from pipegrid.topology.fields import Count, checked_arguments
 from pipegrid.transport.edge import Edge
 
-SLACK = 1e-9  # quotients this close to a whole number are one, whatever the last bit of measured costs
+SLACK = 1e-9  # a quotient this close to a whole number is that number: measured costs are not exact
 
 
 @checked_arguments(PlanError)
@@ -47,8 +46,8 @@ def u_shape(
         1: .  F0 -- F1 -- .  B0 -- -- -- F2 -- B1 -- -- -- F3 -- B2 -- -- -- B3 -- -- -- .  .
 
     ``costs`` (per stage, P + 1 of them, and per edge) fits the counts to other stages and to slow links: as
-    many microbatches are then under way as it takes to hide the links (see `u_shape_counts`, which also says
-    what that holds in memory). ``in_flight`` caps that number, for the price of waiting. ``forward_only``: head
+    many microbatches are then under way as hide the links (see `u_shape_counts`, also for their memory).
+    ``in_flight`` caps that number, at the price of idle time. ``forward_only``: head
     and tail passes in turn, once the first microbatch is back; bubble ``(P-1)F``.
 
     Source: see this file's heading.
@@ -122,7 +121,7 @@ class _Way:
     period: float
 
     def there_and_back(self, position: int) -> float:
-        """From the start of a forward to the end of the same microbatch's backward, if nobody waits."""
+        """From the start of a forward to the end of the same microbatch's backward, without waiting."""
         there = math.fsum((*self.forwards[position:], *self.links[position:]))
         return there + (math.fsum((*self.backwards[position:], *self.links[position:])) if any(self.backwards) else 0.0)
 

@@ -248,7 +248,7 @@ class Plan:
 
     @property
     def communicates(self) -> bool:
-        """Whether the plan says how data travels between positions; a plan of computes leaves that open."""
+        """Whether data travels between positions by actions of the plan; a plan of computes leaves that open."""
         return any(self.creation) or self.has_communication
 
     @cached_property

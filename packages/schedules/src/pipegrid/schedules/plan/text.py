@@ -1,4 +1,4 @@
-"""Plans as text: a table that people write by hand, read, diff and edit; and as CSV, for exchange with torch.
+"""Plans as text, a table to write by hand, read, diff and edit; and as CSV, for exchange with torch.
 
 The text form has a header, then one line per position::
 
@@ -320,7 +320,7 @@ class _Reader:
             if closes and batch is None:
                 raise token.error("'[' before ']'")
             if text:
-                word = token.within(text, offset)
+                word = token if text == token.text else token.within(text, offset)
                 action = word.action()
                 found.append((word, action))
                 if batch is None:
@@ -549,7 +549,7 @@ def check_extent(actions: Iterable[Action], graph: ModuleGraph, num_microbatches
 
 
 def expectation(graph: ModuleGraph, num_microbatches: int, groups: Sequence[Group]) -> Callable[[Action], str | None]:
-    """A function that says what an error expects in place of an action, None for an action the plan can have."""
+    """A function from an action to the text of what is expected in its place; None for an action the plan can have."""
     stages, edges, names = graph.num_stages, frozenset(graph.stage_edges), {group.name for group in groups}
 
     def expected(action: Action) -> str | None:

@@ -19,7 +19,7 @@ from pipegrid.topology.fields import Count, Name, checked, checked_arguments
 
 @frozen
 class Row:
-    """The figures of one schedule (see `Simulation`); ``fits`` says whether its peak keeps to the cap."""
+    """The figures of one schedule (see `Simulation`); ``fits``: its peak keeps to the cap."""
 
     schedule: str
     plan: Plan
@@ -68,7 +68,7 @@ def compare(
     if unknown:
         raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(COMPARED)}")
     rows: list[Row] = []
-    refusal: OtherCutError | None = None
+    mismatch: OtherCutError | None = None
     for name in (name for name in COMPARED if name in wanted):
         try:
             plans = (
@@ -84,11 +84,11 @@ def compare(
             )
             found = [_row(name, plan, costs, limit) for plan in plans]
         except OtherCutError as error:
-            refusal = error
+            mismatch = error
             continue
         rows += sorted(found, key=_rank)[:1]
-    if refusal is not None and not rows:
-        raise refusal
+    if mismatch is not None and not rows:
+        raise mismatch
     return sorted(rows, key=_rank)
 
 

@@ -31,7 +31,7 @@ PerEdge: TypeAlias = float | tuple[tuple[Edge, float], ...]
 """One number for every edge, or pairs of an edge and its number."""
 
 
-# Converters leave what they do not know as it is, for `Costs` to say what is wrong with it.
+# A value of another form is left to the check in `Costs`.
 def _per_stage(value: Any) -> Any:
     if isinstance(value, str | bytes | Mapping):
         return value
@@ -258,7 +258,7 @@ def costs_to_json(costs: Costs) -> str:
 def costs_from_json(text: str) -> Costs:
     """Read `Costs` from a JSON object with its fields as keys, all optional.
 
-    A number stands for every stage or edge, a list for one stage each, an object such as ``{"0>1": 0.5}`` for
+    A number is for every stage or edge, a list has one for each stage, an object such as ``{"0>1": 0.5}`` for
     one edge each.
 
     Raises:

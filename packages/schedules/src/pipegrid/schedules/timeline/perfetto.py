@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 MICROSECONDS = 1e6  # of a second
 UNIT = 1e3  # microseconds that a unit of cost is shown as, where a timeline has no unit
-NANOSECONDS = 1000  # of a microsecond; the finest that a trace tells apart
+NANOSECONDS = 1000  # of a microsecond; the resolution of a trace
 TRACKS_PER_ROW = 64  # thread ids that a row may take: its work, then its transfers
 
 

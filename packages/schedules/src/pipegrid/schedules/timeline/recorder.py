@@ -1,4 +1,4 @@
-"""A runtime hook that notes when each action ran: one rank's `Track` of a `Recording`.
+"""A runtime hook that records when each action ran: one rank's `Track` of a `Recording`.
 
 Times are the host's monotonic clock. On CUDA an action is noted when it was issued; the host runs ahead of the
 device there, so a track shows the order and the host's share, not the kernels.
@@ -10,23 +10,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from pipegrid.schedules.arguments import as_number, require, require_function
-from pipegrid.schedules.plan.actions import Action
-from pipegrid.schedules.plan.plan import Plan, require_plan
+from pipegrid.schedules.plan import Action, Plan, require_plan
 from pipegrid.schedules.timeline.recording import Aside, Recorded, Track
-from pipegrid.schedules.timeline.timeline import TimelineError
+from pipegrid.schedules.timeline.timeline import Time, TimelineError
+from pipegrid.topology.fields import Name, checked
 
 
 class Recorder:
-    """Notes every action's start and end; a message's from posting to completion.
+    """Records the start and end of every action; of a message, posting and completion.
 
-    Call `start`, run a step; then `track` says what this rank did. Tracks are plain data, fit for
+    Call `start`, run a step, and take this rank's `track`. Tracks are plain data, fit for
     `torch.distributed.all_gather_object`. So that tracks of several ranks share a zero, give all ranks of a host the
     same ``zero``; across hosts, whose clocks have nothing in common, call `start` right after a barrier.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        require_function("clock", clock, "give a function of no arguments that returns seconds", error=TimelineError)
         self._clock = clock
         self._zero = clock()
         self._since = 0.0
@@ -34,13 +32,9 @@ class Recorder:
         self._asides: list[Aside] = []
 
     def start(self, zero: float | None = None) -> None:
-        """Forget what was noted, and count seconds from now, or from ``zero`` on the recorder's clock.
-
-        Raises:
-            TimelineError: ``zero`` is no number.
-        """
+        """Clear the recording, and count seconds from now, or from ``zero`` on the recorder's clock."""
         if zero is not None:
-            zero = as_number("zero", zero, "give seconds on the recorder's clock, or None", error=TimelineError)
+            checked(zero, Time, "zero", TimelineError)
         self._spans = {}
         self._asides = []
         self._zero = self._clock() if zero is None else zero
@@ -65,12 +59,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Note something beside the plan: ``with recorder.aside("optimizer"): ...``.
-
-        Raises:
-            TimelineError: ``name`` is no text.
-        """
-        require("name", name, str, "say what is done", error=TimelineError)
+        """Record an activity outside the plan: ``with recorder.aside("optimizer"): ...``."""
+        checked(name, Name, "name", TimelineError)
         start = self.now
         try:
             yield
@@ -83,12 +73,11 @@ class Recorder:
         return sum(end - start for action, (start, end) in self._spans.items() if action.kind.is_compute)
 
     def track(self, plan: Plan, *, rank: int, position: int) -> Track:
-        """What was noted since `start`, by each action's place in ``plan``.
+        """The actions recorded since `start`, by their index in ``plan``.
 
         Raises:
-            TimelineError: an action was noted that ``position`` of ``plan`` does not have: another plan ran; or it is
-                no plan.
-            PlanError: there is no such position.
+            TimelineError: a recorded action that ``position`` of ``plan`` does not have: another plan ran.
+            PlanError: ``plan`` has no such position.
         """
         require_plan(plan, error=TimelineError)
         place = {action: index for index, action in enumerate(plan.actions(position))}

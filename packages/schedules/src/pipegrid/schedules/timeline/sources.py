@@ -29,7 +29,7 @@ def timeline(
 
     Raises:
         TimelineError: another kind of source, or a name too many or too few.
-        PlanError: a plan that gets stuck in simulation.
+        PlanError: a plan that deadlocks in simulation.
     """
     if isinstance(source, Plan):
         source = simulate(source)

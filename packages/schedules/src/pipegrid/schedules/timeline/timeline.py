@@ -245,7 +245,7 @@ def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
 
 
 def amount(value: float) -> str:
-    """A number as people write it: up to four significant digits, no trailing zeros."""
+    """A number with up to four significant digits and no trailing zeros."""
     text = f"{value:.4g}"
     return f"{value:.0f}" if "e" in text and abs(value) >= 1 else text
 

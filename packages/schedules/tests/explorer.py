@@ -4,8 +4,10 @@ The rules, as a person would state them. Every position does its steps in order.
 stage's neighbours made: on the same position earlier, or received before. A batch of messages is *posted*,
 and holds its position up until every message in it has met its other end in a batch that its partner has
 posted; messages between two positions meet in the order in which they were posted, either per direction of
-data ("separate" lanes: an activation and a gradient never meet), or batch by batch ("shared"). A collective
-holds its positions up until all of the group are there, in the order in which each names the group.
+data ("separate" lanes: an activation and a gradient never meet), or batch by batch ("shared"). Where batches are
+played "in_order", a batch on separate lanes is one batch after the other for each tensor in it. A collective
+holds its positions up until all of the group are there, in the order in which each names the group; so does a
+compute of a stage that lies on several positions, in the order in which each does the computes of the stage.
 
 What a position has in hand depends on its own earlier steps alone, so each position is read by itself
 (`Part`): where it runs out of data, and what it would do twice or never. What is left is the meeting of
@@ -110,15 +112,16 @@ def _exchanges(ends):
     """One exchange per pair of positions and batch, whatever the order in the batch; collectives as they are."""
     exchanges = {}
     for number, (queue, side, content) in enumerate(ends):
-        exchanges.setdefault((queue, side, number if queue[0] == "group" else None), []).append(content)
+        exchanges.setdefault((queue, side, number if queue[0] in ("group", "stage") else None), []).append(content)
     return [(queue, side, tuple(sorted(contents, key=str))) for (queue, side, _), contents in exchanges.items()]
 
 
 class Explorer:
     """Knows the shape of a plan, whatever its steps: reads each position's, and lets the parts meet."""
 
-    def __init__(self, plan, lanes="separate"):
+    def __init__(self, plan, lanes="separate", batches="in_order"):
         self.lanes = lanes
+        self.one_by_one = lanes == "separate" and batches == "in_order"
         self.num_microbatches = plan.num_microbatches
         self.places = [set(places) for places in plan.placement]
         self.edges = {(edge.source, edge.destination) for edge in plan.graph.stage_edges}
@@ -138,11 +141,20 @@ class Explorer:
 
     def part(self, position, steps):
         """One position's steps, read."""
-        return Part(self, position, [self.read(position, step) for step in steps])
+        return Part(self, position, [piece for step in steps for piece in self.read(position, step)])
 
     def read(self, position, step):
-        """The readings of a step's actions."""
-        return tuple(self._read(position, action) for action in (step if isinstance(step, tuple) else (step,)))
+        """The readings of a step's actions, in pieces of which each blocks before the next is posted."""
+        actions = step if isinstance(step, tuple) else (step,)
+        pieces = []
+        tensor = None
+        for action in actions:
+            before, tensor = tensor, _tensor(action)
+            if pieces and (not self.one_by_one or (tensor is not None and tensor == before)):
+                pieces[-1].append(self._read(position, action))
+            else:
+                pieces.append([self._read(position, action)])
+        return [tuple(piece) for piece in pieces]
 
     def _wanted(self, position):
         """What must have been done at a position in the end."""
@@ -188,6 +200,9 @@ class Explorer:
             return Reading(wrong=STRANGE)
         if microbatch >= self.num_microbatches:
             return Reading(wrong=UNKNOWN)
+        ends = ()
+        if len(self.places[stage]) > 1:
+            ends = ((("stage", stage), position, (kind, microbatch)),)
         if kind == "F":
             used = [
                 thing
@@ -195,15 +210,15 @@ class Explorer:
                 if destination == stage
                 for thing in self._along(source, destination, True, microbatch, position)
             ]
-            return Reading(("F", stage, microbatch), frozenset(used))
+            return Reading(("F", stage, microbatch), frozenset(used), ends=ends)
         half, weight = ("half", stage, microbatch), ("weight", stage, microbatch)
         if kind == "W":
-            return Reading(weight, frozenset([half]))
+            return Reading(weight, frozenset([half]), ends=ends)
         used = [("F", stage, microbatch)]
         for source, destination in self.edges:
             if source == stage and destination not in self.dead:
                 used += self._along(source, destination, False, microbatch, position)
-        return Reading(("grad", stage, microbatch), frozenset(used), (weight,) if kind == "B" else (half,))
+        return Reading(("grad", stage, microbatch), frozenset(used), (weight,) if kind == "B" else (half,), ends)
 
     def _along(self, source, destination, forward, microbatch, position):
         """What ``position`` must hold to use the edge's tensor of ``microbatch``."""
@@ -279,6 +294,8 @@ class Explorer:
         """The other sides of a queue."""
         if queue[0] == "group":
             return sorted(self.members[queue[1]] - {side})
+        if queue[0] == "stage":
+            return sorted(self.places[queue[1]] - {side})
         if self.lanes == "separate":
             return [not side]
         return [other for other in queue if other != side]
@@ -385,6 +402,14 @@ class Explorer:
         return problems
 
 
+def _tensor(action):
+    """What a message moves, at either end of it: (source, destination, whether forward, microbatch); None of others."""
+    kind = str(action.kind)
+    if not kind.startswith(("SEND", "RECV")):
+        return None
+    return action.edge.source, action.edge.destination, kind.endswith("_F"), action.microbatch
+
+
 def _post(steps, posted):
     for ends in steps:
         for queue, side, _, content in ends:
@@ -395,13 +420,13 @@ def _with(state, position, value):
     return (*state[:position], value, *state[position + 1 :])
 
 
-def explore(plan, *, lanes="separate", every_order=True):
+def explore(plan, *, lanes="separate", batches="in_order", every_order=True):
     """What can go wrong with ``plan``: a set with any of `STUCK` and `WRONG`, empty if nothing can.
 
     ``every_order`` walks through all states that any timing can reach; otherwise one order of events, which
     is enough as long as no event can disable another (the tests hold both against each other).
     """
-    explorer = Explorer(plan, lanes)
+    explorer = Explorer(plan, lanes, batches)
     parts = [explorer.part(position, steps) for position, steps in enumerate(plan.positions)]
     return explorer.walk(parts) if every_order else explorer.judge(parts)
 

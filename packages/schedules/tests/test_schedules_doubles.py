@@ -30,7 +30,7 @@ from pipegrid.schedules.plan import step_text
 from pipegrid.schedules.verify.creation import check_creation
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.position import PositionVerifier
-from pipegrid.schedules.verify.table import PositionTable
+from pipegrid.schedules.verify.table import Blocking, PositionTable
 from pipegrid.schedules.verify.verify import list_faults, verify
 
 from .explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
@@ -39,7 +39,7 @@ from .schedules_plans import GENERATORS
 
 SIZES = [(p, m) for p in (1, 2, 3) for m in (1, 2, 3, 4)]
 SLICES = {(3, 4): 4}  # what is cut into several tests
-LANES = ("separate", "shared")
+MODES = (("separate", "in_order"), ("separate", "simultaneous"), ("shared", "simultaneous"))
 SAMPLED = 1000  # one in so many plans is judged by `verify` and `explore` themselves
 NAMES = {
     "unknown-microbatch": UNKNOWN,
@@ -51,7 +51,7 @@ NAMES = {
 
 
 class Sound:
-    """A position's steps with nothing wrong in themselves, as each side has read them."""
+    """A position's steps with nothing wrong in themselves, as each side has read them in each mode."""
 
     def __init__(self, checked, parts):
         self.checked, self.parts = checked, parts
@@ -72,59 +72,73 @@ class Judges:
         self.plan, self.every_order = plan, every_order
         self.alphabet = Alphabet(plan.num_microbatches)
         self.words = [self.alphabet.word(steps) for steps in plan.positions]
-        self.marks = EventIds(plan)
-        self.rules = [PositionTable(self.marks, position, rendezvous=True) for position in range(plan.num_positions)]
-        self.creation = {lanes: check_creation(plan, lanes=lanes) for lanes in LANES}
-        self.explorers = {lanes: Explorer(plan, lanes) for lanes in LANES}
+        self.ids = EventIds(plan)
+        self.tables = {
+            (lanes, batches): [
+                PositionTable(self.ids, position, Blocking(lanes=lanes, batches=batches))
+                for position in range(plan.num_positions)
+            ]
+            for lanes, batches in MODES
+        }
+        self.creation = {mode: check_creation(plan, lanes=mode[0]) for mode in MODES}
+        self.explorers = {mode: Explorer(plan, *mode) for mode in MODES}
         self._read = functools.cache(
-            lambda lanes, position, letter: self.explorers[lanes].read(position, self.alphabet.step(letter))
+            lambda mode, position, letter: self.explorers[mode].read(position, self.alphabet.step(letter))
         )
 
-    def part(self, lanes, position, word):
+    def part(self, mode, position, word):
         """What the explorer reads in a word."""
-        return Part(self.explorers[lanes], position, [self._read(lanes, position, letter) for letter in word])
+        pieces = [piece for letter in word for piece in self._read(mode, position, letter)]
+        return Part(self.explorers[mode], position, pieces)
+
+    def verified(self, mode, position, word):
+        """What `verify` finds in a word by itself."""
+        return PositionVerifier(self.tables[mode][position], self.alphabet.steps(word))
 
     def alone(self, position, word):
         """Let both judge a word by itself: what is wrong with it, in the explorer's words."""
-        checked = PositionVerifier(self.rules[position], self.alphabet.steps(word))
-        part = self.part("separate", position, word)
+        first, *others = MODES
+        checked, part = self.verified(first, position, word), self.part(first, position, word)
         named = {NAMES[fault.rule] for fault in checked.faults}
         assert named == part.mistakes, (position, checked.faults, part.mistakes, text(checked))
         if named:
             return None
-        return Sound(checked, {"separate": part, "shared": self.part("shared", position, word)})
+        return Sound(
+            {first: checked, **{mode: self.verified(mode, position, word) for mode in others}},
+            {first: part, **{mode: self.part(mode, position, word) for mode in others}},
+        )
 
     def together(self, sounds):
         """Let both judge a plan of words that are sound by themselves: whether it is right for all lanes."""
-        checks = [sound.checked for sound in sounds]
         right = True
-        for lanes in LANES:
-            named = {fault.rule for fault in list_faults(self.marks, checks, self.creation[lanes], lanes=lanes)}
-            parts = [sound.parts[lanes] for sound in sounds]
-            problems = self.explorers[lanes].judge(parts)
+        for mode in MODES:
+            checks = [sound.checked[mode] for sound in sounds]
+            named = {fault.rule for fault in list_faults(self.ids, checks, self.creation[mode])}
+            parts = [sound.parts[mode] for sound in sounds]
+            problems = self.explorers[mode].judge(parts)
             if self.every_order:
-                assert problems == self.explorers[lanes].walk(parts), (lanes, [*map(text, checks)])
+                assert problems == self.explorers[mode].walk(parts), (mode, [*map(text, checks)])
             wanted = set()
-            if self.explorers[lanes].crossed(parts):
+            if self.explorers[mode].crossed(parts):
                 wanted = {"order"}
             elif STUCK in problems:
                 wanted = {"cycle"}
-            assert bool(named) == bool(problems), (lanes, named, problems, [*map(text, checks)])
-            assert named == wanted, (lanes, named, problems, [*map(text, checks)])
+            assert bool(named) == bool(problems), (mode, named, problems, [*map(text, checks)])
+            assert named == wanted, (mode, named, problems, [*map(text, checks)])
             right = right and not named
         return right
 
     def whole(self, words):
         """Let `verify` and `explore` themselves judge a plan: it comes to what its positions have wrong, and more."""
         plan = self.alphabet.with_words(self.plan, words)
-        alone = set().union(*(self.part("separate", p, word).mistakes for p, word in enumerate(words)))
-        for lanes in LANES:
+        alone = set().union(*(self.part(MODES[0], p, word).mistakes for p, word in enumerate(words)))
+        for lanes, batches in MODES:
             try:
-                verify(plan, lanes=lanes)
+                verify(plan, lanes=lanes, batches=batches)
                 named = set()
             except PlanError as error:
                 named = {fault.rule for fault in error.faults}
-            problems = explore(plan, lanes=lanes, every_order=False)
+            problems = explore(plan, lanes=lanes, batches=batches, every_order=False)
             assert bool(named) == bool(problems), (lanes, named, problems, str(plan))
             assert {NAMES[rule] for rule in named & NAMES.keys()} == alone, (lanes, named, alone, str(plan))
             assert named - NAMES.keys() <= ({"order"} if alone else {"order", "cycle"}), (lanes, str(plan))
@@ -210,9 +224,9 @@ def test_the_slices_together_are_all_plans(slices):
 
 def refused(plan):
     """Whether `verify` refuses the plan, for any kind of lanes."""
-    for lanes in LANES:
+    for lanes, batches in MODES:
         try:
-            verify(plan, lanes=lanes)
+            verify(plan, lanes=lanes, batches=batches)
         except PlanError:
             return True
     return False

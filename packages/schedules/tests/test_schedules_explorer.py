@@ -25,7 +25,7 @@ from .explorer import STUCK, explore, explore_creation
 from .mutations import random_mutant, single_mutations
 from .schedules_plans import GENERATORS, random_module_plan
 
-LANES = ("separate", "shared")
+MODES = (("separate", "in_order"), ("separate", "simultaneous"), ("shared", "simultaneous"))
 
 
 @functools.cache
@@ -33,31 +33,38 @@ def lowered(name, p, m):
     return lower(GENERATORS[name](p, m))
 
 
-def rules_broken(plan, lanes):
+def rules_broken(plan, mode):
     """The rules that `verify` finds broken."""
+    lanes, batches = mode
     try:
-        verify(plan, lanes=lanes)
+        verify(plan, lanes=lanes, batches=batches)
     except PlanError as error:
         return {fault.rule for fault in error.faults} or {"unnamed"}
     return set()
 
 
-def assert_agree(plan, lanes, what, *, every_order=False):
-    broken = rules_broken(plan, lanes)
-    problems = explore(plan, lanes=lanes, every_order=every_order)
+def explored(plan, mode, **options):
+    """What the explorer finds."""
+    lanes, batches = mode
+    return explore(plan, lanes=lanes, batches=batches, **options)
+
+
+def assert_agree(plan, mode, what, *, every_order=False):
+    broken = rules_broken(plan, mode)
+    problems = explored(plan, mode, every_order=every_order)
     assert "unnamed" not in broken, (what, str(plan))
-    assert bool(broken) == bool(problems), (what, lanes, broken, problems, str(plan))
+    assert bool(broken) == bool(problems), (what, mode, broken, problems, str(plan))
     if broken == {"cycle"}:
-        assert STUCK in problems, (what, lanes, str(plan))
+        assert STUCK in problems, (what, mode, str(plan))
     return broken
 
 
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 3), (3, 2), (3, 4)])
 def test_no_order_of_events_goes_wrong_in_a_generators_plan(name, p, m):
-    for lanes in LANES:
-        assert explore(lowered(name, p, m), lanes=lanes, every_order=p * m <= 6) == set()
-        assert rules_broken(lowered(name, p, m), lanes) == set()
+    for mode in MODES:
+        assert explored(lowered(name, p, m), mode, every_order=p * m <= 6) == set()
+        assert rules_broken(lowered(name, p, m), mode) == set()
 
 
 CROSSED = """
@@ -69,7 +76,7 @@ CROSSED = """
 def test_an_order_that_only_buffered_sends_survive_gets_stuck():
     plan = from_text(CROSSED)
     assert explore(plan) == {STUCK}
-    assert rules_broken(plan, "separate") == {"cycle"}
+    assert rules_broken(plan, MODES[0]) == {"cycle"}
     verify(plan, rendezvous=False)
 
 
@@ -79,9 +86,9 @@ def check_one_order(count, seed, sizes):
     for _ in range(count):
         plan = lowered(rng.choice(list(GENERATORS)), *rng.choice(sizes))
         what, mutant = random_mutant(plan, rng, rng.randint(0, 3))
-        for lanes in LANES:
-            one = explore(mutant, lanes=lanes, every_order=False)
-            assert one == explore(mutant, lanes=lanes, every_order=True), (what, str(mutant))
+        for mode in MODES:
+            one = explored(mutant, mode, every_order=False)
+            assert one == explored(mutant, mode, every_order=True), (what, str(mutant))
 
 
 def test_trying_one_order_of_events_is_as_good_as_all():
@@ -134,8 +141,8 @@ def check_pairs(pairs):
     base = from_text(CROSSED)
     for first, second in pairs:
         plan = evolve(base, positions=(first, second))
-        for lanes in LANES:
-            counts[bool(assert_agree(plan, lanes, "order"))] += 1
+        for mode in MODES:
+            counts[bool(assert_agree(plan, mode, "order"))] += 1
     return counts
 
 
@@ -163,7 +170,7 @@ def test_orders_of_two_positions_and_two_microbatches_sampled():
 def test_all_orders_of_two_positions_and_two_microbatches():
     firsts, seconds = parsed_orders()
     counts = check_pairs(itertools.product(firsts, seconds))
-    assert sum(counts.values()) == 2 * 1750 * 70
+    assert sum(counts.values()) == len(MODES) * 1750 * 70
     assert counts[False] > 1000
 
 
@@ -183,8 +190,8 @@ def test_every_single_mistake_is_judged_alike_at_all_sizes(name, p, m):
 def check_singles(name, p, m, *, every):
     refused = 0
     for what, mutant in itertools.islice(single_mutations(lowered(name, p, m)), 0, None, every):
-        for lanes in LANES:
-            refused += bool(assert_agree(mutant, lanes, what))
+        for mode in MODES:
+            refused += bool(assert_agree(mutant, mode, what))
     assert refused
 
 
@@ -194,8 +201,8 @@ def check_random(count, seed):
     for _ in range(count):
         name, p, m = rng.choice(list(GENERATORS)), rng.randint(1, 3), rng.randint(1, 4)
         what, mutant = random_mutant(lowered(name, p, m), rng, rng.choice((1, 1, 2, 2, 3, 4)))
-        lanes = rng.choice(LANES)
-        accepted += not assert_agree(mutant, lanes, f"{name} {p} {m}: {what}")
+        mode = rng.choice(MODES)
+        accepted += not assert_agree(mutant, mode, f"{name} {p} {m}: {what}")
     return accepted
 
 
@@ -218,11 +225,11 @@ def check_graphs(count, seed, *, most_actions):
         if sum(len(steps) for steps in plan.positions) > most_actions:
             continue
         checked += 1
-        lanes = rng.choice(LANES)
-        assert assert_agree(plan, lanes, "graph") == set()
+        mode = rng.choice(MODES)
+        assert assert_agree(plan, mode, "graph") == set()
         for _ in range(4):
             what, mutant = random_mutant(plan, rng, rng.randint(1, 3))
-            assert_agree(mutant, lanes, f"graph: {what}")
+            assert_agree(mutant, mode, f"graph: {what}")
 
 
 def test_plans_over_random_graphs_are_judged_alike():
@@ -265,8 +272,8 @@ def check_creation(count, seed):
             else:
                 names.insert(i, names[j])
         mutant = evolve(plan, creation=creation)
-        for lanes in LANES:
-            broken = rules_broken(mutant, lanes)
+        for mode in MODES:
+            broken, lanes = rules_broken(mutant, mode), mode[0]
             assert broken <= {"creation"}
             assert bool(broken) == bool(explore_creation(mutant, lanes=lanes)), (lanes, mutant.creation)
             verdicts[not broken] += 1

@@ -27,7 +27,7 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.verify.dataflow import compute_dates, unit_duration
+from pipegrid.schedules.simulate import Costs, simulate
 
 from .schedules_plans import FLAT, LOOPED, U_SHAPED, V_SHAPED, compute_plans
 
@@ -38,7 +38,7 @@ SOME_SHAPES = [(p, m) for p in (1, 2, 3, 4, 7) for m in sorted({1, 2, p - 1, p, 
 def times(plan):
     """Makespan and idle time within each position's span, at F = I = W = 1 for a whole position."""
     share = 1 / plan.num_chunks
-    dates = compute_dates(plan, lambda action: unit_duration(action) * share)
+    dates = simulate(plan, Costs(F=share, I=share, W=share))
     makespan = max(end[-1] for end in dates.end if end)
     idle = [
         end[-1] - start[0] - sum(e - s for s, e in zip(start, end, strict=True))
@@ -110,7 +110,8 @@ def test_sizes_are_integers_from_1(generator, p, m):
 def picture(plan):
     """One line per position, one column for a forward of the smallest stage; second chunks in small letters."""
     most = plan.num_chunks
-    dates = compute_dates(plan, lambda action: unit_duration(action) * most / plan.stages_beside[action.stage])
+    slots = tuple(most / beside for beside in plan.stages_beside)
+    dates = simulate(plan, Costs(F=slots, I=slots, W=slots))
     lines = []
     for position, steps in enumerate(plan.positions):
         row = [". "] * int(max(end[-1] for end in dates.end))

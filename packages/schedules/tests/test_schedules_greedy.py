@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,13 +15,15 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b, v_half, v_min, zero_bubble_v
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan.plan import chain
+from pipegrid.schedules.plan import Action, chain
 from pipegrid.schedules.search.greedy import candidates, greedy
-from pipegrid.schedules.search.list_scheduler import Problem, list_schedule, policies
+from pipegrid.schedules.search.list_scheduler import Problem, list_schedule, policies, with_whole_backwards
 from pipegrid.schedules.simulate.costs import Costs, CostsError
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
+
+from .schedules_plans import random_module_plan
 
 
 def random_problem(rng):
@@ -148,6 +152,20 @@ def test_a_graph_of_modules_with_a_colocated_encoder():
         named = multi_module_1f1b(graph, 6, placement=placement)
         if cap is None:
             assert simulate(plan, costs).makespan <= simulate(named, costs).makespan
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_on_several_positions_start_on_all_of_them_at_once(seed):
+    plan, _ = random_module_plan(seed)
+    size = (1.0,) * plan.num_stages
+    least = max(map(len, plan.stages_at))
+    for cap in (float("inf"), least, 1.5 * least):
+        problem = Problem(plan.graph, plan.placement, plan.num_microbatches, Costs(), size, cap)
+        for policy in itertools.islice(policies(), seed % 7, None, 7):
+            split = list_schedule(problem, policy)
+            for orders in (split, with_whole_backwards(split)):
+                positions = [[Action(*entry) for entry in order] for order in orders]
+                verify(lower(evolve(plan, positions=positions)))
 
 
 @st.composite

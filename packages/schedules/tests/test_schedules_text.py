@@ -64,7 +64,7 @@ def test_the_text_is_what_a_person_would_write():
         "modules model:2\n"
         "placement 0 1\n"
         "0: 0F0 0SEND_F0>1 0F1 [0SEND_F1>1 0RECV_B0<1] 0B0 0RECV_B1<1 0B1\n"
-        "1: 1RECV_F0<0 1F0 1B0 [1SEND_B0>0 1RECV_F1<0] 1F1 1B1 1SEND_B1>0\n"
+        "1: 1RECV_F0<0 1F0 1B0 [1RECV_F1<0 1SEND_B0>0] 1F1 1B1 1SEND_B1>0\n"
     )
     assert str(one_f_one_b(1, 1)) == "microbatches 1\nmodules model:1\nplacement 0\n0: 0F0 0B0\n"
 

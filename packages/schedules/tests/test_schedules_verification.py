@@ -10,6 +10,7 @@ from pipegrid.schedules import (
     Lane,
     PlanError,
     compare,
+    forward_only,
     from_text,
     gpipe,
     greedy,
@@ -30,7 +31,7 @@ modules model:2
 placement 0 1
 microbatches 2
 0: 0F0 0SEND_F0>1 0F1 [0SEND_F1>1 0RECV_B0<1] 0B0 0RECV_B1<1 0B1
-1: 1RECV_F0<0 1F0 1B0 [1SEND_B0>0 1RECV_F1<0] 1F1 1B1 1SEND_B1>0
+1: 1RECV_F0<0 1F0 1B0 [1RECV_F1<0 1SEND_B0>0] 1F1 1B1 1SEND_B1>0
 """
 
 
@@ -60,7 +61,8 @@ def test_a_right_plan_is_proved():
     assert proof.peak_live == (2.0, 1.0)
     assert str(proof) == (
         "2 positions, 2 microbatches, 16 actions, 4 messages: each once and in time; no deadlock even if sends "
-        "block, separate lanes; at most 2 microbatches live on a position"
+        "block in the order of each batch, separate lanes; at most 2 microbatches live on a position, 2 communicators "
+        "per rank"
     )
     assert "if sends are buffered" in str(verify(from_text(RIGHT), rendezvous=False))
     assert "computes alone" in str(verify(one_f_one_b(2, 2)))
@@ -79,7 +81,7 @@ def test_activations_are_counted_until_w_and_until_i():
 
 
 CROSSED = changed(
-    ("[0SEND_F1>1 0RECV_B0<1]", "0SEND_F1>1 0RECV_B0<1"), ("[1SEND_B0>0 1RECV_F1<0]", "1SEND_B0>0 1RECV_F1<0")
+    ("[0SEND_F1>1 0RECV_B0<1]", "0SEND_F1>1 0RECV_B0<1"), ("[1RECV_F1<0 1SEND_B0>0]", "1SEND_B0>0 1RECV_F1<0")
 )
 
 
@@ -87,17 +89,41 @@ def test_an_order_that_only_buffered_sends_survive_is_refused_and_the_circle_pri
     (fault,) = faults(CROSSED)
     assert (fault.rule, fault.position, fault.step) == ("cycle", 0, 3)
     assert fault.message.splitlines() == [
-        "2 positions wait for each other in a cycle; move one of these actions, or issue what waits as one batch",
+        "2 positions wait for each other in a cycle; move one of these actions, or issue those that wait as one batch",
         "      position 0, step 3: 0SEND_F1>1 waits for position 1, step 4: 1RECV_F1<0",
         "      position 1, step 3: 1SEND_B0>0 waits for position 0, step 4: 0RECV_B0<1",
     ]
     assert verify(from_text(CROSSED), rendezvous=False).num_messages == 4
 
 
-def test_one_batch_against_two_steps_is_no_circle():
-    # Inside a batch all is simultaneous: one side may take the messages one by one, in either order.
-    for split in ("0SEND_F1>1 0RECV_B0<1", "0RECV_B0<1 0SEND_F1>1"):
-        verify(from_text(changed(("[0SEND_F1>1 0RECV_B0<1]", split))))
+def test_one_batch_against_two_steps_is_a_matter_of_order_unless_batches_are_simultaneous():
+    same, other = (from_text(changed(("[0SEND_F1>1 0RECV_B0<1]", split))) for split in SPLIT)
+    verify(same)
+    with pytest.raises(PlanError) as error:
+        verify(other)
+    (fault,) = error.value.faults
+    assert (fault.rule, fault.position, fault.step) == ("cycle", 0, 3)
+    assert fault.message.splitlines() == [
+        "2 positions wait for each other in a cycle; write their batches in one order, or move one of these actions",
+        "      position 0, step 3: 0RECV_B0<1 waits for position 1, step 3: 1SEND_B0>0 of [1RECV_F1<0 1SEND_B0>0]",
+        "      position 1, step 3: 1RECV_F1<0 of [1RECV_F1<0 1SEND_B0>0] waits for position 0, step 4: 0SEND_F1>1",
+    ]
+    for plan in (same, other):
+        verify(plan, batches="simultaneous")
+        verify(plan, rendezvous=False)
+
+
+SPLIT = ("0SEND_F1>1 0RECV_B0<1", "0RECV_B0<1 0SEND_F1>1")
+
+
+def test_two_batches_written_in_different_orders_are_a_cycle_unless_simultaneous():
+    crossed = from_text(changed(("[1RECV_F1<0 1SEND_B0>0]", "[1SEND_B0>0 1RECV_F1<0]")))
+    with pytest.raises(PlanError, match="write their batches in one order") as error:
+        verify(crossed)
+    assert [fault.rule for fault in error.value.faults] == ["cycle"]
+    assert "position 1, step 3: 1SEND_B0>0 of [1SEND_B0>0 1RECV_F1<0] waits for" in str(error.value)
+    verify(crossed, batches="simultaneous")
+    verify(crossed, lanes="shared")  # a batch between two positions is one call there
 
 
 def test_a_circle_of_three_positions_is_followed_round():
@@ -130,9 +156,22 @@ def test_two_circles_are_both_reported():
     assert rules(text) == ["cycle", "cycle"]
 
 
+def test_the_proof_holds_its_plan_and_counts_the_communicators_of_a_rank():
+    plan = lower(one_f_one_b(4, 4))
+    proof = verify(plan)
+    assert proof.plan is plan
+    assert proof.communicators == (2, 4, 4, 2)  # activations and gradients, each in and out
+    assert verify(plan, lanes="shared").communicators == (1, 2, 2, 1)
+    assert verify(lower(interleaved_1f1b(3, 3))).communicators == (4, 4, 4)  # the last feeds the first
+    assert verify(lower(interleaved_1f1b(3, 3)), lanes="shared").communicators == (2, 2, 2)
+    assert verify(lower(one_f_one_b(2, 2), tied={"tied": [0, 1]})).communicators == (3, 3)
+    assert verify(BRIDGED).communicators == (4, 4)  # two lanes, the bridge's group, the tied parameter's
+    assert verify(lower(forward_only(3, 2, num_chunks=1))).communicators == (1, 2, 1)
+
+
 def test_shared_lanes_need_batches_that_match_one_to_one():
     # Right on two communicators, one for each direction; on one, position 0's batch has no counterpart.
-    text = changed(("[1SEND_B0>0 1RECV_F1<0]", "1RECV_F1<0 1SEND_B0>0"))
+    text = changed(("[1RECV_F1<0 1SEND_B0>0]", "1RECV_F1<0 1SEND_B0>0"))
     verify(from_text(text))
     for rendezvous in (True, False):
         (fault,) = faults(text, lanes="shared", rendezvous=rendezvous)
@@ -418,7 +457,7 @@ def test_a_group_made_by_one_side_only_is_refused():
             "group 'tied' is not created by positions [1]; only positions [0] create it, and wait for ever",
         )
     ]
-    assert found([ours[:1], theirs[:1]])[0][2].startswith("lane F0>1 is not created by positions [0, 1]; nobody")
+    assert found([ours[:1], theirs[:1]])[0][2].startswith("lane F0>1 is not created by positions [0, 1]; no position")
     assert found([(*ours, "tied"), theirs]) == [("creation", 0, "creates group 'tied' twice")]
     assert found([(*ours, "other"), theirs]) == [("creation", 0, "creates group 'other', which the plan does not have")]
     assert found([(*ours, lane(0, 2, "F")), theirs])[0][2] == "creates lane F0>2, which the plan does not have"

@@ -64,7 +64,7 @@ def play(plan, duration, *, travel=0, occupied=0, overhead=0, reduce=0):
     paid = [False] * len(actions)  # whether the overhead of the next action is paid already
     data = _Data(plan)
     lanes = {}  # (from, to, forward) -> [sends, receives, number started, busy until]
-    gathered = {}  # (group, how many before) -> {position: tick}
+    gathered = {}  # (group, how many before), or (stage, kind, microbatch) -> {position: tick}
 
     def lane(*way):
         return lanes.setdefault(way, [[], [], 0, 0])
@@ -77,6 +77,11 @@ def play(plan, duration, *, travel=0, occupied=0, overhead=0, reduce=0):
         if kind in COMPUTES:
             there = list(data.inputs(kind, action.stage, action.microbatch, p))
             if any(time is None or time > tick for time in there):
+                return False
+            # All positions of a stage do a compute of it together; who comes earlier is there already.
+            here = gathered.setdefault((action.stage, kind, action.microbatch), {})
+            here.setdefault(p, tick)
+            if len(here) < len(plan.placement[action.stage]):
                 return False
             done = tick + overhead + duration[kind, action.stage]
             start[p][index], end[p][index] = tick + overhead, done

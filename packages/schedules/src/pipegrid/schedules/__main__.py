@@ -115,6 +115,7 @@ def verify_file(arguments: argparse.Namespace) -> int:
             rendezvous=not arguments.buffered,
             memory_limit=arguments.memory_limit,
             lanes=arguments.lanes,
+            batches=arguments.batches,
         )
     except PlanError as error:
         print(error, file=sys.stderr)
@@ -164,6 +165,9 @@ def parser() -> argparse.ArgumentParser:
     prove.add_argument("plan", type=Path, help="a file (.csv, .json, otherwise text)")
     prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
     prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")
+    prove.add_argument(
+        "--batches", choices=("in_order", "simultaneous"), default="in_order", help="how the messages of a batch wait"
+    )
     prove.add_argument("--memory-limit", type=float, help="live microbatches per position")
     prove.set_defaults(run=verify_file)
 

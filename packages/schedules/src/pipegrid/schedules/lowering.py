@@ -5,21 +5,29 @@ from __future__ import annotations
 import gc
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
 
 from pipegrid.schedules.arguments import as_number, require, require_choice, require_function, require_items
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Group, Plan, Step, require_plan
-from pipegrid.schedules.verify.dataflow import Dates, F, Transfer, W, compute_dates, transfers, unit_duration
-from pipegrid.schedules.verify.verify import verify
+from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, require_plan
+from pipegrid.schedules.simulate import Costs
+from pipegrid.schedules.simulate.engine import play
+from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
+from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
 from pipegrid.transport.edge import Direction, Edge
 
 Receives: TypeAlias = Literal["late", "early"]
+F, W = ActionKind.F, ActionKind.W
+
+
+def unit_duration(action: Action) -> float:
+    """One for ``F``, ``I`` and ``W``; two for ``B``, which is both halves."""
+    return 2.0 if action.kind is ActionKind.B else 1.0
 
 
 def lower(
@@ -39,20 +47,20 @@ def lower(
 
     ``receives``: ``"late"`` posts a receive where its sender would otherwise start to wait, which batches
     most; ``"early"`` before the first compute that starts after the one that makes the message, which hides
-    latency and buffers more. ``collectives`` names, for an edge, the group in which what travels along it
-    goes by a ``COLLECTIVE`` in place of messages; the group is the positions of both stages. ``tied`` names
-    groups of stages that share a parameter: each gets a ``REDUCE`` at the end of its positions. Both are added
-    to the groups that the plan has, which are treated alike. ``duration`` guesses how long a compute takes; it
-    moves receives, and cannot make the result wrong.
+    latency and buffers more. ``collectives`` names, for an edge, the group whose ``COLLECTIVE`` moves its data in place
+    of messages; the group is the positions of both stages. ``tied`` names groups of stages that share a parameter: each
+    gets a ``REDUCE`` at the end of its positions. Both are added to the groups that the plan has, which are treated
+    alike. ``duration`` estimates how long a compute takes; it moves receives, and cannot make the result wrong.
 
-    Why it cannot deadlock: the computes get one order for the whole plan (by the date at which each starts),
-    and each transfer a place in it, between those who make it and those who need it. Every position does its
-    own in this order, so of all transfers that are not done, the first finds both its ends free. To issue
-    neighbouring communications as one batch only posts them earlier.
+    Why it cannot deadlock: the computes get one order for the whole plan (by the date at which each starts in a
+    simulation), in which a compute of a stage on several positions is one event of all of them; and each transfer gets
+    a place in it, between the computes that make the data and those that need it. Every position does its own in this
+    order, so of all events that are not done, the first finds all its parties free. A batch only posts its
+    transfers earlier, and lists them in this order, so it may as well block one by one.
 
     Raises:
         PlanError: the plan has communications already, its computes are wrong (every fault is listed, as by
-            `verify`), or ``collectives`` or ``tied`` name what does not exist.
+            `verify`), or ``collectives`` or ``tied`` name a part that the plan does not have.
     """
     require_plan(plan)
     require_choice("receives", receives, ("late", "early"), error=PlanError)
@@ -65,23 +73,9 @@ def lower(
     with _collector_paused():
         verify(untied)  # each REDUCE is added below
         plan = evolve(plan, groups=groups, creation=None)
-        dates = compute_dates(plan, unit_duration if duration is unit_duration else _checked(duration))
-        if dates is None:  # verify refuses such plans
-            raise PlanError("the computes of the plan wait for each other")
-        steps = _steps(plan, dates, receives)
+        steps = _steps(plan, _line(plan, duration), receives)
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
         return evolve(plan, positions=positions, creation=None)
-
-
-def _checked(duration: Callable[[Action], float]) -> Callable[[Action], float]:
-    def checked(action: Action) -> float:
-        remedy = "a duration is a number from 0"
-        time = as_number(f"duration({action})", duration(action), remedy, error=PlanError)
-        if time < 0:
-            raise PlanError(f"duration({action}) is {time}; {remedy}")
-        return time
-
-    return checked
 
 
 @contextmanager
@@ -100,69 +94,101 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@frozen
+class _Line:
+    """All computes in one order, by start; a compute of a shared stage has one place for all its positions.
+
+    ``at``: per position, the place of each of its computes; ``start`` and ``end``: their dates; ``made``: per position,
+    stage and direction, the place of the compute of each microbatch.
+    """
+
+    at: list[list[int]]
+    start: Sequence[Sequence[float]]
+    end: Sequence[Sequence[float]]
+    made: dict[tuple[int, int, Direction], list[int]]
+
+    def last(self, flow: EdgeFlow) -> list[int]:
+        """Per microbatch, the place of the last compute that makes the data of ``flow``."""
+        return self._each(max, flow.sources, flow.producer, flow.direction)
+
+    def first(self, flow: EdgeFlow) -> list[int]:
+        """Per microbatch, the place of the first compute that needs the data of ``flow``."""
+        return self._each(min, flow.destinations, flow.consumer, flow.direction)
+
+    def _each(self, pick: Callable[..., int], positions: Sequence[int], stage: int, direction: Direction) -> list[int]:
+        places = [self.made[position, stage, direction] for position in positions]
+        return places[0] if len(places) == 1 else list(map(pick, *places))
+
+
+def _line(plan: Plan, duration: Callable[[Action], float]) -> _Line:
+    durations = None if duration is unit_duration else [[_checked(duration, a) for a in own] for own in _computes(plan)]
+    start, end, order = play(plan, Costs(), durations)
+    events = [
+        (starts[index], position, index, ()) if len(runs) == 1 else (starts[index], position, index, runs[1:])
+        for runs in order
+        for position, first, last in runs[:1]
+        for starts in (start[position],)
+        for index in range(first, last)
+    ]
+    events.sort(key=itemgetter(0))  # computes of one start stay in the order in which they were found: causes first
+    at = [[0] * len(own) for own in plan.positions]
+    for place, (_, position, index, others) in enumerate(events):
+        at[position][index] = place
+        for other, same, _ in others:
+            at[other][same] = place
+    made: dict[tuple[int, int, Direction], list[int]] = {}
+    for position, own in enumerate(_computes(plan)):
+        tables = {
+            (stage, direction): made.setdefault((position, stage, direction), [0] * plan.num_microbatches)
+            for stage in plan.stages_at[position]
+            for direction in Direction
+        }
+        for action, place in zip(own, at[position], strict=True):
+            if action.kind is not W:
+                direction = Direction.FORWARD if action.kind is F else Direction.BACKWARD
+                tables[action.stage, direction][action.microbatch or 0] = place
+    return _Line(at, start, end, made)
+
+
+def _computes(plan: Plan) -> list[list[Action]]:
+    return [list(plan.actions(position)) for position in range(plan.num_positions)]
+
+
+def _checked(duration: Callable[[Action], float], action: Action) -> float:
+    remedy = "a duration is a number from 0"
+    time = as_number(f"duration({action})", duration(action), remedy, error=PlanError)
+    if time < 0:
+        raise PlanError(f"duration({action}) is {time}; {remedy}")
+    return time
+
+
 _Event: TypeAlias = tuple[int, int, int, int]
-"""A transfer of one microbatch: its place in the line, that of its last maker, which transfer, microbatch.
+"""A transfer of one microbatch: its place in the line, that of its last maker, the number of its flow, microbatch.
 
 Plain tuples of numbers, as there are hundreds of thousands: the garbage collector does not visit those.
 """
 
 
-class _Line:
-    """All computes in one order: where in it each position's own stand, and where each result is made."""
-
-    def __init__(self, plan: Plan, dates: Dates) -> None:
-        self.dates = dates
-        self.at: list[list[int]] = [[] for _ in plan.positions]
-        # Per position, stage and direction, by microbatch.
-        self._made: dict[tuple[int, int, Direction], list[int]] = {}
-        for place, (position, index) in enumerate(dates.line):
-            self.at[position].append(place)
-            action = plan.positions[position][index]
-            assert isinstance(action, Action)
-            if action.kind is W or action.microbatch is None:
-                continue
-            key = (position, action.stage, Direction.FORWARD if action.kind is F else Direction.BACKWARD)
-            places = self._made.get(key)
-            if places is None:
-                places = self._made[key] = [0] * plan.num_microbatches
-            places[action.microbatch] = place
-
-    def made(self, transfer: Transfer) -> list[int]:
-        """Per microbatch, the place of the last compute that makes what ``transfer`` takes."""
-        return self._each(max, transfer.sources, transfer.producer, transfer.direction)
-
-    def needed(self, transfer: Transfer) -> list[int]:
-        """Per microbatch, the place of the first compute that needs what ``transfer`` brings."""
-        return self._each(min, transfer.destinations, transfer.consumer, transfer.direction)
-
-    def _each(self, pick: Callable[..., int], positions: Sequence[int], stage: int, direction: Direction) -> list[int]:
-        places = [self._made[position, stage, direction] for position in positions]
-        return places[0] if len(places) == 1 else list(map(pick, *places))
-
-
-def _events(line: _Line, all_transfers: Sequence[Transfer], receives: Receives) -> list[_Event]:
+def _events(line: _Line, flows: Sequence[EdgeFlow], receives: Receives) -> list[_Event]:
     events: list[_Event] = []
-    for number, transfer in enumerate(all_transfers):
-        made = line.made(transfer)
-        if receives == "late":
-            places = _late_places(line, transfer, made, line.needed(transfer))
-        else:
-            places = [place + 1 for place in made]
+    for number, flow in enumerate(flows):
+        made = line.last(flow)
+        places = _late_places(line, flow, made) if receives == "late" else [place + 1 for place in made]
         events += [(place, made[microbatch], number, microbatch) for microbatch, place in enumerate(places)]
     events.sort()
     return events
 
 
-def _late_places(line: _Line, transfer: Transfer, made: Sequence[int], needed: Sequence[int]) -> list[int]:
+def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
     """Per microbatch, the last place at which no sender and no receiver waits longer than it has to.
 
     That is before the sender's next compute, and before any compute of the receiver that would still run when
     the sender could go on.
     """
-    senders = [(line.at[position], line.dates.start[position]) for position in transfer.senders]
-    receivers = [(line.at[position], line.dates.end[position]) for position in transfer.receivers]
+    senders = [(line.at[position], line.start[position]) for position in flow.senders]
+    receivers = [(line.at[position], line.end[position]) for position in flow.receivers]
     places = []
-    for maker, place in zip(made, needed, strict=True):
+    for maker, place in zip(made, line.first(flow), strict=True):
         resumes = math.inf
         for at, start in senders:
             index = bisect_right(at, maker)
@@ -210,8 +236,6 @@ class _Writer:
     def _close(self, after: int) -> None:
         batch = self._batch
         if batch:
-            if len(batch) > 1:
-                batch.sort(key=_is_receive)  # sends first, for the reader: they never share a lane with receives
             self._steps.append(batch[0] if len(batch) == 1 else tuple(batch))
             self._batch = []
         if after > self._done:
@@ -226,100 +250,68 @@ class _Writer:
 
 @frozen
 class _Party:
-    """A position's part in a transfer: where its computes stand in the line, and its messages per microbatch."""
+    """A position's part in a flow: the places of its computes, its actions for each microbatch, and its partners."""
 
     position: int
     at: list[int]
-    messages: list[tuple[ActionKind, int, Edge]]
+    actions: list[tuple[ActionKind, int, Edge]]
     partners: frozenset[int]
 
 
-def _steps(plan: Plan, dates: Dates, receives: Receives) -> list[list[Step]]:
-    """Per position its computes, and between them what it communicates."""
-    line, all_transfers = _Line(plan, dates), transfers(plan)
-    members = {group.name: group.positions for group in plan.groups}
-    groups = [plan.collective_edges.get(transfer.edge) for transfer in all_transfers]
-    parties = [
-        _parties(line, transfer, transfer.parties if group is None else members[group])
-        for transfer, group in zip(all_transfers, groups, strict=True)
-    ]
+def _steps(plan: Plan, line: _Line, receives: Receives) -> list[list[Step]]:
+    """Per position its computes, and between them its communication."""
+    flows = dataflow_of(plan).crossing
+    parties = [[_party(line, flow, position) for position in flow.parties] for flow in flows]
     writers = [_Writer(steps) for steps in plan.positions]
-    # Exchanges are in the order of their places, so each position's come in the order of its computes.
-    for ends, events in _exchanges(_events(line, all_transfers, receives), parties, groups):
-        _, _, number, microbatch = events[0]
-        group = groups[number]
-        for slot, party in enumerate(parties[number]):
-            if group is not None:
-                action = _collective(all_transfers[number], microbatch, group)
-                writers[party.position].collective(ends[slot], action)
+    for befores, transfers in _exchanges(_events(line, flows, receives), flows, parties):
+        number, first = transfers[0]
+        flow = flows[number]
+        for slot, (before, party) in enumerate(zip(befores, parties[number], strict=True)):
+            writer = writers[party.position]
+            if flow.group is not None:
+                writer.collective(before, Action(ActionKind.COLLECTIVE, flow.producer, first, flow.edge, flow.group))
                 continue
             actions = [
                 Action(kind, stage, microbatch, edge)
-                for _, _, number, microbatch in events
-                for kind, stage, edge in parties[number][slot].messages
+                for other, microbatch in transfers
+                for kind, stage, edge in parties[other][slot].actions
             ]
-            writers[party.position].exchange(ends[slot], actions, party.partners)
+            writer.exchange(before, actions, party.partners)
     return [writer.finish() for writer in writers]
 
 
 def _exchanges(
-    events: Sequence[_Event], parties: Sequence[Sequence[_Party]], groups: Sequence[str | None]
-) -> Iterator[tuple[tuple[int, ...], list[_Event]]]:
-    """For each exchange how many computes of each party come before it, and its events, by their first.
+    events: Sequence[_Event], flows: Sequence[EdgeFlow], parties: Sequence[Sequence[_Party]]
+) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """Per exchange how many computes of each party come before it, and its transfers (number of the flow, microbatch).
 
-    What the same positions exchange between the same computes goes together, at the place of the first;
-    a collective is alone.
+    All that the same positions exchange between the same computes goes together, at the place of the first;
+    a collective is alone. Exchanges come in the order of their places, so those of each position in the order of its
+    computes.
     """
-    who: dict[tuple[int, ...], int] = {}
-    same = [who.setdefault(tuple([party.position for party in own]), len(who)) for own in parties]
+    same = [[party.position for party in own] for own in parties]
+    kinds = [same.index(own) for own in same]  # the first flow with the same parties
     ats = [[party.at for party in own] for own in parties]
-    numbers: dict[tuple[int, ...], int] = {}
-    exchange_of = []
+    exchanges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for place, _, number, microbatch in events:
-        # The parties come first: with them the length of a key says whether it is a collective's.
-        key = (same[number], *[bisect_left(at, place) for at in ats[number]])
-        if groups[number] is not None:
-            key = (*key, number, microbatch)
-        exchange_of.append(numbers.setdefault(key, len(numbers)))
-    together = [event for _, event in sorted(zip(exchange_of, events, strict=True))]
-    begin = 0
-    for key, size in zip(numbers, _sizes(exchange_of, len(numbers)), strict=True):
-        yield key[1:], together[begin : begin + size]
-        begin += size
+        befores = [bisect_left(at, place) for at in ats[number]]
+        key = (kinds[number], *befores) if flows[number].group is None else (-1, number, microbatch, *befores)
+        exchange = exchanges.get(key)
+        if exchange is None:
+            exchanges[key] = [(number, microbatch)]
+        else:
+            exchange.append((number, microbatch))
+    for key, transfers in exchanges.items():
+        yield key[1:] if key[0] >= 0 else key[3:], transfers
 
 
-def _sizes(indices: Iterable[int], count: int) -> list[int]:
-    sizes = [0] * count
-    for index in indices:
-        sizes[index] += 1
-    return sizes
-
-
-def _parties(line: _Line, transfer: Transfer, positions: Sequence[int]) -> list[_Party]:
-    return [
-        _Party(position, line.at[position], _messages(transfer, position), frozenset(positions) - {position})
-        for position in positions
-    ]
-
-
-def _is_receive(action: Action) -> bool:
-    return action.kind.is_receive
-
-
-def _messages(transfer: Transfer, position: int) -> list[tuple[ActionKind, int, Edge]]:
-    """What ``position`` does for each microbatch of the transfer: send, receive, or both."""
-    forward = transfer.direction is Direction.FORWARD
-    send, receive = (ActionKind.SEND_F, ActionKind.RECV_F) if forward else (ActionKind.SEND_B, ActionKind.RECV_B)
-    ends = []
-    if position in transfer.senders:
-        ends.append((send, transfer.producer, transfer.edge))
-    if position in transfer.receivers:
-        ends.append((receive, transfer.consumer, transfer.edge))
-    return ends
-
-
-def _collective(transfer: Transfer, microbatch: int, group: str) -> Action:
-    return Action(ActionKind.COLLECTIVE, transfer.producer, microbatch, transfer.edge, group)
+def _party(line: _Line, flow: EdgeFlow, position: int) -> _Party:
+    actions = []
+    if flow.group is None:
+        send, receive = MESSAGE_KINDS[flow.direction]
+        actions += [(send, flow.producer, flow.edge)] if position in flow.senders else []
+        actions += [(receive, flow.consumer, flow.edge)] if position in flow.receivers else []
+    return _Party(position, line.at[position], actions, frozenset(flow.parties) - {position})
 
 
 def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group, ...]:

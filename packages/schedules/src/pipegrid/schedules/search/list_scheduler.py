@@ -4,6 +4,8 @@ Memory cannot deadlock it. Let ``m`` be the oldest microbatch with a forward to 
 what one microbatch holds there in all its stages. A forward of a younger microbatch is admitted only if the
 younger ones then hold at most ``cap - A``. So once everything older than the oldest unfinished microbatch of
 the whole pipeline has drained (backwards need no memory), that microbatch finds room on every position.
+
+A compute of a stage that lies on several positions starts on all of them at once, when all are free and ready for it.
 """
 
 from __future__ import annotations
@@ -94,6 +96,7 @@ class _Unit:
     # Per direction: the units that wait for a result, with time on the lane, latency, and the lane.
     outputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
     inputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
+    peers: list[_Unit] = field(factory=list)  # the stage on all its positions, itself included
     forwards_done: int = 0
     backwards_done: int = 0
     pending_weights: list[int] = field(factory=list)
@@ -141,16 +144,12 @@ class _Run:
         backwards = [
             (unit.backwards_done, unit)
             for unit in units
-            if unit.backwards_done < self.problem.num_microbatches
-            and unit.missing_backward[unit.backwards_done] == 0
-            and unit.backward_at[unit.backwards_done] <= now
+            if self._all_free(unit, now) and all(self._backward_ready(peer, now) for peer in unit.peers)
         ]
         forwards = [
             (unit.forwards_done, unit)
             for unit in units
-            if self._forward_known(unit)
-            and unit.forward_at[unit.forwards_done] <= now
-            and self._admits(unit, unit.forwards_done)
+            if self._all_free(unit, now) and all(self._forward_ready(peer, now) for peer in unit.peers)
         ]
         first = self.policy.first
         forward_first = first == "forward" or (first == "alternate" and not self.did_forward[position])
@@ -168,7 +167,11 @@ class _Run:
 
     def _fill(self, position: int, now: float) -> None:
         """Start a ``W`` where nothing else is ready, unless a forward or backward becomes ready too soon."""
-        pending = [(unit.pending_weights[0], unit) for unit in self.at[position] if unit.pending_weights]
+        pending = [
+            (unit.pending_weights[0], unit)
+            for unit in self.at[position]
+            if unit.pending_weights and self._all_free(unit, now)
+        ]
         arrival = self._next_arrival(position, now)
         if pending:
             microbatch, unit = min(pending, key=lambda entry: (entry[0], -entry[1].stage))
@@ -191,6 +194,17 @@ class _Run:
                 soonest = min(soonest, unit.backward_at[m])
         return soonest
 
+    def _all_free(self, unit: _Unit, now: float) -> bool:
+        return all(self.busy_until[peer.position] <= now for peer in unit.peers)
+
+    def _backward_ready(self, unit: _Unit, now: float) -> bool:
+        m = unit.backwards_done
+        return m < self.problem.num_microbatches and unit.missing_backward[m] == 0 and unit.backward_at[m] <= now
+
+    def _forward_ready(self, unit: _Unit, now: float) -> bool:
+        m = unit.forwards_done
+        return self._forward_known(unit) and unit.forward_at[m] <= now and self._admits(unit, m)
+
     def _forward_known(self, unit: _Unit) -> bool:
         m = unit.forwards_done
         return m < self.problem.num_microbatches and unit.missing_forward[m] == 0
@@ -211,6 +225,10 @@ class _Run:
         return younger + self.whole[position] <= limit
 
     def _start(self, unit: _Unit, kind: ActionKind, microbatch: int, now: float) -> None:
+        for peer in unit.peers:
+            self._start_one(peer, kind, microbatch, now)
+
+    def _start_one(self, unit: _Unit, kind: ActionKind, microbatch: int, now: float) -> None:
         position = unit.position
         forward, input_half, weight_half = unit.durations
         duration = forward if kind is ActionKind.F else input_half if kind is ActionKind.I else weight_half
@@ -231,7 +249,7 @@ class _Run:
             self._send(unit, microbatch, done, forward=False)
             if self.policy.weights == "at once":
                 self.busy_until[position] = done
-                self._start(unit, ActionKind.W, microbatch, done)
+                self._start_one(unit, ActionKind.W, microbatch, done)
                 return
         else:
             unit.pending_weights.remove(microbatch)
@@ -283,6 +301,7 @@ def _units(problem: Problem) -> list[_Unit]:
             if source == destination or sources != destinations:
                 wire(edge, source, destination)
     for unit in units.values():
+        unit.peers = [units[unit.stage, place] for place in problem.placement[unit.stage]]
         unit.missing_forward = [unit.needs] * count
         unit.missing_backward = [unit.gradients] * count
         unit.forward_at = [0.0] * count
@@ -296,12 +315,20 @@ def list_schedule(problem: Problem, policy: Policy) -> list[Entries]:
 
 
 def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:
-    """``orders`` with every ``I`` that is directly followed by its own ``W`` written as one ``B``."""
+    """``orders`` with each ``I`` that its own ``W`` directly follows, on all positions, written as one ``B``."""
+    orders = list(orders)
+    apart = {
+        entry
+        for order in orders
+        for entry, after in itertools.pairwise([*order, None])
+        if entry is not None and entry[0] is ActionKind.I and after != (ActionKind.W, *entry[1:])
+    }
     merged = []
     for order in orders:
         result: Entries = []
         for kind, stage, microbatch in order:
-            if kind is ActionKind.W and result and result[-1] == (ActionKind.I, stage, microbatch):
+            whole = (ActionKind.I, stage, microbatch)
+            if kind is ActionKind.W and whole not in apart:
                 result[-1] = (ActionKind.B, stage, microbatch)
             else:
                 result.append((kind, stage, microbatch))

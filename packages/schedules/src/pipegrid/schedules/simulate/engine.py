@@ -1,32 +1,52 @@
-"""Plays a plan through against a clock: the engine under `simulate`.
+"""The engine of `simulate`: plays a plan against a clock.
 
-Positions run as far as they can, one after the other; a message that becomes complete wakes the position
-that waits for it. Because lanes are first in, first out and each position's order is fixed, the times do not
-depend on which position runs first, and every action is looked at about once.
+Positions run as far as they can, one after the other; a message that arrives wakes the position that waits for it.
+Lanes are first in, first out and each position's order is fixed, so the times do not depend on which position runs
+first, and every action is looked at about once.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from attrs import define, field
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Plan, message_routes
+from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.verify import EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
 Times: TypeAlias = tuple[tuple[float, ...], ...]
 """Per position, a time for each of its actions, in the order of `Plan.actions`."""
 
 Slots: TypeAlias = list[float | None]
-"""Per microbatch, when something is there; None: not yet."""
+"""Per microbatch, the time at which a result or a message is there; None: not yet."""
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 NEVER = float("inf")
+
+
+class Run(NamedTuple):
+    """The actions ``first`` to ``last`` (exclusive) of a position."""
+
+    position: int
+    first: int
+    last: int
+
+
+class Played(NamedTuple):
+    """Start and end of every action, and an order of all computes in which each comes after those it waits for.
+
+    An entry of ``order`` is a run of actions of one position, or, for a compute of a shared stage, one action of
+    each.
+    """
+
+    start: Times
+    end: Times
+    order: list[tuple[Run, ...]]
 
 
 @define(eq=False)
@@ -50,23 +70,37 @@ _Ends: TypeAlias = tuple[tuple[_Lane, float, float, Slots], ...]
 
 @define(eq=False)
 class _Compute:
-    """What all microbatches of one kind of compute of one stage on one position have in common."""
+    """One kind of compute of one stage on one position, for all microbatches."""
 
     duration: float
     needs: tuple[Slots, ...]
     gives: tuple[Slots, ...]
-    sends: _Ends = ()  # in plans of computes alone, where no action does it
+    sends: _Ends  # in plans of computes alone, which have no sends of their own
+    places: tuple[int, ...]  # all positions of a shared stage, which compute it together
+
+
+class _Arrival(NamedTuple):
+    """A position that has come to a compute of a shared stage, at a time."""
+
+    action: Action
+    at: int
+    entry: _Compute
+    time: float
+    duration: float
 
 
 class Simulator:
-    """A plan, its costs, and how far each position has come."""
+    """A plan, its costs, and how far each position has come.
 
-    def __init__(self, plan: Plan, costs: Costs) -> None:
-        self.plan = plan
-        self.sends_implicitly = not plan.communicates
+    ``durations``: per position, the duration of each action, in place of the costs of computes.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, durations: Sequence[Sequence[float]] | None = None) -> None:
+        self.plan, self.dataflow, self.durations = plan, dataflow_of(plan), durations
         self.actions = [list(plan.actions(position)) for position in range(plan.num_positions)]
         self.start = [[NEVER] * len(actions) for actions in self.actions]
         self.end = [[0.0] * len(actions) for actions in self.actions]
+        self.order: list[tuple[Run, ...]] = []
         self.at = [0] * plan.num_positions
         self.clock = [0.0] * plan.num_positions
         self.waits_for: list[tuple[Slots, int] | None] = [None] * plan.num_positions
@@ -79,19 +113,15 @@ class Simulator:
         latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))
         self.travel = {edge: (message[edge] / bandwidth[edge], latency[edge]) for edge in edges}
 
-        # Whose result is where: by direction, stage and position that made it; by edge, direction, position
-        # at which it arrived and position it came from (None: a collective).
+        # Results by direction, stage and position that made them; arrivals by edge, direction, position and the
+        # position they came from (None: a collective).
         self.made: dict[tuple[Direction, int, int], Slots] = {}
         self.arrived: dict[tuple[Edge, Direction, int, int | None], Slots] = {}
         self.lanes: dict[tuple[int, int, Direction], _Lane] = {}
         self.gathered: dict[str, dict[int, Action]] = {group.name: {} for group in plan.groups}
+        self.joined: dict[int, dict[int, _Arrival]] = {stage: {} for stage in self.dataflow.shared}
         self.members = {group.name: group.positions for group in plan.groups}
-        self.by_collective = {
-            (action.edge, action.direction)
-            for actions in (self.actions if plan.groups else ())
-            for action in actions
-            if action.kind is ActionKind.COLLECTIVE and action.edge is not None
-        }
+        self.flows = {(flow.edge, flow.direction): flow for flow in self.dataflow.flows}
         # Looked up once for each kind, stage or edge, and position; per position.
         self.computes: list[dict[ActionKind, dict[int, _Compute]]] = [
             {kind: {} for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)} for _ in self.actions
@@ -100,7 +130,7 @@ class Simulator:
             {kind: {} for kind in ActionKind if kind.is_message} for _ in self.actions
         ]
 
-    def run(self) -> tuple[Times, Times]:
+    def run(self) -> Played:
         """Play to the end.
 
         Raises:
@@ -130,7 +160,7 @@ class Simulator:
                         f"{len(left)} of the messages from position {lane.source} to position "
                         f"{lane.destination} have no {lacks}; verify(plan) says which"
                     )
-        return tuple(map(tuple, self.start)), tuple(map(tuple, self.end))
+        return Played(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), self.order)
 
     def _advance(self, position: int) -> None:
         """Run ``position`` until it has to wait or is done."""
@@ -138,8 +168,9 @@ class Simulator:
         F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: N806 -- the kinds
         tables = self.computes[position]
         forwards, backwards, inputs, weights = tables[F], tables[B], tables[I], tables[W]
-        messages = self.ends[position]
+        messages, durations = self.ends[position], None if self.durations is None else self.durations[position]
         overhead, now, index = self.overhead, self.clock[position], self.at[position]
+        first = index
         try:
             while index < len(actions):
                 action = actions[index]
@@ -176,8 +207,18 @@ class Simulator:
                         self.waits_for[position] = (slots, microbatch)
                         return
                     begin = max(begin, time)
+                duration = entry.duration if durations is None else durations[index]
+                if entry.places:
+                    self.order.append((Run(position, first, index),))
+                    first = index
+                    together = self._join(position, _Arrival(action, index, entry, begin, duration))
+                    if together is None:
+                        return  # the last to come carries this position on
+                    now, index = together, index + 1
+                    first = index
+                    continue
                 start[index] = begin + overhead
-                now = begin + overhead + entry.duration
+                now = begin + overhead + duration
                 end[index] = now
                 for slots in entry.gives:
                     slots[microbatch] = now
@@ -187,53 +228,54 @@ class Simulator:
                 index += 1
         finally:
             self.at[position], self.clock[position] = index, now
+            self.order.append((Run(position, first, index),))
 
     # Computes
 
     def _compute(self, kind: ActionKind, stage: int, position: int) -> _Compute:
         if stage >= self.plan.num_stages or position not in self.plan.placement[stage]:
             raise PlanError(f"position {position} has a {kind} of stage {stage}, which is not placed there")
-        edges = self.plan.graph.stage_edges
+        direction = FORWARD if kind is ActionKind.F else BACKWARD
+        own = self._slots_made(direction, stage, position)
         needs: list[Slots] = []
-        gives: tuple[Slots, ...] = ()
         sends: _Ends = ()
-        if kind is ActionKind.F:
-            for edge in edges:
-                if edge.destination == stage:
-                    needs += self._needed_along(edge, FORWARD, position)
-            gives = (self._slots_made(FORWARD, stage, position),)
-            sends = self._implicit_sends([e for e in edges if e.source == stage], FORWARD, position)
-        elif kind is ActionKind.W:
-            needs = [self._slots_made(BACKWARD, stage, position)]
+        if kind is ActionKind.W:
+            needs = [own]
         else:
-            gradients = [edge for edge in edges if edge in self.plan.gradient_edges]
-            needs = [self._slots_made(FORWARD, stage, position)]
-            for edge in gradients:
-                if edge.source == stage:
-                    needs += self._needed_along(edge, BACKWARD, position)
-            gives = (self._slots_made(BACKWARD, stage, position),)
-            sends = self._implicit_sends([e for e in gradients if e.destination == stage], BACKWARD, position)
-        return _Compute(self.duration[kind][stage], tuple(needs), gives, sends)
+            needs = [] if direction is FORWARD else [self._slots_made(FORWARD, stage, position)]
+            for flow in self.dataflow.inputs(stage, direction):
+                needs += self._needed(flow, position)
+            if not self.plan.communicates:
+                sends = tuple(
+                    self._end(flow, position, destination)
+                    for flow in self.dataflow.outputs(stage, direction)
+                    for destination in flow.destinations
+                    if destination != position and not flow.is_local
+                )
+        return _Compute(
+            self.duration[kind][stage],
+            tuple(needs),
+            () if kind is ActionKind.W else (own,),
+            sends,
+            self.dataflow.shared.get(stage, ()),
+        )
 
-    def _needed_along(self, edge: Edge, direction: Direction, position: int) -> list[Slots]:
-        """What must be there before ``position`` can use what comes along ``edge`` in ``direction``."""
-        if (edge, direction) in self.by_collective:
-            return [self._slots_arrived(edge, direction, position, None)]
-        maker = edge.source if direction is FORWARD else edge.destination
-        if self.plan.placement[edge.source] == self.plan.placement[edge.destination]:
-            return [self._slots_made(direction, maker, position)]
+    def _needed(self, flow: EdgeFlow, position: int) -> list[Slots]:
+        """The slots that a compute at ``position`` waits for, of one of its inputs."""
+        if flow.group is not None and self.plan.communicates:
+            return [self._slots_arrived(flow, position, None)]
         return [
-            self._slots_made(direction, maker, source)
+            self._slots_made(flow.direction, flow.producer, source)
             if source == position
-            else self._slots_arrived(edge, direction, position, source)
-            for source in self.plan.placement[maker]
+            else self._slots_arrived(flow, position, source)
+            for source in flow.origins(position)
         ]
 
     def _slots_made(self, direction: Direction, stage: int, position: int) -> Slots:
         return self.made.setdefault((direction, stage, position), [None] * self.plan.num_microbatches)
 
-    def _slots_arrived(self, edge: Edge, direction: Direction, at: int, source: int | None) -> Slots:
-        key = (edge, direction, at, source)
+    def _slots_arrived(self, flow: EdgeFlow, at: int, source: int | None) -> Slots:
+        key = (flow.edge, flow.direction, at, source)
         return self.arrived.setdefault(key, [None] * self.plan.num_microbatches)
 
     def _arrive(self, position: int, slots: Slots, microbatch: int, time: float) -> None:
@@ -243,24 +285,41 @@ class Simulator:
             self.waits_for[position] = None
             self.runnable.append(position)
 
+    def _join(self, position: int, arrival: _Arrival) -> float | None:
+        """Come to a compute of a shared stage; the time at which it is done, or None while others are to come."""
+        stage, microbatch = arrival.action.stage, arrival.action.microbatch
+        here = self.joined[stage]
+        here[position] = arrival
+        if len(here) < len(arrival.entry.places):
+            return None
+        if any(other.action != arrival.action for other in here.values()):
+            ways = ", ".join(f"position {member} at {other.action}" for member, other in sorted(here.items()))
+            raise PlanError(
+                f"the plan gets stuck: stage {stage} lies on several positions, which come to different computes of "
+                f"it ({ways}); verify(plan) says why"
+            )
+        assert microbatch is not None
+        begin = max(other.time for other in here.values()) + self.overhead
+        done = begin + max(other.duration for other in here.values())
+        self.order.append(tuple([Run(member, other.at, other.at + 1) for member, other in here.items()]))
+        for member, (_, index, entry, *_) in list(here.items()):
+            self.start[member][index], self.end[member][index] = begin, done
+            for slots in entry.gives:
+                slots[microbatch] = done
+            for lane, occupied, latency, slots in entry.sends:
+                lane.free = max(lane.free, done) + occupied
+                self._arrive(lane.destination, slots, microbatch, lane.free + latency)
+            if member != position:
+                self.clock[member], self.at[member] = done, index + 1
+                self.runnable.append(member)
+        here.clear()
+        return done
+
     # Messages
 
-    def _ends_of(self, edge: Edge, direction: Direction, position: int, *, sending: bool) -> _Ends:
-        """The lanes on which ``position`` sends, or receives, what goes along ``edge`` in ``direction``."""
-        found = []
-        for upstream, downstream in message_routes(self.plan, edge):
-            source, destination = (upstream, downstream) if direction is FORWARD else (downstream, upstream)
-            if position == (source if sending else destination):
-                key = (source, destination, direction)
-                lane = self.lanes.setdefault(key, _Lane(source, destination))
-                arrival = self._slots_arrived(edge, direction, destination, source)
-                found.append((lane, *self.travel[edge], arrival))
-        return tuple(found)
-
-    def _implicit_sends(self, edges: Sequence[Edge], direction: Direction, position: int) -> _Ends:
-        if not self.sends_implicitly:
-            return ()
-        return tuple(end for edge in edges for end in self._ends_of(edge, direction, position, sending=True))
+    def _end(self, flow: EdgeFlow, source: int, destination: int) -> tuple[_Lane, float, float, Slots]:
+        lane = self.lanes.setdefault((source, destination, flow.direction), _Lane(source, destination))
+        return (lane, *self.travel[flow.edge], self._slots_arrived(flow, destination, source))
 
     def _post(self, position: int, index: int, action: Action, now: float, table: dict[Edge | None, _Ends]) -> None:
         ends = table.get(action.edge)
@@ -269,13 +328,14 @@ class Simulator:
         if ends is None:
             assert action.edge is not None
             assert action.direction is not None
-            if action.edge not in self.travel:
+            flow = self.flows.get((action.edge, action.direction))
+            if flow is None:
                 raise PlanError(
                     f"{action} at position {position} uses an edge that the graph does not have; its edges "
                     f"are {', '.join(map(str, self.travel))}"
                 )
-            ends = self._ends_of(action.edge, action.direction, position, sending=sending)
-            table[action.edge] = ends
+            routes = [pair for pair in flow.routes if position == pair[0 if sending else 1]]
+            ends = table[action.edge] = tuple([self._end(flow, *pair) for pair in routes])
         assert action.microbatch is not None
         for lane, occupied, latency, slots in ends:
             if sending:
@@ -301,7 +361,7 @@ class Simulator:
     # Collectives
 
     def _gather(self, position: int, index: int, action: Action, now: float) -> float | None:
-        """Take part in a collective; when it is done, or None where others are still to come."""
+        """Take part in a collective; the time at which it is done, or None while others are to come."""
         duration = self.duration[action.kind][action.stage]
         if action.group is None:
             self.start[position][index], self.end[position][index] = now, now + duration
@@ -323,8 +383,9 @@ class Simulator:
             at = self.at[member]
             self.start[member][at], self.end[member][at] = begin, done
             if other.edge is not None and other.microbatch is not None and other.direction is not None:
-                slots = self._slots_arrived(other.edge, other.direction, member, None)
-                slots[other.microbatch] = done
+                flow = self.flows.get((other.edge, other.direction))
+                if flow is not None:
+                    self._slots_arrived(flow, member, None)[other.microbatch] = done
             if member != position:
                 self.clock[member], self.at[member] = done, at + 1
                 self.runnable.append(member)
@@ -332,6 +393,6 @@ class Simulator:
         return done
 
 
-def play(plan: Plan, costs: Costs) -> tuple[Times, Times]:
-    """Start and end of every action of ``plan`` (see `simulate`)."""
-    return Simulator(plan, costs).run()
+def play(plan: Plan, costs: Costs, durations: Sequence[Sequence[float]] | None = None) -> Played:
+    """Start, end and order of every action of ``plan`` (see `simulate`), by ``costs`` or by each action's duration."""
+    return Simulator(plan, costs, durations).run()

@@ -16,8 +16,7 @@ from attrs import field, frozen
 
 from pipegrid.schedules.arguments import require_choice, require_items
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Plan, require_plan, require_position
+from pipegrid.schedules.plan import Action, ActionKind, Plan, require_plan, require_position
 from pipegrid.schedules.simulate.costs import Costs, require_costs
 from pipegrid.schedules.simulate.engine import Times, play
 
@@ -171,5 +170,5 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     require_plan(plan)
     costs = unit_costs(plan) if costs is None else costs
     require_costs(costs)
-    start, end = play(plan, costs)
+    start, end, _ = play(plan, costs)
     return Simulation(plan, costs, start, end)

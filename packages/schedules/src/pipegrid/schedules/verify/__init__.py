@@ -1,7 +1,8 @@
-"""The proof that a plan runs: every action once, dependencies met, lanes in order, no deadlock."""
+"""The proof that a plan runs, and the dataflow that proof, simulation, lowering and runtime derive from a plan."""
 
 from pipegrid.schedules.verify.creation import check_creation
+from pipegrid.schedules.verify.dataflow import Dataflow, EdgeFlow, dataflow_of
 from pipegrid.schedules.verify.position import own_faults
 from pipegrid.schedules.verify.verify import Proof, as_limit, verify
 
-__all__ = ["Proof", "as_limit", "check_creation", "own_faults", "verify"]
+__all__ = ["Dataflow", "EdgeFlow", "Proof", "as_limit", "check_creation", "dataflow_of", "own_faults", "verify"]

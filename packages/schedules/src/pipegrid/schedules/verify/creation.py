@@ -1,4 +1,4 @@
-"""Groups and lanes are made by all their members, in orders that do not wait for each other."""
+"""Creation orders: all members create each group and lane, in orders that do not wait for each other."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Literal
 
 from pipegrid.schedules.errors import Fault
-from pipegrid.schedules.plan.plan import Lane, Plan
-from pipegrid.schedules.verify.deadlock import Program, cycles, play
+from pipegrid.schedules.plan import Lane, Plan
+from pipegrid.schedules.verify.deadlock import Program, Wait, cycles, play
 
 
 def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separate") -> list[Fault]:
     """The faults of the plan's creation order.
 
     Creating a communicator waits for all its members. With shared lanes all lanes between two positions are
-    one communicator, made where the first of them stands.
+    one communicator, created in place of the first of them.
     """
     if not plan.communicates:
         return []
@@ -24,35 +24,34 @@ def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separa
     if faults:
         return faults
     programs = []
-    marks: dict[tuple[object, int], int] = {}  # (communicator, member) -> "this member has come to it"
-    where: dict[int, tuple[int, int]] = {}
+    events: dict[tuple[object, int], int] = {}  # (communicator, member) -> the event that the member has come to it
     for position, names in enumerate(plan.creation):
         program = Program()
-        made: set[object] = set()
+        created: set[object] = set()
         for index, name in enumerate(names):
-            thing = _communicator(name, lanes)
-            if thing in made:
+            communicator = _communicator(name, lanes)
+            if communicator in created:
                 continue
-            made.add(thing)
-            program.begin(index)
-            numbers = {member: marks.setdefault((thing, member), len(marks)) for member in members[name]}
-            where[numbers[position]] = (position, index)
-            program.operations.append(numbers.pop(position))
-            program.operations += [~number for number in numbers.values()]
+            created.add(communicator)
+            began = len(program.operations)
+            own = {member: events.setdefault((communicator, member), len(events)) for member in members[name]}
+            program.operations.append(own.pop(position))
+            program.operations += [~event for event in own.values()]
+            program.add(began, index)
         programs.append(program)
-    at = play(programs, len(marks))
+    at = play(programs, len(events))
     for cycle in cycles(programs, at):
         lines = [
-            f"\n      position {position} creates {_name(plan, position, index)} and waits for position "
-            f"{where[mark][0]}, which creates {_name(plan, *where[mark])} later"
-            for position, index, mark in cycle
+            f"\n      position {wait.position} creates {_name(plan, wait)} and waits for position "
+            f"{setter.position}, which creates {_name(plan, setter)} later"
+            for wait, setter in cycle
         ]
         faults.append(
             Fault(
                 "creation",
                 f"{len(cycle)} positions wait for each other in a cycle while they create groups and "
                 f"lanes; put these in one order for all{''.join(lines)}",
-                cycle[0].position,
+                cycle[0][0].position,
             )
         )
     return faults
@@ -75,7 +74,7 @@ def _check_members(plan: Plan, members: Mapping[Lane | str, tuple[int, ...]]) ->
     for name, positions in created.items():
         missing = [position for position in members[name] if position not in positions]
         if missing:
-            by = f"only positions {sorted(positions)} create it" if positions else "nobody creates it"
+            by = f"only positions {sorted(positions)} create it" if positions else "no position creates it"
             faults.append(
                 Fault(
                     "creation",
@@ -91,8 +90,8 @@ def _communicator(name: Lane | str, lanes: str) -> object:
     return name
 
 
-def _name(plan: Plan, position: int, index: int) -> str:
-    return _kind(plan.creation[position][index])
+def _name(plan: Plan, wait: Wait) -> str:
+    return _kind(plan.creation[wait.position][wait.step])
 
 
 def _kind(name: Lane | str) -> str:

@@ -1,4 +1,4 @@
-"""Who waits for whom: plays positions' marks against each other until all are done or none can go on."""
+"""Deadlock: plays the events of all positions against each other, and finds the cycles of those that got stuck."""
 
 from __future__ import annotations
 
@@ -11,41 +11,48 @@ from attrs import Factory, define
 
 @define(eq=False)
 class Program:
-    """What one position tells the others and waits for, in order, as numbered marks.
+    """The events of one position, in order.
 
-    ``operations``: a mark to set, or ``~mark`` for one to wait for. ``starts`` and ``steps``: at which
-    operation the part of which step of the plan begins.
+    ``operations``: an event id to set, or ``~id`` to wait for. ``starts`` and ``steps``: per part, its first operation
+    and the step of the plan that it belongs to. A batch whose messages block one after the other is several parts.
     """
 
     operations: list[int] = Factory(list)
     starts: list[int] = Factory(list)
     steps: list[int] = Factory(list)
 
-    def begin(self, step: int) -> None:
-        """What follows is part of ``step``."""
-        self.starts.append(len(self.operations))
+    def add(self, start: int, step: int) -> int:
+        """End the part of ``step`` that began at operation ``start``; returns where the next part begins."""
+        self.starts.append(start)
         self.steps.append(step)
+        return len(self.operations)
 
-    def step_of(self, operation: int) -> int:
-        """The step that an operation is part of."""
-        return self.steps[bisect_right(self.starts, operation) - 1]
+    def place_of(self, operation: int) -> tuple[int, int]:
+        """The step of an operation, and the number of its part within that step."""
+        part = bisect_right(self.starts, operation) - 1
+        step = self.steps[part]
+        first = part
+        while first > 0 and self.steps[first - 1] == step:
+            first -= 1
+        return step, part - first
 
 
 class Wait(NamedTuple):
-    """A position that cannot go on, the step it is in, and the mark that it waits for."""
+    """A position that is stuck in a part of a step, and the event it waits for."""
 
     position: int
     step: int
-    mark: int
+    part: int
+    event: int
 
 
-def play(programs: Sequence[Program], num_marks: int) -> list[int]:
-    """How many operations each position comes through.
+def play(programs: Sequence[Program], num_events: int) -> list[int]:
+    """How many operations each position completes.
 
-    EventIds are set once and stay set, so the outcome does not depend on which position goes first; each
-    operation is looked at once, and once more if it has to wait.
+    An event stays set, so the outcome does not depend on which position runs first; each operation is looked at once,
+    and once more if it has to wait.
     """
-    marks = bytearray(num_marks)
+    events = bytearray(num_events)
     sleepers: dict[int, list[int]] = {}
     at = [0] * len(programs)
     ready = list(range(len(programs)))
@@ -56,10 +63,10 @@ def play(programs: Sequence[Program], num_marks: int) -> list[int]:
         while index < end:
             operation = operations[index]
             if operation >= 0:
-                marks[operation] = 1
+                events[operation] = 1
                 if operation in sleepers:
                     ready += sleepers.pop(operation)
-            elif not marks[~operation]:
+            elif not events[~operation]:
                 sleepers.setdefault(~operation, []).append(position)
                 break
             index += 1
@@ -67,32 +74,34 @@ def play(programs: Sequence[Program], num_marks: int) -> list[int]:
     return at
 
 
-def cycles(programs: Sequence[Program], at: Sequence[int]) -> list[list[Wait]]:
+def cycles(programs: Sequence[Program], at: Sequence[int]) -> list[list[tuple[Wait, Wait]]]:
     """The cycles of positions that wait for each other, where `play` got no further than ``at``.
 
-    Each wait in a cycle is for the position of the next. A position that stopped waits for a mark that
-    another one, which stopped too, has yet to set; following these leads into a cycle.
+    Each entry is a wait, and where the event that it waits for would be set: by the position of the next entry. A stuck
+    position waits for an event of another stuck position; following these leads into a cycle.
     """
     setters = {
-        operation: position
+        operation: Wait(position, *program.place_of(index), operation)
         for position, program in enumerate(programs)
-        for operation in program.operations
+        for index, operation in enumerate(program.operations)
         if operation >= 0
     }
-    stopped = {
-        position: Wait(position, program.step_of(at[position]), ~program.operations[at[position]])
+    stuck = {
+        position: Wait(position, *program.place_of(at[position]), ~program.operations[at[position]])
         for position, program in enumerate(programs)
         if at[position] < len(program.operations)
     }
     found = []
     seen: set[int] = set()
-    for first in stopped:
+    for first in stuck:
         way: list[int] = []
         position = first
-        while position in stopped and position not in seen:
+        while position in stuck and position not in seen:
             seen.add(position)
             way.append(position)
-            position = setters.get(stopped[position].mark, -1)
+            setter = setters.get(stuck[position].event)
+            position = -1 if setter is None else setter.position
         if position in way:
-            found.append([stopped[member] for member in way[way.index(position) :]])
+            cycle = way[way.index(position) :]
+            found.append([(stuck[member], setters[stuck[member].event]) for member in cycle])
     return found

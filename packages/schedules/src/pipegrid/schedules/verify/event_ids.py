@@ -1,100 +1,87 @@
-"""Numbers for all that one position can tell another, so that waiting is a matter of flags."""
+"""Event ids: one integer per send, receive, result, joined compute, collective call and shared exchange of a plan."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Lane, Plan
-from pipegrid.schedules.verify.dataflow import Transfer, transfers
+from pipegrid.schedules.plan import Action, ActionKind, Lane, Plan
+from pipegrid.schedules.verify.dataflow import EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
+
+MESSAGE_KINDS = {
+    Direction.FORWARD: (ActionKind.SEND_F, ActionKind.RECV_F),
+    Direction.BACKWARD: (ActionKind.SEND_B, ActionKind.RECV_B),
+}
+"""Per direction, the kind of a message's two ends: send, receive."""
 
 
 class Route(NamedTuple):
-    """Where messages of one edge in one direction go, from position to position.
+    """The messages of one flow from one position to another; ``sent`` and ``received`` are the ids of microbatch 0."""
 
-    ``base``: the mark of the send of microbatch 0.
-    """
-
-    transfer: Transfer
+    flow: EdgeFlow
     lane: Lane
-    base: int
+    sent: int
+    received: int
 
     def end(self, microbatch: int, *, sends: bool) -> Action:
-        """The action at one of the ends."""
-        forward = self.transfer.direction is Direction.FORWARD
+        """The action at one of the two ends."""
+        send, receive = MESSAGE_KINDS[self.flow.direction]
         if sends:
-            kind = ActionKind.SEND_F if forward else ActionKind.SEND_B
-            return Action(kind, self.transfer.producer, microbatch, self.transfer.edge)
-        kind = ActionKind.RECV_F if forward else ActionKind.RECV_B
-        return Action(kind, self.transfer.consumer, microbatch, self.transfer.edge)
-
-
-Call: TypeAlias = tuple[str, int, int]
-"""The name of a group, the number of a call of it, and the member that calls."""
+            return Action(send, self.flow.producer, microbatch, self.flow.edge)
+        return Action(receive, self.flow.consumer, microbatch, self.flow.edge)
 
 
 class EventIds:
-    """The marks of a plan, one for each microbatch of each thing; a *base* is that of microbatch 0.
+    """The event ids of a plan, which follow from its shape alone; each table entry is the id of microbatch 0.
 
-    First come the sends of all routes, then their receives, then (in a plan of computes) what each stage on
-    each position makes, then the calls of groups. They depend on the plan's shape and not on its steps.
+    ``routes`` come first: all sends, then all receives. ``made``: in a plan of computes, the result of (position,
+    stage, direction). ``joined``: that (position, stage, kind) has come to a compute of a shared stage. ``exchanges``:
+    with shared lanes, the batches that a position exchanges with a partner, by (position, partner).
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.transfers = {(t.edge, t.direction): t for t in transfers(plan)}
-        self.routes: list[Route] = []
+        self.plan, self.dataflow = plan, dataflow_of(plan)
+        self.size = 0
+        count, crossing = plan.num_microbatches, self.dataflow.crossing if plan.communicates else ()
+        pairs = [(flow, *pair) for flow in crossing for pair in flow.routes]
+        bases = self._take(count, len(pairs)), self._take(count, len(pairs))
+        self.routes = [
+            Route(flow, Lane(sender, receiver, flow.direction), sent, received)
+            for (flow, sender, receiver), sent, received in zip(pairs, *bases, strict=True)
+        ]
         self.routes_of: dict[tuple[Edge, Direction], list[Route]] = {}
-        self.transfers_at: list[list[Transfer]] = [[] for _ in plan.positions]
-        """Per position, what it sends, receives, or has a part in as a member of the group that carries it."""
-        carriers = {edge: group for group in plan.groups for edge in group.edges}
-        count = plan.num_microbatches
-        for key, transfer in self.transfers.items() if plan.communicates else ():
-            carrier = carriers.get(transfer.edge)
-            for position in transfer.parties if carrier is None else carrier.positions:
-                self.transfers_at[position].append(transfer)
-            if carrier is None:
-                self.routes_of[key] = self._routes(transfer)
-        self.received = len(self.routes) * count
-        """What to add to the mark of a send for the mark of its receive."""
-        self.makers = (
-            []
-            if plan.communicates
-            else [
-                (position, stage, forward)
-                for stage, places in enumerate(plan.placement)
-                for position in places
-                for forward in (True, False)
-            ]
-        )
-        """In a plan of computes (position, stage, whether forward) of all that is made, in the order of its marks."""
-        self._made_bases = {maker: 2 * self.received + i * count for i, maker in enumerate(self.makers)}
-        self.num_fixed = 2 * self.received + len(self.makers) * count
-        self._calls: dict[Call, int] = {}
-        self.partners = [route.lane.destination for route in self.routes] + [route.lane.source for route in self.routes]
-        """Per route, who is at the other end of a send, and then of a receive."""
+        traffic: dict[tuple[int, int], int] = {}
+        for route in self.routes:
+            self.routes_of.setdefault((route.flow.edge, route.flow.direction), []).append(route)
+            ends = route.lane.source, route.lane.destination
+            for pair in (ends, ends[::-1]):
+                traffic[pair] = traffic.get(pair, 0) + count
+        self.exchanges = {pair: self._take(most)[0] for pair, most in sorted(traffic.items())}
+        self.made: dict[tuple[int, int, Direction], int] = {}
+        if not plan.communicates:
+            made = [(p, s, way) for s, places in enumerate(plan.placement) for p in places for way in Direction]
+            self.made = dict(zip(made, self._take(count, len(made)), strict=True))
+        joined = [
+            (position, stage, kind)
+            for stage, places in self.dataflow.shared.items()
+            for position in places
+            for kind in ((ActionKind.F,) if stage in plan.forward_only else tuple(ActionKind)[:4])
+        ]
+        self.joined = dict(zip(joined, self._take(count, len(joined)), strict=True))
+        self._calls: dict[tuple[str, int, int], int] = {}
 
-    def _routes(self, transfer: Transfer) -> list[Route]:
-        first, count = len(self.routes), self.plan.num_microbatches
-        for sender in transfer.sources:
-            for receiver in transfer.destinations:
-                if sender != receiver:
-                    lane = Lane(sender, receiver, transfer.direction)
-                    self.routes.append(Route(transfer, lane, len(self.routes) * count))
-        return self.routes[first:]
-
-    def __len__(self) -> int:
-        return self.num_fixed + len(self._calls)
-
-    def made(self, position: int, stage: int, *, forward: bool) -> int:
-        """The base for results made, in a plan of computes."""
-        return self._made_bases[position, stage, forward]
+    def _take(self, each: int, times: int = 1) -> list[int]:
+        first, self.size = self.size, self.size + each * times
+        return list(range(first, self.size, each))
 
     def called(self, group: str, number: int, member: int) -> int:
-        """The mark for a member's part in a group's call of this number."""
-        return self._calls.setdefault((group, number, member), len(self))
+        """The id of a member's part in the group's collective ``number``."""
+        key = (group, number, member)
+        if key not in self._calls:
+            self._calls[key] = self._take(1)[0]
+        return self._calls[key]
 
-    def call(self, mark: int) -> Call:
-        """The call that `called` has given the mark."""
-        return next(call for call, own in self._calls.items() if own == mark)
+    def message(self, sent: int) -> tuple[Route, int]:
+        """The route and the microbatch of the message whose send has the id ``sent``."""
+        route, microbatch = divmod(sent, self.plan.num_microbatches)
+        return self.routes[route], microbatch

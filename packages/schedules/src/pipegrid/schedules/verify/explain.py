@@ -1,25 +1,19 @@
-"""Why an action is refused, and who is waited for: the words of the checks."""
+"""The texts of faults: why an action is wrong, what is missing, which actions wait for each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import groupby
 
 from pipegrid.schedules.errors import Fault
-from pipegrid.schedules.plan import step_text
-from pipegrid.schedules.plan.actions import COMPUTES, Action, ActionKind
-from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.verify.event_ids import EventIds
-from pipegrid.schedules.verify.table import Rule
+from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Plan, Step, actions_of, step_text
+from pipegrid.schedules.verify.deadlock import Wait
+from pipegrid.schedules.verify.table import ActionRule, PositionTable
 from pipegrid.transport.edge import Direction
-
-if TYPE_CHECKING:
-    from pipegrid.schedules.verify.lanes import SharedLane
-    from pipegrid.schedules.verify.position import PositionVerifier
 
 
 def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
-    """The fault of an action that no rule at this position knows."""
+    """The fault of an action that has no rule at this position."""
 
     def fault(rule: str, message: str) -> Fault:
         return Fault(rule, f"{action}: {message}", position, step)
@@ -40,26 +34,27 @@ def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
     if action.kind is ActionKind.COLLECTIVE:
         carrier = plan.collective_edges.get(edge) if edge is not None else None
         if carrier is None:
-            return fault("unneeded", f"no group carries edge {edge}; what travels along it is sent, or stays")
+            return fault("unneeded", f"no group carries edge {edge}; its data is sent, or stays on its position")
         return fault("misplaced", f"this position is not in the group {carrier!r} of the edge")
     if edge is not None and plan.placement[edge.source] == plan.placement[edge.destination]:
-        return fault("unneeded", f"both ends of edge {edge} lie on the same positions, which keep what they make")
+        return fault("unneeded", f"both ends of edge {edge} lie on the same positions, which keep their own results")
     if edge is not None and edge in plan.collective_edges:
-        return fault("unneeded", f"what travels along edge {edge} uses the group {plan.collective_edges[edge]!r}")
-    return fault("unneeded", "the other end is this position alone, which keeps what it makes")
+        return fault("unneeded", f"the data of edge {edge} moves by the group {plan.collective_edges[edge]!r}")
+    return fault("unneeded", "the other end is this position alone, which keeps its own result")
 
 
-def why_refused(check: PositionVerifier, step: int, action: Action, rule: Rule) -> Fault:
-    """The fault of an action that breaks its rule."""
-    rules = check.rules
-    microbatch, count, position = action.microbatch or 0, rules.plan.num_microbatches, check.position
+def why_refused(
+    table: PositionTable, flags: bytearray, steps: Sequence[Step], step: int, action: Action, rule: ActionRule
+) -> Fault:
+    """The fault of an action that breaks its rule, with the ``flags`` that are set before it."""
+    microbatch, count, position = action.microbatch or 0, table.plan.num_microbatches, table.position
     if microbatch >= count:
         return unknown_microbatch(action, count, position, step)
-    if check.flags[rule.done + microbatch]:
+    if flags[rule.done + microbatch]:
         return Fault("duplicate", f"{action} has been done before, and may be done once", position, step)
-    unmet = next(needed for needed in rule.needs if not check.flags[needed + microbatch])
-    makers = [_of(maker, microbatch) for maker in rules.makers[unmet]]
-    later = [at for maker in makers if (at := check.step_of(maker)) is not None]
+    unmet = next(needed for needed in rule.needs if not flags[needed + microbatch])
+    makers = [_of(maker, microbatch) for maker in table.makers[unmet]]
+    later = [at for maker in makers if (at := step_of(maker, steps)) is not None]
     where = f"which comes at step {later[0]}" if later else "which this position never does"
     late = bool(later) and action.kind in COMPUTES and makers[0].kind.is_receive
     return Fault(
@@ -68,6 +63,12 @@ def why_refused(check: PositionVerifier, step: int, action: Action, rule: Rule) 
         position,
         step,
     )
+
+
+def step_of(action: Action, steps: Sequence[Step]) -> int | None:
+    """The last step that contains ``action``; None if there is none."""
+    found = [index for index, step in enumerate(steps) if action in actions_of(step)]
+    return found[-1] if found else None
 
 
 def _of(action: Action, microbatch: int) -> Action:
@@ -81,11 +82,11 @@ def unknown_microbatch(action: Action, count: int, position: int, step: int) -> 
     return Fault("unknown-microbatch", message, position, step)
 
 
-def missing(check: PositionVerifier) -> list[Fault]:
-    """What a position never does, one fault for each kind of action."""
-    rules, flags, count = check.rules, check.flags, check.rules.plan.num_microbatches
+def missing(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
+    """The actions that a position never does, one fault for each kind of action."""
+    count = table.plan.num_microbatches
     faults = []
-    for rule in (*rules.table.values(), *rules.collectives.values()):
+    for rule in (*table.table.values(), *table.collectives.values()):
         kind, done = rule.action.kind, rule.done
         if kind is ActionKind.B or not flags.count(0, done, done + count):
             continue  # B and I set one flag between them; it is looked at once, for I
@@ -93,12 +94,12 @@ def missing(check: PositionVerifier) -> list[Fault]:
         if kind is ActionKind.W:  # without an I the whole backward is missing
             lacking = [microbatch for microbatch in lacking if flags[rule.needs[0] + microbatch]]
         if lacking:
-            faults.append(_missing(check.position, rules.makers.get(done, (rule.action,)), lacking))
-    remedy = "" if rules.plan.has_communication else "; lower adds it to a plan of computes"
+            faults.append(_missing(table.position, table.makers.get(done, (rule.action,)), lacking))
+    remedy = "" if table.plan.has_communication else "; lower adds it to a plan of computes"
     return faults + [
-        Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done{remedy}", check.position)
-        for name, stages in rules.tied.items()
-        if name not in check.reduced
+        Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done{remedy}", table.position)
+        for name, stages in table.tied.items()
+        if name not in reduced
     ]
 
 
@@ -108,32 +109,35 @@ def _missing(position: int, actions: tuple[Action, ...], microbatches: list[int]
     return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
 
 
-def who_sets(
-    mark: int, marks: EventIds, checks: Sequence[PositionVerifier], exchanges: Sequence[SharedLane] = ()
-) -> str:
-    """Who sets the mark, in which step, by which action."""
-    received, count = marks.received, marks.plan.num_microbatches
-    if mark >= marks.num_fixed:
-        own = next((own for own in exchanges if own.base <= mark < own.base + own.most), None)
-        if own is not None:
-            position, step = own.position, own.steps[mark - own.base]
-        else:
-            group, number, position = marks.call(mark)
-            step = checks[position].calls[group][number].step
-        return f"position {position}, step {step}: {step_text(checks[position].steps[step])}"
-    if mark >= 2 * received:
-        maker, microbatch = divmod(mark - 2 * received, count)
-        position, stage, forward = marks.makers[maker]
-        kinds = (ActionKind.F,) if forward else (ActionKind.B, ActionKind.I)
-        actions = [Action(kind, stage, microbatch) for kind in kinds]
-    else:
-        sends = mark < received
-        number, microbatch = divmod(mark if sends else mark - received, count)
-        route = marks.routes[number]
-        position = route.lane.source if sends else route.lane.destination
-        actions = [route.end(microbatch, sends=sends)]
-    for action in actions:
-        at = checks[position].step_of(action)
-        if at is not None:
-            return f"position {position}, step {at}: {action}"
-    return f"position {position}: {actions[0]}"
+def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[Step]], *, in_order: bool) -> Fault:
+    """The fault of positions that wait for each other in a cycle, action by action."""
+
+    def place(wait: Wait) -> str:
+        step = positions[wait.position][wait.step]
+        text = _part_text(step, wait.part) if in_order else step_text(step)
+        return f"position {wait.position}, step {wait.step}: {text}"
+
+    batched = any(isinstance(positions[w.position][w.step], tuple) for waits in cycle for w in waits)
+    remedy = (
+        "write their batches in one order, or move one of these actions"
+        if in_order and batched
+        else "move one of these actions, or issue those that wait as one batch"
+    )
+    lines = [f"\n      {place(wait)} waits for {place(setter)}" for wait, setter in cycle]
+    position, step = cycle[0][0].position, cycle[0][0].step
+    return Fault(
+        "cycle",
+        f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}",
+        position,
+        step,
+    )
+
+
+def _part_text(step: Step, part: int) -> str:
+    """A part of a batch whose messages block in order (those of one flow), and the batch."""
+    parts = [list(own) for _, own in groupby(actions_of(step), _flow_of)]
+    return step_text(step) if len(parts) == 1 else f"{' '.join(map(str, parts[part]))} of {step_text(step)}"
+
+
+def _flow_of(action: Action) -> tuple[object, ...]:
+    return action.edge, action.direction, action.microbatch, action.group

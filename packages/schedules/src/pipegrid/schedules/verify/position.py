@@ -1,100 +1,127 @@
-"""What can be checked position by position: one pass over the position's actions."""
+"""Verification of one position: one pass over its steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
+from attrs import Factory, define
+
 from pipegrid.schedules.errors import Fault
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Lane, Plan, Step, actions_of
+from pipegrid.schedules.plan import Action, ActionKind, Lane, Plan, Step
 from pipegrid.schedules.verify.deadlock import Program
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import missing, unknown_microbatch, why_no_rule, why_refused
-from pipegrid.schedules.verify.table import PositionTable
+from pipegrid.schedules.verify.table import ActionRule, Blocking, PositionTable
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
 
 
 class Call(NamedTuple):
-    """One member's part in a collective: what must be the same for all members, and its step."""
+    """One position's part in what several positions do together: what must be the same for all, and the step."""
 
     same: str
     step: int
 
 
-class PositionVerifier:
-    """Checks the steps of one position, whatever those of the others, and gathers what checks between positions need.
+@define(eq=False)
+class SharedLane:
+    """What one position exchanges with a partner over their one communicator, batch by batch.
 
-    ``faults``: what is wrong so far. ``program``: for `waiting.play`; ``sent`` and ``received``: per lane, the
-    position's messages in order; ``calls``: per group, its collectives in order. ``peak`` and ``input_peak``: the
-    most microbatches live, until ``B`` or ``W``, and until ``B`` or ``I``.
+    ``contents``: per exchange the id of its message, or a list of several; ``steps``: its step.
     """
 
-    def __init__(self, rules: PositionTable, steps: Sequence[Step]) -> None:
-        self.rules, self.position, self.steps = rules, rules.position, steps
+    contents: list[int | list[int]] = Factory(list)
+    steps: list[int] = Factory(list)
+
+
+class PositionVerifier:
+    """The verification of one position's steps, and what the verification between positions needs of them.
+
+    ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `deadlock.play`. ``sent``
+    and ``received``: per lane, the messages in order. ``exchanges``: per partner, with shared lanes. ``calls``: in
+    order, per group its collectives, and per shared stage its computes. ``peak`` and ``input_peak``: the most
+    microbatches live, until ``B`` or ``W``, and until ``B`` or ``I``.
+    """
+
+    def __init__(self, table: PositionTable, steps: Sequence[Step]) -> None:
+        self.table, self.position, self.steps = table, table.position, steps
         self.faults: list[Fault] = []
         self.program = Program()
-        self.calls: dict[str, list[Call]] = {
-            group.name: [] for group in rules.plan.groups if rules.position in group.positions
+        self.calls: dict[str | int, list[Call]] = {
+            **{group.name: [] for group in table.plan.groups if table.position in group.positions},
+            **{stage: [] for stage in table.ids.dataflow.shared if stage in table.stages},
         }
         self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
-        self.flags = bytearray(rules.num_flags)
-        orders: list[list[int]] = [[] for _ in rules.lanes]
-        self._check(orders)
+        self.flags = bytearray(table.num_flags)
+        orders: list[list[int]] = [[] for _ in table.lanes]
+        self._exchanges = [SharedLane() for _ in table.partners]
+        self._verify(orders)
         self.sent: dict[Lane, list[int]] = {}
         self.received: dict[Lane, list[int]] = {}
-        for (lane, sends), order in zip(rules.lanes, orders, strict=True):
+        for (lane, sends), order in zip(table.lanes, orders, strict=True):
             (self.sent if sends else self.received)[lane] = order
-        self.faults += missing(self)
+        self.exchanges = dict(zip(table.partners, self._exchanges, strict=True))
+        self.faults += missing(table, self.flags, self.reduced)
 
-    def _check(self, orders: Sequence[list[int]]) -> None:
-        rules, program, flags = self.rules, self.program, self.flags
-        plan, table, rendezvous, operations = rules.plan, rules.table, rules.rendezvous, program.operations
-        count, forward_only = plan.num_microbatches, frozenset(plan.forward_only)
+    def _verify(self, orders: Sequence[list[int]]) -> None:
+        table, program, flags, calls = self.table, self.program, self.flags, self.calls
+        plan, rules, operations, in_order = table.plan, table.table, program.operations, table.blocking.in_order
+        count, forward_only, shared = plan.num_microbatches, frozenset(plan.forward_only), table.ids.dataflow.shared
         note = [order.append for order in orders]
         live = peak = live_inputs = input_peak = num_actions = 0
         # A stage's share of the position, in whole numbers of a unit small enough for all its stages.
-        unit = math.lcm(*(plan.stages_beside[stage] for stage in rules.stages))
-        sizes = {stage: unit // plan.stages_beside[stage] for stage in rules.stages}
-        waits: list[int] = []  # a batch tells its partners all at once, and then waits for them
+        unit = math.lcm(*(plan.stages_beside[stage] for stage in table.stages))
+        sizes = {stage: unit // plan.stages_beside[stage] for stage in table.stages}
+        waits: list[int] = []  # a batch posts all its messages, and then waits for their other ends
+        posted: list[tuple[int, int]] = []  # with shared lanes: partner and message
         for index, step in enumerate(self.steps):
             actions = (step,) if isinstance(step, Action) else step
             num_actions += len(actions)
-            began = len(operations)
+            began, current, of = len(operations), -1, -1
             for action in actions:
                 kind, microbatch, edge = action.kind, action.microbatch, action.edge
-                rule = table.get((kind, action.stage) if edge is None else (kind, edge.source, edge.destination))
+                rule = rules.get((kind, action.stage) if edge is None else (kind, edge.source, edge.destination))
                 if rule is None or microbatch is None:
-                    self._check_collective(index, action, waits)
+                    if in_order and waits:
+                        operations += waits
+                        waits.clear()
+                        began = program.add(began, index)
+                    current = -1
+                    self._verify_collective(index, action, waits)
                     continue
-                _, done, needs, also, messages, sets, awaits = rule
+                _, done, needs, also, flow, messages, events = rule
                 at = done + microbatch
                 if microbatch >= count or flags[at]:
-                    self.faults.append(why_refused(self, index, action, rule))
+                    self._refuse(index, action, rule)
                     continue
                 for needed in needs:
                     if not flags[needed + microbatch]:
-                        self.faults.append(why_refused(self, index, action, rule))
+                        self._refuse(index, action, rule)
                         break
                 flags[at] = 1
                 if edge is not None:
-                    for lane, number, mine, theirs in messages:
-                        note[lane](number + microbatch)
-                        if rendezvous:
-                            operations.append(mine + microbatch)
-                            waits.append(~(theirs + microbatch))
-                        elif mine == number:
-                            operations.append(mine + microbatch)
+                    if in_order and waits and (flow != current or microbatch != of):
+                        operations += waits
+                        waits.clear()
+                        began = program.add(began, index)
+                    current, of = flow, microbatch
+                    for lane, message, sets, wait, partner in messages:
+                        note[lane](message + microbatch)
+                        if sets is not None:
+                            operations.append(sets + microbatch)
+                        if wait is not None:
+                            waits.append(wait - microbatch)
+                        if partner is not None:
+                            posted.append((partner, message + microbatch))
                     continue
                 if also is not None:
                     flags[also + microbatch] = 1
-                for base in awaits:
-                    operations.append(~(base + microbatch))
-                for base in sets:
-                    operations.append(base + microbatch)
+                if events:
+                    operations += [event + microbatch if event >= 0 else event - microbatch for event in events]
+                    if action.stage in shared:
+                        calls[action.stage].append(Call(str(action), index))
                 size = sizes[action.stage]
                 if kind is F:
                     live += size
@@ -107,34 +134,46 @@ class PositionVerifier:
                 else:
                     live -= 0 if kind is I else size
                     live_inputs -= 0 if kind is W else size
+            if posted:
+                self._exchange(index, posted, waits)
+                posted.clear()
             if waits:
                 operations += waits
                 waits.clear()
             if len(operations) > began:
-                program.starts.append(began)
-                program.steps.append(index)
+                program.add(began, index)
         self.num_actions = num_actions
         self.peak, self.input_peak = peak / unit, input_peak / unit
 
-    def step_of(self, action: Action) -> int | None:
-        """The last step with this action; None if there is none."""
-        return self._steps_by_action.get(_identity(action))
+    def _exchange(self, index: int, posted: Sequence[tuple[int, int]], waits: list[int]) -> None:
+        """Note what a batch exchanges with each of its partners over shared lanes."""
+        contents: dict[int, list[int]] = {}
+        for partner, message in posted:
+            contents.setdefault(partner, []).append(message)
+        partners, ids = list(self.table.partners), self.table.ids
+        for number, messages in contents.items():
+            lane, partner = self._exchanges[number], partners[number]
+            if self.table.blocking.rendezvous:
+                at = len(lane.contents)
+                self.program.operations.append(ids.exchanges[self.position, partner] + at)
+                waits.append(~(ids.exchanges[partner, self.position] + at))
+            lane.contents.append(messages[0] if len(messages) == 1 else sorted(messages))
+            lane.steps.append(index)
 
-    @cached_property
-    def _steps_by_action(self) -> dict[tuple[object, ...], int]:
-        return {_identity(action): index for index, step in enumerate(self.steps) for action in actions_of(step)}
+    def _refuse(self, index: int, action: Action, rule: ActionRule) -> None:
+        self.faults.append(why_refused(self.table, self.flags, self.steps, index, action, rule))
 
     def _fault(self, rule: str, message: str, step: int) -> None:
         self.faults.append(Fault(rule, message, self.position, step))
 
-    def _check_collective(self, index: int, action: Action, waits: list[int]) -> None:
-        """Check a ``REDUCE`` or ``COLLECTIVE``, or refuse an action that has no rule here."""
-        marks, plan, position = self.rules.marks, self.rules.plan, self.position
+    def _verify_collective(self, index: int, action: Action, waits: list[int]) -> None:
+        """Verify a ``REDUCE`` or ``COLLECTIVE``; note the fault of an action without a rule."""
+        ids, plan, position = self.table.ids, self.table.plan, self.position
         if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
             self.faults.append(why_no_rule(plan, position, index, action))
             return
-        if action.group is not None and action.group not in self.calls:
-            members = _members(plan, action.group)
+        members = _members(plan, action.group)
+        if action.group is not None and position not in members:
             whose = f"it has positions {list(members)}" if members else "the plan has no such group"
             self._fault("group", f"{action}: this position is not in the group; {whose}", index)
             return
@@ -154,17 +193,16 @@ class PositionVerifier:
             same = str(action)
         if action.group is not None:
             calls = self.calls[action.group]
-            members = _members(plan, action.group)
-            self.program.operations.append(marks.called(action.group, len(calls), position))
-            waits += [~marks.called(action.group, len(calls), other) for other in members if other != position]
+            self.program.operations.append(ids.called(action.group, len(calls), position))
+            waits += [~ids.called(action.group, len(calls), other) for other in members if other != position]
             calls.append(Call(same, index))
 
     def _may_reduce(self, index: int, action: Action) -> bool:
-        rules, stage = self.rules, action.stage
-        if stage not in rules.weights:
-            self.faults.append(why_no_rule(rules.plan, self.position, index, action))
+        table, stage = self.table, action.stage
+        if stage not in table.weights:
+            self.faults.append(why_no_rule(table.plan, self.position, index, action))
             return False
-        if stage in rules.plan.forward_only:
+        if stage in table.plan.forward_only:
             self._fault("unneeded", f"{action}: stage {stage} has no backward to reduce", index)
             return False
         name = action.group or f"{stage}"
@@ -172,9 +210,9 @@ class PositionVerifier:
             self._fault("duplicate", f"{action} is here a second time", index)
             return False
         self.reduced.add(name)
-        count = rules.plan.num_microbatches
-        for held in {stage, *rules.tied.get(name, ())}:
-            left = self.flags.count(0, rules.weights[held], rules.weights[held] + count)
+        count = table.plan.num_microbatches
+        for held in {stage, *table.tied.get(name, ())}:
+            left = self.flags.count(0, table.weights[held], table.weights[held] + count)
             if left:
                 self._fault(
                     "dependency",
@@ -188,8 +226,8 @@ class PositionVerifier:
         assert action.edge is not None
         assert action.microbatch is not None
         assert action.direction is not None
-        plan = self.rules.plan
-        rule = self.rules.collectives.get((action.edge, action.direction))
+        plan = self.table.plan
+        rule = self.table.collectives.get((action.edge, action.direction))
         if rule is None:
             self.faults.append(why_no_rule(plan, self.position, index, action))
             return False
@@ -199,24 +237,19 @@ class PositionVerifier:
             return False
         done = rule.done + action.microbatch
         if action.microbatch >= plan.num_microbatches or self.flags[done]:
-            self.faults.append(why_refused(self, index, action, rule))
+            self._refuse(index, action, rule)
             return False
         if any(not self.flags[needed + action.microbatch] for needed in rule.needs):
-            self.faults.append(why_refused(self, index, action, rule))
+            self._refuse(index, action, rule)
         self.flags[done] = 1
         return True
 
 
 def own_faults(plan: Plan, position: int) -> list[Fault]:
     """The faults of one position's steps, whatever those of the others are; `verify` finds more."""
-    table = PositionTable(EventIds(plan), position, rendezvous=False)
+    table = PositionTable(EventIds(plan), position, Blocking(rendezvous=False))
     return PositionVerifier(table, plan.positions[position]).faults
 
 
-def _members(plan: Plan, name: str) -> tuple[int, ...]:
+def _members(plan: Plan, name: str | None) -> tuple[int, ...]:
     return next((group.positions for group in plan.groups if group.name == name), ())
-
-
-def _identity(action: Action) -> tuple[object, ...]:
-    """What is quicker to hash than the action itself."""
-    return action.kind, action.stage, action.microbatch, action.edge, action.group

@@ -1,185 +1,202 @@
-"""What each action needs, sets and waits for at one position, looked up once for all microbatches."""
+"""The rule of each action at one position: what it needs, what it marks as done, and its events."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Lane
-from pipegrid.schedules.verify.dataflow import Transfer
-from pipegrid.schedules.verify.event_ids import EventIds, Route
+from attrs import frozen
+
+from pipegrid.schedules.plan import Action, ActionKind, Lane
+from pipegrid.schedules.verify.dataflow import BACKWARD, FORWARD, EdgeFlow
+from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS, EventIds, Route
 from pipegrid.transport.edge import Direction, Edge
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
-_KINDS = {
-    FORWARD: (ActionKind.SEND_F, ActionKind.RECV_F),
-    BACKWARD: (ActionKind.SEND_B, ActionKind.RECV_B),
-}
+Lanes: TypeAlias = Literal["separate", "shared"]
+Batches: TypeAlias = Literal["in_order", "simultaneous"]
+
+
+@frozen
+class Blocking:
+    """How communication blocks: the arguments of `verify`."""
+
+    rendezvous: bool = True
+    lanes: Lanes = "separate"
+    batches: Batches = "in_order"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the messages of a batch block one after the other."""
+        return self.rendezvous and self.lanes == "separate" and self.batches == "in_order"
+
 
 RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int]
 """Kind and stage of a compute; kind, source and destination of an action along an edge."""
 
 
-class Message(NamedTuple):
-    """One message of an action, whatever the microbatch: each number but the first is a base to add it to."""
+class MessageEnd(NamedTuple):
+    """One end of one message of an action. ``message``, ``sets`` and ``waits`` are for microbatch 0."""
 
-    lane: int
-    """The number, in `PositionTable.lanes`, of where this end is noted in order."""
-    number: int
-    """The message: the mark of its send."""
-    sets: int
-    awaits: int
+    order: int
+    """The number, in `PositionTable.lanes`, of the lane on which this end is noted in order."""
+    message: int
+    """The id of its send, at both ends."""
+    sets: int | None
+    """The event of this end."""
+    waits: int | None
+    """``~event`` of the other end, which holds the position up until it is set."""
+    exchange: int | None
+    """With shared lanes, the number of the partner in `PositionTable.partners`."""
 
 
-class Rule(NamedTuple):
-    """What holds for one kind of action at one position.
-
-    ``done``, ``needs`` and ``also`` are bases of flags of this position, to which the microbatch is added.
-    """
+class ActionRule(NamedTuple):
+    """The rule of one kind of action at one position; ``done``, ``needs``, ``also``: flags for microbatch 0."""
 
     action: Action
     """The action for microbatch 0."""
     done: int
-    """Set by the action; whoever finds it set is a duplicate."""
+    """The flag that the action sets; set before, the action is a duplicate."""
     needs: tuple[int, ...] = ()
-    """Flags that earlier actions of the position must have set."""
+    """The flags that earlier actions of the position must have set."""
     also: int | None = None
-    """A second flag to set: ``B`` does the work of ``W`` too, and ``I`` opens the way for it."""
-    messages: tuple[Message, ...] = ()
-    sets: tuple[int, ...] = ()
-    """Bases of further marks that the action sets when it is done."""
-    awaits: tuple[int, ...] = ()
-    """Bases of further marks that it waits for first."""
+    """A second flag to set: ``B`` does the work of ``W`` as well, and ``I`` makes ``W`` possible."""
+    flow: int = -1
+    """The number of the flow whose message the action is."""
+    messages: tuple[MessageEnd, ...] = ()
+    events: tuple[int, ...] = ()
+    """The events of a compute for microbatch 0, in order: an id to set, or ``~id`` to wait for."""
 
 
 class PositionTable:
-    """The rules of one position: they follow from the plan's shape, whatever the steps.
+    """The rules of one position, which follow from the plan's shape alone.
 
-    ``num_flags``: how many flags they speak of; ``makers``: by base of flags, the actions that set them, for
-    microbatch 0; ``lanes``: the lanes on which the position sends, and on which it receives.
+    ``num_flags``: number of flags; ``makers``: per flag of microbatch 0, the actions that set it; ``lanes``: the lanes
+    on which the position sends (True) or receives (False); ``partners``: with shared lanes, the positions that it
+    exchanges with; ``tied``: per group, the tied stages of the position.
     """
 
-    def __init__(self, marks: EventIds, position: int, *, rendezvous: bool) -> None:
-        self.marks, self.position, self.rendezvous = marks, position, rendezvous
-        self.plan = marks.plan
+    def __init__(self, ids: EventIds, position: int, blocking: Blocking) -> None:
+        self.ids, self.position, self.blocking = ids, position, blocking
+        self.plan = ids.plan
         self.num_flags = 0
-        self.table: dict[RuleKey, Rule] = {}
-        self.collectives: dict[tuple[Edge, Direction], Rule] = {}
+        self.table: dict[RuleKey, ActionRule] = {}
+        self.collectives: dict[tuple[Edge, Direction], ActionRule] = {}
         self.lanes: dict[tuple[Lane, bool], int] = {}
+        self.partners: dict[int, int] = {}
         self.makers: dict[int, tuple[Action, ...]] = {}
         self.stages = self.plan.stages_at[position]
-        self.forwards = {stage: self._flags() for stage in self.stages}
-        self.gradients = {stage: self._flags() for stage in self.stages}
-        self.halves = {stage: self._flags() for stage in self.stages}  # I without its W, or both
+        self.forwards = {stage: self._flags(Action(F, stage, 0)) for stage in self.stages}
+        self.gradients = {stage: self._flags(Action(B, stage, 0), Action(I, stage, 0)) for stage in self.stages}
+        self.halves = {stage: self._flags(Action(I, stage, 0)) for stage in self.stages}  # I without its W, or both
         self.weights = {stage: self._flags() for stage in self.stages}
-        for stage in self.stages:
-            self.makers[self.forwards[stage]] = (Action(F, stage, 0),)
-            self.makers[self.gradients[stage]] = (Action(B, stage, 0), Action(I, stage, 0))
-            self.makers[self.halves[stage]] = (Action(I, stage, 0),)
         self.tied = {
             group.name: stages
             for group in self.plan.groups
             if (stages := [stage for stage in group.tied if stage in self.stages])
         }
-        self._add_communication()
+        for number, flow in enumerate(ids.dataflow.crossing if self.plan.communicates else ()):
+            if flow.group is not None:
+                self._add_collective(flow)
+            else:
+                self._add_messages(number, flow)
         for stage in self.stages:
             self._add_computes(stage)
 
-    def _flags(self) -> int:
+    def _flags(self, *makers: Action) -> int:
+        first = self.num_flags
         self.num_flags += self.plan.num_microbatches
-        return self.num_flags - self.plan.num_microbatches
+        if makers:
+            self.makers[first] = makers
+        return first
 
     def _result(self, stage: int, direction: Direction) -> int:
-        """The flags of what ``stage`` makes here."""
+        """The flags of the result of ``stage`` at this position."""
         return self.forwards[stage] if direction is FORWARD else self.gradients[stage]
 
-    def _add_communication(self) -> None:
-        for transfer in self.marks.transfers_at[self.position]:
-            if transfer.edge in self.plan.collective_edges:
-                self._add_collective(transfer)
-                continue
-            routes = self.marks.routes_of[transfer.edge, transfer.direction]
-            sent = [route for route in routes if route.lane.source == self.position]
-            received = [route for route in routes if route.lane.destination == self.position]
-            if sent:
-                self._add_messages(transfer, sent, sends=True)
-            if received:
-                self._add_messages(transfer, received, sends=False)
-
-    def _add_messages(self, transfer: Transfer, routes: list[Route], *, sends: bool) -> None:
-        """The rule of one end of the edge's messages, which may have several partners."""
-        received, done = self.marks.received, self._flags()
-        send, receive = _KINDS[transfer.direction]
-        kind = send if sends else receive
-        action = Action(kind, transfer.producer if sends else transfer.consumer, 0, transfer.edge)
-        self.makers[done] = (action,)
-        self.table[kind, transfer.edge.source, transfer.edge.destination] = Rule(
-            action,
-            done,
-            needs=(self._result(transfer.producer, transfer.direction),) if sends else (),
-            messages=tuple(
-                Message(
-                    self.lanes.setdefault((route.lane, sends), len(self.lanes)),
-                    route.base,
-                    route.base if sends else route.base + received,
-                    route.base + received if sends else route.base,
-                )
+    def _add_messages(self, number: int, flow: EdgeFlow) -> None:
+        """The rules of a send and of a receive, each of which may have several partners."""
+        routes = self.ids.routes_of[flow.edge, flow.direction]
+        for kind, stage, sends in zip(
+            MESSAGE_KINDS[flow.direction], (flow.producer, flow.consumer), (True, False), strict=True
+        ):
+            ends = [
+                self._end(route, sends=sends)
                 for route in routes
-            ),
+                if self.position == (route.lane.source if sends else route.lane.destination)
+            ]
+            if ends:
+                action = Action(kind, stage, 0, flow.edge)
+                self.table[kind, flow.edge.source, flow.edge.destination] = ActionRule(
+                    action,
+                    self._flags(action),
+                    needs=(self._result(stage, flow.direction),) if sends else (),
+                    flow=number,
+                    messages=tuple(ends),
+                )
+
+    def _end(self, route: Route, *, sends: bool) -> MessageEnd:
+        rendezvous, shared = self.blocking.rendezvous, self.blocking.lanes == "shared"
+        here, there = (route.sent, route.received) if sends else (route.received, route.sent)
+        partner = route.lane.destination if sends else route.lane.source
+        blocks = rendezvous and not shared
+        return MessageEnd(
+            self.lanes.setdefault((route.lane, sends), len(self.lanes)),
+            route.sent,
+            sets=here if blocks or (sends and not rendezvous) else None,
+            waits=~there if blocks else None,
+            exchange=self.partners.setdefault(partner, len(self.partners)) if shared else None,
         )
 
-    def _add_collective(self, transfer: Transfer) -> None:
-        """Members of the group take part even where they hold neither stage."""
-        edge, direction = transfer.edge, transfer.direction
-        action = Action(ActionKind.COLLECTIVE, transfer.producer, 0, edge, self.plan.collective_edges[edge])
-        done = self._flags()
-        needs = (self._result(transfer.producer, direction),) if self.position in transfer.sources else ()
-        self.makers[done] = (action,)
-        self.collectives[edge, direction] = Rule(action, done, needs)
+    def _add_collective(self, flow: EdgeFlow) -> None:
+        """The rule of a member, which may hold neither stage."""
+        if self.position in flow.members:
+            action = Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)
+            needs = (self._result(flow.producer, flow.direction),) if self.position in flow.sources else ()
+            self.collectives[flow.edge, flow.direction] = ActionRule(action, self._flags(action), needs)
 
     def _add_computes(self, stage: int) -> None:
-        self._add_compute(F, stage, self.forwards[stage], None)
+        self._add_compute(F, stage, self.forwards[stage])
         if stage not in self.plan.forward_only:
-            self._add_compute(B, stage, self.gradients[stage], self.weights[stage])
-            self._add_compute(I, stage, self.gradients[stage], self.halves[stage])
-            self.table[W, stage] = Rule(Action(W, stage, 0), self.weights[stage], needs=(self.halves[stage],))
+            self._add_compute(B, stage, self.gradients[stage], also=self.weights[stage])
+            self._add_compute(I, stage, self.gradients[stage], also=self.halves[stage])
+            joins = self._joins(W, stage)
+            self.table[W, stage] = ActionRule(
+                Action(W, stage, 0), self.weights[stage], needs=(self.halves[stage],), events=joins
+            )
 
-    def _add_compute(self, kind: ActionKind, stage: int, done: int, also: int | None) -> None:
+    def _add_compute(self, kind: ActionKind, stage: int, done: int, also: int | None = None) -> None:
         direction = FORWARD if kind is F else BACKWARD
-        needs: list[int] = []
-        awaits: list[int] = []
-        if direction is BACKWARD:
-            needs.append(self.forwards[stage])
-        for edge in self.plan.graph.stage_edges:
-            if direction is FORWARD and edge.destination == stage:
-                self._need_from(edge.source, edge, direction, needs, awaits)
-            elif direction is BACKWARD and edge.source == stage and edge in self.plan.gradient_edges:
-                self._need_from(edge.destination, edge, direction, needs, awaits)
-        sets: tuple[int, ...] = ()
+        needs = [] if direction is FORWARD else [self.forwards[stage]]
+        events: list[int] = []
+        for flow in self.ids.dataflow.inputs(stage, direction):
+            self._add_input(flow, needs, events)
+        events += self._joins(kind, stage)
         if not self.plan.communicates:
-            sets = (self.marks.made(self.position, stage, forward=direction is FORWARD),)
-        self.table[kind, stage] = Rule(
-            Action(kind, stage, 0), done, tuple(needs), also, sets=sets, awaits=tuple(awaits)
-        )
+            events.append(self.ids.made[self.position, stage, direction])
+        self.table[kind, stage] = ActionRule(Action(kind, stage, 0), done, tuple(needs), also, events=tuple(events))
 
-    def _need_from(self, stage: int, edge: Edge, direction: Direction, needs: list[int], awaits: list[int]) -> None:
-        """Add what a compute needs of ``stage`` along ``edge``: made here, received here, or awaited."""
-        key, position = (edge, direction), self.position
-        transfer = self.marks.transfers.get(key)
-        if transfer is None:  # colocated: each position keeps what it makes
-            needs.append(self._result(stage, direction))
-            return
+    def _add_input(self, flow: EdgeFlow, needs: list[int], events: list[int]) -> None:
+        """Add one input of a compute: made here, received here, or (in a plan of computes) awaited."""
+        position, key = self.position, (flow.edge, flow.direction)
         if key in self.collectives:
             needs.append(self.collectives[key].done)
             return
-        if position in transfer.sources:
-            needs.append(self._result(stage, direction))
-        others = [other for other in transfer.sources if other != position]
+        origins = flow.origins(position)
+        if position in origins:
+            needs.append(self._result(flow.producer, flow.direction))
+        others = [origin for origin in origins if origin != position]
         if not self.plan.communicates:
-            awaits += [self.marks.made(other, stage, forward=direction is FORWARD) for other in others]
+            events += [~self.ids.made[other, flow.producer, flow.direction] for other in others]
         elif others:
-            needs.append(self.table[_KINDS[direction][1], edge.source, edge.destination].done)
-            if not self.rendezvous:
-                awaits += [route.base for route in self.marks.routes_of[key] if route.lane.destination == position]
+            receive = MESSAGE_KINDS[flow.direction][1]
+            needs.append(self.table[receive, flow.edge.source, flow.edge.destination].done)
+            if not self.blocking.rendezvous:
+                routes = self.ids.routes_of[key]
+                events += [~route.sent for route in routes if route.lane.destination == position]
+
+    def _joins(self, kind: ActionKind, stage: int) -> tuple[int, ...]:
+        """The events of a compute of a shared stage: this position has come to it, and waits for the others."""
+        places = self.ids.dataflow.shared.get(stage, ())
+        joined = [self.ids.joined[place, stage, kind] for place in places if place != self.position]
+        return (self.ids.joined[self.position, stage, kind], *(~event for event in joined)) if places else ()

@@ -1,59 +1,88 @@
-"""The proof that a plan can be run: nothing missing, nothing twice, in time, and no cycle of waiting."""
+"""The proof that a plan runs: nothing missing, nothing twice, everything in time, and no deadlock."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from functools import cached_property
 
-from attrs import frozen
+from attrs import field, frozen
 
 from pipegrid.schedules.arguments import require_choice, shown
 from pipegrid.schedules.errors import Fault, PlanError
-from pipegrid.schedules.plan import step_text
-from pipegrid.schedules.plan.plan import Plan, require_plan
+from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.verify.creation import check_creation
-from pipegrid.schedules.verify.deadlock import Program, cycles, play
+from pipegrid.schedules.verify.deadlock import cycles, play
 from pipegrid.schedules.verify.event_ids import EventIds
-from pipegrid.schedules.verify.explain import who_sets
-from pipegrid.schedules.verify.lanes import SharedLane, check_groups, check_lanes, share_lanes
+from pipegrid.schedules.verify.explain import deadlock
+from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.position import PositionVerifier
-from pipegrid.schedules.verify.table import PositionTable
-
-Lanes: TypeAlias = Literal["separate", "shared"]
+from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
 
 
-@frozen
+@frozen(slots=False)
 class Proof:
-    """What `verify` has proved of a plan.
+    """A plan, and what `verify` has proved of it.
 
-    ``communicates`` is False for a plan of computes alone, where what one position makes is taken to reach
-    the others at once. ``peak_live``: per position, the most activations live at once, in microbatches: a
-    stage of n on its position counts 1/n of one and is live from its ``F`` to the end of its ``B`` or ``W``;
-    ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``.
+    ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``peak_live``: per position, the most
+    activations live at once, in microbatches: a stage of n on its position counts 1/n of one and is live from its ``F``
+    to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``.
     """
 
-    num_positions: int
-    num_microbatches: int
+    plan: Plan = field(repr=False)
     num_actions: int
     num_messages: int
-    communicates: bool
     rendezvous: bool
     lanes: Lanes
+    batches: Batches
     peak_live: tuple[float, ...]
     peak_live_inputs: tuple[float, ...]
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the plan."""
+        return self.plan.num_positions
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.plan.num_microbatches
+
+    @property
+    def communicates(self) -> bool:
+        """False for a plan of computes alone, where a result is taken to reach other positions at once."""
+        return self.plan.communicates
+
+    @cached_property
+    def communicators(self) -> tuple[int, ...]:
+        """Per position, the communicators of each of its ranks; on NCCL, each has a stream of its own.
+
+        The formula: lanes that start or end at the position (with shared lanes: positions it exchanges messages with)
+        plus groups it is a member of. A middle position of a chain has 4 separate lanes (activations in and out,
+        gradients in and out), or 2 shared ones. A lane that no message of the plan uses is not counted; nor are the
+        groups inside modules (tensor, context, data parallel) and the pieces of a bridge, which the plan does not name.
+        """
+        lanes: list[set[object]] = [set() for _ in self.plan.positions]
+        for lane in self.plan.lanes:
+            ends = lane.source, lane.destination
+            for position in ends:
+                lanes[position].add(lane if self.lanes == "separate" else frozenset(ends))
+        groups = [position for group in self.plan.groups for position in group.positions]
+        return tuple([len(own) + groups.count(position) for position, own in enumerate(lanes)])
 
     def __str__(self) -> str:
         if not self.communicates:
             blocking = "computes alone"
-        elif self.rendezvous:
-            blocking = f"no deadlock even if sends block, {self.lanes} lanes"
-        else:
+        elif not self.rendezvous:
             blocking = f"no deadlock if sends are buffered, {self.lanes} lanes"
+        else:
+            each = " in the order of each batch" if self.lanes == "separate" and self.batches == "in_order" else ""
+            blocking = f"no deadlock even if sends block{each}, {self.lanes} lanes"
         return (
             f"{self.num_positions} positions, {self.num_microbatches} microbatches, "
             f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
-            f"{blocking}; at most {max(self.peak_live):g} microbatches live on a position"
+            f"{blocking}; at most {max(self.peak_live):g} microbatches live on a position, "
+            f"{max(self.communicators)} communicators per rank"
         )
 
 
@@ -63,45 +92,49 @@ def verify(
     rendezvous: bool = True,
     memory_limit: float | Sequence[float] | None = None,
     lanes: Lanes = "separate",
+    batches: Batches = "in_order",
 ) -> Proof:
-    """Prove that ``plan`` can be run, or list all that is wrong with it.
+    """Prove that ``plan`` can be run, or list all its faults.
 
     Proved: every stage runs each microbatch forward once and backward once (``B``, or ``I`` and later ``W``)
-    on each position that holds it; each compute finds what it needs, made before it on its position or
-    received before it; each message is sent once and received once, in the same order on its lane; groups and
+    on each position that holds it; each compute finds its inputs, made before it on its position or received
+    before it; each message is sent once and received once, in the same order on its lane; groups and
     lanes are created by all their members, and in orders that do not wait for each other; members name a
-    group's collectives in one order; and no positions wait for each other in a cycle.
+    group's collectives in one order; the positions of a stage that lies on several do its computes in one order, as
+    their ranks may communicate inside it; and no positions wait for each other in a cycle.
 
-    ``rendezvous``: a batch of communications holds its position up until all partners have posted the batches
-    with the other ends; inside, a batch is simultaneous. This is the worst that NCCL may do. Without it a
-    send is buffered, a receive is posted, and only the compute that needs the data waits. ``lanes``: with
-    ``"separate"``, each ordered pair of positions has a communicator for activations and one for gradients,
-    and order matters within each; with ``"shared"``, a pair of positions has one, and their batches must
-    match one to one. ``memory_limit``: the most microbatches (as `Proof` counts) that may be live on each
-    position, one number for all or one per position.
+    ``rendezvous``: a position goes on from a message only when its partner has come to the other end of it. This is the
+    worst that NCCL may do. Without it a send is buffered, a receive is posted, and only the compute that needs the data
+    waits. ``lanes``: with ``"separate"``, each ordered pair of positions has a communicator for activations and one for
+    gradients, and order matters within each; with ``"shared"``, a pair of positions has one, and their batches must
+    match one to one. ``batches``: with ``"in_order"``, the messages of a batch block one after the other as written (a
+    GPU that runs one communication kernel at a time, in the order of their launch); with ``"simultaneous"``, none of
+    them waits for another of the batch. A batch on a shared lane is one call, and always simultaneous.
 
-    A plan of computes alone is checked as if data reached other positions at once.
+    A compute of a stage that lies on several positions starts when all of them have come to it. A plan of computes
+    alone is verified as if data reached other positions at once.
 
     Time and memory are linear in the number of actions.
 
     Raises:
-        PlanError: ``faults`` has every fault, with position and step; a cycle is printed action by action. It is
-            looked for only where nothing else is wrong, since otherwise no one can say who waits for whom.
+        PlanError: ``faults`` has every fault, with position and step; a cycle is printed action by action. Cycles are
+            looked for only where nothing else is wrong.
     """
     require_plan(plan)
     require_choice("lanes", lanes, ("separate", "shared"), error=PlanError)
+    require_choice("batches", batches, ("in_order", "simultaneous"), error=PlanError)
     limits = _limits(memory_limit, plan)
     num_steps = sum(map(len, plan.positions))
     if plan.num_microbatches > num_steps:  # a compute is a step; refused before memory for each microbatch is taken
         message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches"
         raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
-    marks = EventIds(plan)
-    checks = [
-        PositionVerifier(PositionTable(marks, position, rendezvous=rendezvous), steps)
-        for position, steps in enumerate(plan.positions)
+    ids = EventIds(plan)
+    blocking = Blocking(rendezvous=rendezvous, lanes=lanes, batches=batches)
+    verifiers = [
+        PositionVerifier(PositionTable(ids, position, blocking), steps) for position, steps in enumerate(plan.positions)
     ]
-    faults = _twins(plan) + list_faults(marks, checks, check_creation(plan, lanes=lanes), lanes=lanes)
-    peaks = tuple(check.peak for check in checks)
+    faults = _twins(plan) + list_faults(ids, verifiers, check_creation(plan, lanes=lanes))
+    peaks = tuple(verifier.peak for verifier in verifiers)
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
         for position, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
@@ -110,20 +143,19 @@ def verify(
     if faults:
         raise PlanError(f"the plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
     return Proof(
-        num_positions=plan.num_positions,
-        num_microbatches=plan.num_microbatches,
-        num_actions=sum(check.num_actions for check in checks),
-        num_messages=sum(len(sent) for check in checks for sent in check.sent.values()),
-        communicates=plan.communicates,
+        plan=plan,
+        num_actions=sum(verifier.num_actions for verifier in verifiers),
+        num_messages=sum(len(sent) for verifier in verifiers for sent in verifier.sent.values()),
         rendezvous=rendezvous,
         lanes=lanes,
+        batches=batches,
         peak_live=peaks,
-        peak_live_inputs=tuple(check.input_peak for check in checks),
+        peak_live_inputs=tuple(verifier.input_peak for verifier in verifiers),
     )
 
 
 def _twins(plan: Plan) -> list[Fault]:
-    """The faults of positions that are one: each is *the* class of ranks with its stages. Any may be empty."""
+    """The faults of positions that hold the same stages: a position is *all* ranks that do. Any may be empty."""
     first: dict[tuple[int, ...], int] = {}
     return [
         Fault(
@@ -165,58 +197,19 @@ def as_limit(memory_limit: float | None) -> float:
         return math.inf
 
 
-def list_faults(
-    marks: EventIds, checks: Sequence[PositionVerifier], creation: Sequence[Fault], *, lanes: Lanes
-) -> list[Fault]:
-    """Every fault of the steps: those found at each position, and those between positions.
+def list_faults(ids: EventIds, verifiers: Sequence[PositionVerifier], creation: Sequence[Fault] = ()) -> list[Fault]:
+    """Every fault of the steps: those of each position, and those between positions.
 
-    The cycles of waiting come last, as they say nothing where anything else, the ``creation`` included, is wrong.
+    Cycles come last, as they mean nothing where anything else, the ``creation`` included, is wrong.
     """
-    faults = [fault for check in checks for fault in check.faults]
-    faults += [*check_lanes(marks, checks), *check_groups(marks, checks), *creation]
+    faults = [fault for verifier in verifiers for fault in verifier.faults]
+    faults += [*check_lanes(ids, verifiers), *check_calls(ids, verifiers), *creation]
+    faults = faults or list(check_exchanges(verifiers))
     if faults:
         return faults
-    programs, exchanges = [check.program for check in checks], list[SharedLane]()
-    if lanes == "shared":
-        shared = share_lanes(marks, [_blocking(check) for check in checks])
-        if shared.faults:
-            return shared.faults
-        if checks[0].rules.rendezvous:
-            programs, exchanges = shared.programs, shared.exchanges
-    return _circle_faults(marks, checks, programs, exchanges)
-
-
-def _blocking(check: PositionVerifier) -> PositionVerifier:
-    """The same steps under a rendezvous: what a buffered send does not wait for must match all the same."""
-    if check.rules.rendezvous:
-        return check
-    return PositionVerifier(PositionTable(check.rules.marks, check.position, rendezvous=True), check.steps)
-
-
-def _circle_faults(
-    marks: EventIds,
-    checks: Sequence[PositionVerifier],
-    programs: Sequence[Program],
-    exchanges: Sequence[SharedLane],
-) -> list[Fault]:
-    at = play(programs, len(marks) + sum(own.most for own in exchanges))
+    programs = [verifier.program for verifier in verifiers]
+    at = play(programs, ids.size)
     if all(index == len(program.operations) for index, program in zip(at, programs, strict=True)):
         return []
-    faults = []
-    for cycle in cycles(programs, at):
-        lines = [
-            f"\n      position {position}, step {step}: {step_text(checks[position].steps[step])} "
-            f"waits for {who_sets(mark, marks, checks, exchanges)}"
-            for position, step, mark in cycle
-        ]
-        position, step, _ = cycle[0]
-        faults.append(
-            Fault(
-                "cycle",
-                f"{len(cycle)} positions wait for each other in a cycle; move one of these actions, or "
-                f"issue what waits as one batch{''.join(lines)}",
-                position,
-                step,
-            )
-        )
-    return faults
+    positions, in_order = [verifier.steps for verifier in verifiers], verifiers[0].table.blocking.in_order
+    return [deadlock(cycle, positions, in_order=in_order) for cycle in cycles(programs, at)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import (
     BridgeError,
+    CompletionError,
     DestroyedError,
     LaneTotalsError,
     NoBackwardError,
@@ -533,3 +535,49 @@ def test_a_receive_that_nobody_answers_ends_at_the_deadline():
     torch.distributed.barrier()
     bridge.destroy()
     assert not [thread for thread in threading.enumerate() if thread.name == "pipegrid-progress"]
+
+
+@pytest.mark.ranks(3, deadline=40)
+def test_a_completion_ends_at_the_deadline_and_names_the_ranks(ranks):
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, tp=2), config=P2PConfig(deadline=2.0, open_deadline=20.0))
+    if ranks.rank == 0:
+        bridge.isend_forward(torch.zeros(2, 2, 2))
+    elif ranks.rank == 1:
+        start = time.monotonic()
+        receive = bridge.irecv_forward()
+        with pytest.raises(CompletionError, match=r"^rank 1, bridge src>dest: the copies on ranks \[2\] .* not within"):
+            receive.wait()
+        assert time.monotonic() - start < 4.0
+        ranks.store.set("over", "yes")
+    ranks.store.wait(["over"])
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3, deadline=40)
+def test_an_abort_ends_a_completion_with_its_reason(ranks):
+    bridge = whole_world(grid(dp=1), grid(1, tp=2))
+    if ranks.rank == 0:
+        bridge.isend_forward(torch.zeros(2, 2, 2))
+    elif ranks.rank == 1:
+        receive = bridge.irecv_forward()
+        threading.Timer(0.3, bridge.abort, ["rank 2 raised ValueError"]).start()
+        with pytest.raises(CompletionError, match=r"ranks \[2\] .* ended here: rank 2 raised ValueError"):
+            receive.wait()
+        ranks.store.set("over", "yes")
+    ranks.store.wait(["over"])
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_copies_complete_though_one_is_slow_to_ask(ranks):
+    bridge = whole_world(grid(dp=1), grid(1, tp=2))
+    whole = torch.arange(8.0).view(2, 2, 2)
+    if ranks.rank == 0:
+        bridge.send_forward(whole)
+    else:
+        receive = bridge.irecv_forward()
+        if ranks.rank == 1:
+            ranks.store.wait(["rank 2 has it"])
+        assert torch.equal(receive.result(), whole)
+        ranks.store.set("rank 2 has it", "yes")
+    bridge.destroy()

@@ -4,30 +4,51 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.bridge.wiring import BridgeWiring, with_lanes
+from pipegrid.bridges.bridge.wiring import BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config, renew_lanes
-    from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
+    from pipegrid.bridges.bridge.receive import (
+        BridgeReceive,
+        BridgeSend,
+        LandingQueue,
+        first_failure,
+        holds_host,
+        new_stream,
+        whole_message,
+    )
 
 __all__ = [
     "BridgeCommunicator",
     "BridgeReceive",
     "BridgeSend",
     "BridgeWiring",
+    "LandingQueue",
+    "first_failure",
+    "group_spec",
+    "holds_host",
     "lane_config",
+    "new_stream",
     "renew_lanes",
+    "whole_message",
     "with_lanes",
 ]
+
+_IN_RECEIVE = (
+    "BridgeReceive",
+    "BridgeSend",
+    "LandingQueue",
+    "first_failure",
+    "holds_host",
+    "new_stream",
+    "whole_message",
+)
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "BridgeCommunicator": "communicator",
-        "BridgeReceive": "receive",
-        "BridgeSend": "receive",
-        "lane_config": "communicator",
-        "renew_lanes": "communicator",
+        **dict.fromkeys(("BridgeCommunicator", "lane_config", "renew_lanes"), "communicator"),
+        **dict.fromkeys(_IN_RECEIVE, "receive"),
     },
 )

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, LandingQueue, whole_message
+from pipegrid.bridges.bridge.receive import (
+    BridgeReceive,
+    BridgeSend,
+    Landed,
+    LandingQueue,
+    first_failure,
+    holds_host,
+    whole_message,
+)
 from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, Route, ShapeExchange
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.checks import as_flag, as_integers, as_text, shown
@@ -684,16 +692,6 @@ class _Incoming:
 def _note(handle: Any) -> str:
     note: str = handle.note
     return note
-
-
-def holds_host(backend: str, device: torch.device) -> bool:
-    """Whether waiting for a transfer holds the host, rather than a stream."""
-    return device.type == "cpu" and "gloo" in backend
-
-
-def first_failure(lanes: Mapping[Any, Lane]) -> object | None:
-    """The error of the first lane that has failed; None while all live."""
-    return next((lane.error for lane in lanes.values() if lane.error is not None), None)
 
 
 def renew_lanes(lanes: Iterable[Lane]) -> None:

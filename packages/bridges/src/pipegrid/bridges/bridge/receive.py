@@ -14,6 +14,7 @@ from attrs import Factory, define
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.bridges.steps import Completing
+from pipegrid.transport.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import current_stream, follow, mark, used_here, working_on
 
@@ -76,7 +77,7 @@ class LandingQueue:
         deadline: seconds of waiting for a completion.
         copies: the ranks that complete each other; empty where there is nothing to complete.
         by_itself: receives land without a wait.
-        failure: the error that ended a lane of this edge; None while all live.
+        failure: the error of the first lane of this edge that failed; None while all live.
         stream: where receives land, beside the stream that computes; None is the current one.
         waiting: receives that have not landed.
         ended: why the communicator was ended.
@@ -117,12 +118,13 @@ class LandingQueue:
         Raises:
             CompletionError: a copy died or did not come before the deadline, or the communicator was ended.
         """
-        end = time.monotonic() + (self.deadline if seconds is None else seconds)
+        seconds = self.deadline if seconds is None else seconds
+        end = time.monotonic() + seconds
         for step in completing:
             try:
                 # Streams order themselves. On a CPU the wait is cut in short ones, to see the end of the communicator.
                 if self.device.type == "cpu":
-                    self._hold(step, end)
+                    self._hold(step, end, seconds)
                 with torch.no_grad():
                     step.finish()
             except RuntimeError as error:
@@ -130,20 +132,22 @@ class LandingQueue:
                     raise
                 raise self._error(f"a rank died, or its connection was closed ({_first_line(error)})") from error
 
-    def _hold(self, step: Completing, end: float) -> None:
+    def _hold(self, step: Completing, end: float, seconds: float) -> None:
         while not step.wait(min(_LOOK_SECONDS, end - time.monotonic())):
             if self.ended is not None:
                 raise self._error(f"the communicator was ended here: {self.ended}")
-            failure = self.failure()
-            if failure is not None:
-                raise self._error(f"a lane of the edge failed: {_first_line(failure)}")
             if time.monotonic() >= end:
-                raise self._error("the deadline is over; one of them is late, or waits for another rank itself")
+                raise self._error(
+                    f"not within {seconds:.3g} s; one of them has failed, or waits for another rank itself"
+                )
 
     def _error(self, cause: str) -> CompletionError:
         others = [rank for rank in self.copies if rank != self.rank]
+        failure = self.failure()
+        lane = "" if failure is None else f" (a lane of this edge failed: {_first_line(failure)})"
         return CompletionError(
-            f"rank {self.rank}, {self.name}: the copies on ranks {others} did not complete this rank's tensor: {cause}"
+            f"rank {self.rank}, {self.name}: the copies on ranks {others} did not complete this rank's tensor: "
+            f"{cause}{lane}"
         )
 
 
@@ -345,3 +349,13 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
         return None
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
+
+
+def holds_host(backend: str, device: torch.device) -> bool:
+    """Whether waiting for a transfer holds the host, rather than a stream."""
+    return device.type == "cpu" and "gloo" in backend
+
+
+def first_failure(lanes: Mapping[Any, Lane]) -> object | None:
+    """The error of the first lane that has failed; None while all live."""
+    return next((lane.error for lane in lanes.values() if lane.error is not None), None)

@@ -113,4 +113,4 @@ def _needs_collective(source: Side, destination: Side, position_of: Mapping[int,
 
 def _held(side: Side) -> object:
     """What says which rank holds what."""
-    return side.base, side.dims, side.lane_weights
+    return side.base, side.dims, side.lane_weights, side.members

@@ -142,8 +142,9 @@ class Side:
     """The ranks of one side of a boundary and what each holds.
 
     ``dims`` stand major first: where two dims shard one axis, the later one cuts what the earlier one left.
-    The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``. ``lane_weights`` says in which
-    proportion the data lanes share the batch (equally, unless given): for instance samples per lane.
+    The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``, or, with ``members``, the one at that
+    index of them. ``lane_weights`` says in which proportion the data lanes share the batch (equally, unless given):
+    for instance samples per lane.
 
     Make one with `boundary_side`.
     """
@@ -152,6 +153,7 @@ class Side:
     base: int
     dims: tuple[SideDim, ...]
     lane_weights: tuple[int, ...] | None = field(default=None, converter=_as_weights, kw_only=True)
+    members: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         as_text(self.name, "the name of a side")
@@ -275,7 +277,8 @@ class Side:
         return itertools.product(*(range(dim.size) for dim in self.dims))
 
     def _rank_at(self, coords: Sequence[int]) -> int:
-        return self.base + sum(c * dim.stride for c, dim in zip(coords, self.dims, strict=True))
+        place = self.base + sum(c * dim.stride for c, dim in zip(coords, self.dims, strict=True))
+        return place if self.members is None else self.members[place]
 
 
 @lru_cache(maxsize=256)

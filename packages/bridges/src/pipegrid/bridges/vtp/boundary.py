@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from attrs import frozen
 
@@ -35,6 +36,13 @@ class VTPStage:
         """In how many parts the ranks hold the sequence."""
         return len(self.ranks) if self.cuts_sequence else 1
 
+    @property
+    def side(self) -> Side:
+        """The stage as a side of a boundary."""
+        placement: Placement = Sharded("s") if self.cuts_sequence else Replicated()
+        size = len(self.ranks)
+        return Side(self.name, 0, (SideDim("tp", size, 1, placement),) if size > 1 else (), members=self.ranks)
+
 
 @frozen
 class Crossing:
@@ -53,7 +61,7 @@ class Crossing:
     completion: Completion | None
 
 
-@frozen
+@frozen(slots=False)
 class VTPBoundary:
     """Between ``source``, which makes the activation, and ``destination``; ``axis`` is the sequence's.
 
@@ -84,10 +92,14 @@ class VTPBoundary:
 
     def peers(self, rank: int, direction: Direction) -> tuple[int, ...]:
         """The ranks with which ``rank`` exchanges something in that direction, whatever the sizes, ascending."""
-        src, dst = self._sides()
-        slot = self._slots.index(rank)
-        pairs = routes(src, dst, _AXES, backward=direction is Direction.BACKWARD, rank=slot)
-        return tuple(sorted(self._slots[a if b == slot else b] for a, b in pairs))
+        src, dst = self._sides
+        pairs = routes(src, dst, _AXES, backward=direction is Direction.BACKWARD, rank=rank)
+        return tuple(sorted(a if b == rank else b for a, b in pairs))
+
+    def copies(self, direction: Direction) -> tuple[int, ...]:
+        """The ranks that complete each other when they receive in that direction; none where each has its own part."""
+        stage = self.receiver(direction)
+        return tuple(sorted(stage.ranks)) if stage.parts < len(stage.ranks) else ()
 
     def whole(self, shape: Sequence[int], rank: int) -> Shape:
         """The shape of the whole tensor of which ``rank`` holds a part of ``shape``.
@@ -120,46 +132,32 @@ class VTPBoundary:
 
     def crossing(self, whole: Sequence[int], direction: Direction, rank: int) -> Crossing:
         """What ``rank`` sends, or receives and completes, of a tensor of the shape ``whole``."""
-        slot = self._slots.index(rank)
-        src, dst = self._sides()
-        plan = plan_reshard(
-            src, dst, Sizes(self._view(whole), axes=_AXES), backward=direction is Direction.BACKWARD, rank=slot
-        )
+        src, dst = self._sides
+        sizes = Sizes(self._view(whole), axes=_AXES)
+        plan = plan_reshard(src, dst, sizes, backward=direction is Direction.BACKWARD, rank=rank)
         shape = list(whole)
         parts = self.stage_of(rank).parts
         if parts > 1:
             shape[self.axis] //= parts
         if self.sends(rank, direction):
-            found = {peer: tuple(m.source_box for m in ms) for peer, ms in plan.sends(slot).items()}
-            view = plan.source_shape(slot)
+            boxes = {peer: tuple(m.source_box for m in ms) for peer, ms in plan.sends(rank).items()}
+            view = plan.source_shape(rank)
         else:
-            found = {peer: tuple(m.destination_box for m in ms) for peer, ms in plan.receives(slot).items()}
-            view = plan.destination_shape(slot)
-        steps = [
-            Completion(tuple(self._slots[s] for s in step.ranks), step.boxes)
-            for step in plan.completions
-            if slot in step.ranks
-        ]
+            boxes = {peer: tuple(m.destination_box for m in ms) for peer, ms in plan.receives(rank).items()}
+            view = plan.destination_shape(rank)
         return Crossing(
-            tuple(shape),
-            view,
-            {self._slots[peer]: boxes for peer, boxes in found.items()},
-            steps[0] if steps else None,
+            tuple(shape), view, boxes, next((step for step in plan.completions if rank in step.ranks), None)
         )
 
     def _view(self, whole: Sequence[int]) -> Shape:
-        """Where nobody cuts the sequence, the elements in one row: then slices lie in one piece in memory."""
+        """Three axes; the elements in one row where no side cuts the sequence, since slices are then contiguous."""
         if self.source.parts == self.destination.parts == 1:
             return (1, 1, math.prod(whole))
         return (math.prod(whole[: self.axis]), whole[self.axis], math.prod(whole[self.axis + 1 :]))
 
-    @property
-    def _slots(self) -> tuple[int, ...]:
-        """The ranks, numbered through both sides: what the plan knows them by, since they may lie anywhere."""
-        return (*self.source.ranks, *self.destination.ranks)
-
+    @cached_property
     def _sides(self) -> tuple[Side, Side]:
-        return _side(self.source, 0), _side(self.destination, len(self.source.ranks))
+        return self.source.side, self.destination.side
 
 
 def check_sequence(length: int, name: str, parts: int) -> None:
@@ -173,9 +171,3 @@ def check_sequence(length: int, name: str, parts: int) -> None:
             f"a sequence of {length} cannot be cut in {parts} equal parts for the tensor-parallel ranks of {name}; "
             f"pad it to {length + parts - length % parts}, or declare {name} without sequence parallelism"
         )
-
-
-def _side(stage: VTPStage, base: int) -> Side:
-    placement: Placement = Sharded("s") if stage.cuts_sequence else Replicated()
-    size = len(stage.ranks)
-    return Side(stage.name, base, (SideDim("tp", size, 1, placement),) if size > 1 else ())

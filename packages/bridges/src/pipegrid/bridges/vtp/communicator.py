@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge import BridgeSend, renew_lanes
+from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, new_stream, renew_lanes
 from pipegrid.bridges.checks import as_kind, as_text, as_tuple
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.steps import gather_flat
+from pipegrid.bridges.steps import abort_groups, gather_flat
 from pipegrid.bridges.vtp.peers import Peers, Ranks, require_stage
-from pipegrid.bridges.vtp.receive import VTPReceive, new_stream
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.bridges.vtp.traffic import BoundaryTraffic
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
@@ -30,7 +29,7 @@ from pipegrid.transport.payload import is_single_shape
 from pipegrid.transport.protocol import Handle
 
 _F, _B = Direction.FORWARD, Direction.BACKWARD
-Requests = dict[str, VTPReceive]
+Requests = dict[str, BridgeReceive]
 
 
 class VTPCommunicator:
@@ -84,7 +83,7 @@ class VTPCommunicator:
         backend, self.device = resolve_device(backend, device)
         boundaries = topology.boundaries(self.replica)
         self._traffic = {
-            boundary.edge: BoundaryTraffic(boundary, self.rank, label)
+            boundary.edge: BoundaryTraffic(boundary, self.rank, label, variable=self.config.shape_mode == "header")
             for boundary in boundaries
             if self.rank in (*boundary.source.ranks, *boundary.destination.ranks)
         }
@@ -104,7 +103,14 @@ class VTPCommunicator:
             raise
         stream = new_stream(self.device)
         for traffic in self._traffic.values():
-            traffic.attach(self.lanes, self._groups, self.device, stream)
+            traffic.attach(
+                self.lanes,
+                self._groups,
+                backend=backend,
+                device=self.device,
+                deadline=self.config.deadline,
+                stream=stream,
+            )
 
     def _make_groups(self, backend: str) -> dict[GroupSpec, dist.ProcessGroup]:
         groups = create_groups(
@@ -173,7 +179,7 @@ class VTPCommunicator:
         """
         return BridgeSend(self._of_edge(edge, direction, sends=True).isend(payload, direction))
 
-    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> VTPReceive:
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> BridgeReceive:
         """Start receiving the next tensor of ``edge`` in that direction.
 
         ``shapes`` is the one shape that this rank expects to get.
@@ -212,24 +218,27 @@ class VTPCommunicator:
     def renew_shapes(self) -> None:
         """Let the next message of every lane agree on shapes anew; all ranks call it between two steps."""
         renew_lanes(self.lanes.values())
+        for traffic in self._traffic.values():
+            traffic.forget_shapes()
 
     def abort(self, reason: str) -> None:
-        """End all lanes at once and tell the other stages why; completions that are waited for end as well."""
-        self._tell_receives(reason)
+        """End all lanes and completions at once and tell the other stages why."""
+        self._end_completions(reason)
+        abort_groups(self._groups.values())
         self.lanes.abort(reason)
 
     def close(self) -> None:
         """End the lanes and free the groups. Twice is harmless."""
         if not self._ended:
             self._ended = True
-            self._tell_receives("closed")
+            self._end_completions("closed")
             self.lanes.close()
             destroy_groups(self._groups)
 
-    def _tell_receives(self, reason: str) -> None:
+    def _end_completions(self, reason: str) -> None:
         for traffic in self._traffic.values():
             for queue in traffic.queues.values():
-                queue.ended = queue.ended or reason
+                queue.end(reason)
 
     def _require_alive(self) -> None:
         if self._ended:
@@ -334,7 +343,7 @@ class VTPCommunicator:
         receive = self._start_receive(shape, self._settings(config), name, edge)
         return (receive.tensor, {name: receive}) if async_op else receive.result()
 
-    def _start_receive(self, shape: Any, settings: P2PConfig, name: str, edge: Edge | None) -> VTPReceive:
+    def _start_receive(self, shape: Any, settings: P2PConfig, name: str, edge: Edge | None) -> BridgeReceive:
         self._require_alive()
         if settings.pipeline_dtype is None:
             subject = "pipeline_dtype" if name == "recv_prev" else "dtype"
@@ -517,12 +526,12 @@ class VTPCommunicator:
             return None
         return self._exchange("backward-send-forward-recv", input_tensor_grads, _B, tensor_shapes)
 
-    def _irecv_next(self, direction: Direction, shapes: Any) -> Callable[[], VTPReceive]:
+    def _irecv_next(self, direction: Direction, shapes: Any) -> Callable[[], BridgeReceive]:
         name, edge = ("recv_prev", self._peers.previous()) if direction is _F else ("recv_next", self._peers.next())
         found = require_stage(edge, self.stage, name, ring=self.topology.ring)
         return lambda: self.irecv(edge=found, direction=direction, shapes=shapes)
 
-    def _received(self, timer: str, start: Callable[[], VTPReceive]) -> torch.Tensor:
+    def _received(self, timer: str, start: Callable[[], BridgeReceive]) -> torch.Tensor:
         with _timed(self.config, timer):
             return start().result()
 

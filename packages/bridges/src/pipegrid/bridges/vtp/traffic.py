@@ -1,41 +1,45 @@
-"""One rank's lanes across one boundary of the variable-TP pipeline, and the groups in which its copies complete."""
+"""One rank's messages across one boundary of the variable-TP pipeline, in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge.wiring import group_spec
+from pipegrid.bridges.bridge import BridgeReceive, LandingQueue, first_failure, group_spec, holds_host, whole_message
+from pipegrid.bridges.bridge.receive import Landed
 from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard import Completion
-from pipegrid.bridges.steps import Completing, pack
+from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.bridges.vtp.boundary import Crossing, Shape, VTPBoundary
-from pipegrid.bridges.vtp.receive import LandingQueue, VTPReceive, encode_shape
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.handle import ReceiveTransfer, Transfer
+from pipegrid.transport.handle import Transfer
+from pipegrid.transport.lane import Lane
 from pipegrid.transport.opening import Lanes
+from pipegrid.transport.protocol import ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 
 _MOST_KNOWN = 256  # crossings kept for shapes that come back
 
 
 class BoundaryTraffic:
-    """Sends and receives of ``rank`` across ``boundary``, in both directions.
+    """Sends and receives of ``rank`` across ``boundary``.
 
-    Every message carries the shape of the whole tensor as the key of its payload, so the first one (or, where shapes
-    vary, each one) tells the receiver all that it needs, and later ones are payload only.
+    The shape of the whole tensor is the note of its messages: the first one (or, where shapes vary, each one) tells the
+    receiver all that it needs, and every message is one plain tensor.
     """
 
-    def __init__(self, boundary: VTPBoundary, rank: int, label: str) -> None:
-        self.boundary, self.rank = boundary, rank
+    def __init__(self, boundary: VTPBoundary, rank: int, label: str, *, variable: bool) -> None:
+        self.boundary, self.rank, self.variable = boundary, rank, variable
         self.label = f"{label}/{boundary.edge}"
-        self._peers = {direction: boundary.peers(rank, direction) for direction in Direction}
         self._known: dict[tuple[Shape, Direction], Crossing] = {}
-        self._lanes: Lanes | None = None
+        self._announced: dict[Direction, Shape] = {}
+        self._specs = {
+            direction: {peer: self._spec(peer, direction) for peer in boundary.peers(rank, direction)}
+            for direction in Direction
+        }
+        self._to: dict[Direction, dict[int, Lane]] = {}
         self.queues: dict[Direction, LandingQueue] = {}
 
     def __str__(self) -> str:
@@ -48,14 +52,12 @@ class BoundaryTraffic:
     @property
     def lane_specs(self) -> tuple[LaneSpec, ...]:
         """The lanes of this rank."""
-        return tuple(self._spec(peer, direction) for direction in Direction for peer in self._peers[direction])
+        return tuple(spec for specs in self._specs.values() for spec in specs.values())
 
     def _completion_group(self, direction: Direction) -> GroupSpec | None:
-        """The ranks with which this one completes what it receives; None where it receives a part of its own."""
-        stage = self.boundary.receiver(direction)
-        if self.rank not in stage.ranks or stage.parts == len(stage.ranks):
-            return None
-        return group_spec(stage.ranks, self.label, f"complete/{direction.value}")
+        """The group in which this rank completes what it receives; None where it receives a part of its own."""
+        copies = self.boundary.copies(direction)
+        return group_spec(copies, self.label, f"complete/{direction.value}") if self.rank in copies else None
 
     @property
     def group_specs(self) -> tuple[GroupSpec, ...]:
@@ -66,30 +68,31 @@ class BoundaryTraffic:
         self,
         lanes: Lanes,
         groups: Mapping[GroupSpec, dist.ProcessGroup],
+        *,
+        backend: str,
         device: torch.device,
+        deadline: float,
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Use these lanes and groups, which hold this rank's; land on ``stream``."""
-        self._lanes = lanes
-        for direction in Direction:
+        self._batch, self._groups = lanes.batch, groups
+        for direction, specs in self._specs.items():
+            self._to[direction] = own = {peer: lanes[spec] for peer, spec in specs.items()}
             if self.boundary.sends(self.rank, direction):
                 continue
-            group = self._completion_group(direction)
+            copies = self.boundary.copies(direction)
             self.queues[direction] = LandingQueue(
-                where=str(self),
-                rank=self.rank,
-                device=device,
-                crossing_of=partial(self._crossing, direction=direction),
-                complete=partial(self._complete, group=None if group is None else groups[group]),
-                completes=group is not None,
+                str(self),
+                self.rank,
+                device,
+                deadline,
+                copies=copies,
+                by_itself=bool(copies) and holds_host(backend, device),
+                failure=lambda own=own: first_failure(own),  # type: ignore[misc]
                 stream=stream,
             )
 
-    def _complete(self, step: Completion, view: torch.Tensor, *, group: dist.ProcessGroup | None) -> Completing:
-        assert group is not None
-        return Completing(step, view, group, rank=self.rank, dtype=view.dtype)
-
-    def _crossing(self, whole: Shape, *, direction: Direction) -> Crossing:
+    def _crossing(self, whole: Shape, direction: Direction) -> Crossing:
         key = whole, direction
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
@@ -98,11 +101,9 @@ class BoundaryTraffic:
             self._known[key] = self.boundary.crossing(whole, direction, self.rank)
         return self._known[key]
 
-    @property
-    def lanes(self) -> Lanes:
-        """The lanes."""
-        assert self._lanes is not None
-        return self._lanes
+    def forget_shapes(self) -> None:
+        """Announce the next message anew."""
+        self._announced.clear()
 
     def isend(self, tensor: torch.Tensor, direction: Direction) -> list[Transfer]:
         """Start sending this rank's share of a tensor; one handle per peer.
@@ -117,20 +118,20 @@ class BoundaryTraffic:
                 f"gradient that there is none of"
             )
         whole = self.boundary.whole(tensor.shape, self.rank)
-        crossing = self._crossing(whole, direction=direction)
+        crossing = self._crossing(whole, direction)
         view = tensor.detach().reshape(crossing.view)
-        text = encode_shape(whole)
-        with self.lanes.batch():
-            return [
-                self.lanes[self._spec(peer, direction)].isend(
-                    {text: pack(view, crossing.peers.get(peer, ()), view.dtype)}
-                )
-                for peer in self._peers[direction]
-            ]
+        note = None if not self.variable and self._announced.get(direction) == whole else encode_shape(whole)
+        pieces = [
+            (lane, pack(view, crossing.peers.get(peer, ()), view.dtype)) for peer, lane in self._to[direction].items()
+        ]
+        with self._batch():
+            sending = [lane.isend(flat, note=note) for lane, flat in pieces]
+        self._announced[direction] = whole
+        return sending
 
     def irecv(
         self, direction: Direction, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> VTPReceive:
+    ) -> BridgeReceive:
         """Start receiving the next tensor.
 
         Args:
@@ -138,15 +139,65 @@ class BoundaryTraffic:
             shape: of this rank's tensor, if the caller knows it: anything else that comes is a ShapeError.
             dtype: likewise; with both there is a tensor to hand out at once.
         """
-        queue = self.queues[direction]
-        whole = None if shape is None else self.boundary.whole(shape, self.rank)
+        queue, lanes = self.queues[direction], self._to[direction]
+        expected = None if shape is None else self.boundary.whole(shape, self.rank)
         out = None
         if shape is not None and dtype is not None:
             wants_grad = dtype.is_floating_point or dtype.is_complex
             out = torch.empty(tuple(shape), dtype=dtype, device=queue.device, requires_grad=wants_grad)
 
-        def post() -> dict[int, ReceiveTransfer]:
-            with self.lanes.batch():
-                return {peer: self.lanes[self._spec(peer, direction)].irecv() for peer in self._peers[direction]}
+        def post() -> dict[int, ReceiveHandle]:
+            with self._batch():
+                return {peer: lane.irecv() for peer, lane in lanes.items()}
 
-        return VTPReceive(queue, post, whole=whole, out=out)
+        return BridgeReceive(queue, post, lambda handles: self._filled(handles, direction, expected, out), tensor=out)
+
+    def _filled(
+        self,
+        handles: Mapping[int, ReceiveHandle],
+        direction: Direction,
+        expected: Shape | None,
+        out: torch.Tensor | None,
+    ) -> Landed:
+        """This rank's tensor with the messages in their places, and its completion under way."""
+        arrived = {peer: handle.result().detach() for peer, handle in handles.items()}
+        wholes = {decode_shape(handle.note) for handle in handles.values()}  # type: ignore[attr-defined]
+        dtypes = {flat.dtype for flat in arrived.values()}
+        if len(wholes) > 1 or len(dtypes) > 1:
+            raise ShapeError(
+                f"{self}: the peers of rank {self.rank} send parts of different tensors: shapes {sorted(wholes)}, "
+                f"dtypes {sorted(map(str, dtypes))}; the ranks of a stage send one"
+            )
+        (whole,), (dtype,) = wholes, dtypes
+        crossing = self._crossing(whole, direction)
+        if expected not in {None, whole}:
+            raise ShapeError(
+                f"{self}: rank {self.rank} expects shape {self._crossing(expected or (), direction).shape}, but "
+                f"{crossing.shape} comes; give the shape that the other stage sends"
+            )
+        if out is None:
+            if len(arrived) == 1 and crossing.completion is None:
+                ((peer, flat),) = arrived.items()
+                received = whole_message(flat, crossing.shape, crossing.peers.get(peer, ()))
+                if received is not None:
+                    return received, ()
+            out = torch.empty(crossing.shape, dtype=dtype, device=self.queues[direction].device)
+        elif out.dtype is not dtype:
+            raise ShapeError(f"{self}: rank {self.rank} expects {out.dtype}, but {dtype} comes")
+        view = out.detach().view(crossing.view)
+        for peer, boxes in crossing.peers.items():
+            unpack(arrived[peer], boxes, view)
+        group = self._completion_group(direction)
+        if crossing.completion is None or group is None:
+            return out, ()
+        return out, [Completing(crossing.completion, view, self._groups[group], rank=self.rank, dtype=dtype)]
+
+
+def encode_shape(whole: Shape) -> str:
+    """A shape as the note of a message."""
+    return ",".join(map(str, whole))
+
+
+def decode_shape(text: str) -> Shape:
+    """From text."""
+    return tuple(int(extent) for extent in text.split(",") if extent)

@@ -101,11 +101,17 @@ FORMS = {
     "v_half": Form(
         v_half,
         2,
-        lambda p: 1 if p == 2 else (3 * p - 5) / 2 if p % 2 == 0 else (3 * p - 4) / 2,
+        lambda p: 0.5 if p == 2 else (3 * p - 7) / 2 if p % 2 == 0 else (3 * p - 4) / 2,
         lambda p, m: m >= p,
         lambda p, m: min(m, (p + 2) // 2),
     ),
-    "v_min": Form(v_min, 2, lambda p: 2 * p - 2.5, lambda p, m: m >= p, lambda p, m: min(m, (p + 4) // 3)),
+    "v_min": Form(
+        v_min,
+        2,
+        lambda p: 0.5 if p == 2 else 2 * p - (7, 5, 9)[p % 3] / 2,
+        lambda p, m: m >= p,
+        lambda p, m: min(m, (p + 4) // 3),
+    ),
     # Serialized: the paper's formula credits the overlap of F and B, here a pair takes F + B.
     "dualpipe_v": Form(dualpipe_v, 2, lambda p: (p - 1) / 2, lambda p, m: m >= 2 * p, lambda p, m: min(m, p + 0.5)),
     "u_shape": Form(u_shape, 2, lambda p: 3 * p - 4, lambda p, m: m >= 2, lambda p, m: min(m, p)),

@@ -230,9 +230,18 @@ def test_v_half_and_v_min_hold_their_memory_and_their_bubble():
         if m >= p:
             assert peak(half) == min(m, (p + 2) // 2)
             assert peak(least) == min(m, (p + 4) // 3)
-            bubble = {1: 0, 2: 1}.get(p, (3 * p - 5 + p % 2) / 2)
-            assert times(half)[0] == 3 * m + bubble
-            assert times(least)[0] == 3 * m + (2 * p - 2.5 if p > 1 else 0)
+            # What the authors' own programs reach at c live microbatches, in passes of a chunk.
+            for plan, c in ((half, (p + 2) // 2), (least, (p + 4) // 3)):
+                bubble = max(6 * p - 1 - 6 * c, (p - 1) + 2 * (p - c)) if p > 2 else p - 1
+                assert times(plan)[0] == 3 * m + bubble / 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "m", "chunk_passes"),
+    [(v_half, 4, 8, 53), (v_half, 8, 24, 161), (v_min, 6, 18, 125)],
+)
+def test_v_schedules_are_as_short_as_the_papers_programs(schedule, p, m, chunk_passes):
+    assert 2 * times(schedule(p, m))[0] == chunk_passes
 
 
 @pytest.mark.nightly

@@ -13,6 +13,7 @@ and 4 (V-Min, V-Half, V-ZB; appendix on squeezing and on placing ``W``).
 from __future__ import annotations
 
 from collections import deque
+from typing import TypeAlias
 
 from attrs import frozen
 
@@ -27,17 +28,21 @@ def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
     """Half the memory of 1F1B, and half its bubble.
 
     At most ``(P+2)//2`` microbatches live on a position (a chunk counts a half). With ``F = I = W`` the
-    bubble is ``(3P-5)/2`` passes of a whole stage for even P of at least 4, ``(3P-4)/2`` for odd P of at
-    least 3, and 1 for P = 2, for any M of at least P.
+    bubble is ``(3P-7)/2`` passes of a whole stage for even P of at least 4, ``(3P-4)/2`` for odd P of at
+    least 3, and 1/2 for P = 2, for any M of at least P.
 
-    Source: see this file's heading; the forward goes down one slot a hop and up two, and so does the
-    gradient, which makes a microbatch's two lifetimes on every position equal in sum.
+    Source: see this file's heading; the hops of the upward forward and of the last pass take two slots, so
+    that a microbatch's two lifetimes on a position have the same sum on every position.
 
     Raises:
         PlanError: a size below 1.
     """
-    turns = (0, 0, 0) if num_positions % 2 else (2, 0, 3)
-    block = _Block((1, 2, 1, 2), turns)
+    if num_positions % 2:
+        block = _Block(((1, 1), (1, 2), (1, 1), (1, 2)), (1, 1, 1), ahead=num_positions)
+    elif num_positions == 2:
+        block = _Block(((1, 1), (2, 2), (1, 1), (2, 2)), (2, 0, 3), ahead=num_positions)
+    else:
+        block = _Block(((1, 1), (1, 2), (2, 1), (1, 2)), (1, 3, 1), ahead=num_positions)
     return _v_plan(num_positions, num_microbatches, block, limit=2 * ((num_positions + 2) // 2))
 
 
@@ -46,17 +51,17 @@ def v_min(num_positions: Count, num_microbatches: Count) -> Plan:
     """A third of the memory of 1F1B, and two thirds of its bubble.
 
     At most ``(P+4)//3`` microbatches live on a position (a chunk counts a half), the least that keeps the
-    steady phase without bubbles. With ``F = I = W`` the bubble is ``2P - 5/2`` passes of a whole stage, for
-    any M of at least P.
+    steady phase without bubbles. With ``F = I = W`` the bubble is ``2P - x/2`` passes of a whole stage, with
+    ``x`` 7, 5 and 9 for P of 3k, 3k+1 and 3k+2 (P = 2: 1/2), for any M of at least P.
 
-    Source: see this file's heading; every hop takes one slot. Where 3 divides P, a microbatch would meet
-    another in the same slot, so it waits at two of its turns.
+    Source: see this file's heading; every hop takes one slot. Where that would put two passes into the same
+    slot of a position, the hop between the first two positions takes two slots, or three.
 
     Raises:
         PlanError: a size below 1.
     """
-    turns = (0, 0, 0) if num_positions % 3 else (1, 0, 2)
-    block = _Block((1, 1, 1, 1), turns)
+    first = (2, 1, 3)[num_positions % 3]
+    block = _Block(((first, 1),) * 4, (0, 0, 0), ahead=num_positions // 3)
     return _v_plan(num_positions, num_microbatches, block, limit=2 * ((num_positions + 4) // 3))
 
 
@@ -66,22 +71,34 @@ PERIOD = 6
 
 @frozen
 class _Block:
-    """Slots per hop in each of the four passes, and slots waited at each of the three turns between them."""
+    """One microbatch's way through the V, in slots.
 
-    hops: tuple[int, int, int, int]
+    ``hops``: for each of the four passes, the slots of the hop between the first two positions, and of every
+    other hop. ``turns``: slots waited between one pass and the next. ``ahead``: of how many microbatches a
+    position may take a forward out of turn in its warmup.
+    """
+
+    hops: tuple[tuple[int, int], ...]
     turns: tuple[int, int, int]
+    ahead: int
 
     def dates(self, position: int, num_positions: int) -> tuple[int, int, int, int]:
         """When microbatch 0 passes ``position``: F down, F up, I down, I up."""
+
+        def way(hop: tuple[int, int], to: int) -> int:  # slots from position 0 to position `to`, or back
+            return hop[0] + hop[1] * (to - 1) if to > 0 else 0
+
         last = num_positions - 1
         starts = [0]
         for hop, turn in zip(self.hops, self.turns, strict=False):
-            starts.append(starts[-1] + hop * last + 1 + turn)
-        way = (position, last - position, position, last - position)
-        first, second, third, fourth = (
-            start + hop * steps for start, hop, steps in zip(starts, self.hops, way, strict=True)
+            starts.append(starts[-1] + way(hop, last) + 1 + turn)
+        down, up, gradient_down, gradient_up = self.hops
+        return (
+            starts[0] + way(down, position),
+            starts[1] + way(up, last) - way(up, position),
+            starts[2] + way(gradient_down, position),
+            starts[3] + way(gradient_up, last) - way(gradient_up, position),
         )
-        return first, second, third, fourth
 
 
 def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> Plan:
@@ -96,38 +113,70 @@ def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: 
         dated = [(date + PERIOD * m, make(stage, m)) for date, (make, stage) in passes for m in range(num_microbatches)]
         dated.sort(key=lambda entry: (entry[0], entry[1].kind, entry[1].stage))
         orders.append([action for _, action in dated])
-    whole = _with_weight_halves(orders, limit=limit, num_stages=2 * num_positions)
+    whole = _squeezed(orders, limit=limit, ahead=block.ahead)
     return chain_plan(whole, v_placement(num_positions), num_microbatches)
 
 
-def _with_weight_halves(orders: list[Order], *, limit: int, num_stages: int) -> list[Order]:
-    """Squeeze the empty slots out of ``orders`` and put each ``W`` where its position would wait.
+def _squeezed(orders: list[Order], *, limit: int, ahead: int) -> list[Order]:
+    """``orders`` without their empty slots, each ``W`` where its position would wait.
 
-    A position waits for what has not come yet, and before a forward that would make more than ``limit``
-    activations live. Without the ``W`` the orders never hold more than that, so a wait for memory always
-    ends.
+    A position waits for an input that has not come yet, and before a forward that would make more than
+    ``limit`` chunks live. In its warmup (until its first backward) it then takes a forward out of turn, of a
+    microbatch at most ``ahead`` after the next one on its way up; in its cooldown (no forward left) any
+    backward that is ready. Both fill slots that only blocks before the first or after the last microbatch
+    would have used.
+
+    No deadlock: an action out of turn has its inputs already, and a forward is taken only where the order
+    with that forward moved to the front still holds at most ``limit`` chunks, each ``W`` next to its ``I``.
     """
-    done: dict[tuple[ActionKind, int, int | None], int] = {}  # the slot after the one in which it ran
-    orders_left = [deque(order) for order in orders]
+    num_positions = len(orders)
+    done: dict[_Pass, int] = {}  # the slot after the one in which it ran
+    pending = [deque(order) for order in orders]
     owed: list[deque[Action]] = [deque() for _ in orders]
-    live = [0] * len(orders)
+    live = [0] * num_positions
+    passed_up = [0] * num_positions  # microbatches whose upward forward ran
+    forwards_left = [sum(action.kind is ActionKind.F for action in order) for order in orders]
+    warmup = [True] * num_positions
     result: list[Order] = [[] for _ in orders]
+
+    def ready(action: Action) -> bool:
+        return all(done.get(need, slot + 1) <= slot for need in _needs(action, 2 * num_positions))
+
+    def early_forward(position: int) -> Action | None:
+        held = live[position] - len(owed[position])
+        for action in pending[position]:
+            if action.kind is not ActionKind.F:
+                held -= 1
+            elif ready(action) and _microbatch(action) <= passed_up[position] + ahead:
+                return action
+            else:
+                held += 1
+                if held == limit:  # with another forward in front of it, it would not fit
+                    return None
+        return None
+
+    def choose(position: int) -> Action | None:
+        order, room = pending[position], live[position] < limit
+        if order and ready(order[0]) and (room or order[0].kind is not ActionKind.F):
+            return order[0]
+        if warmup[position] and room:
+            return early_forward(position)
+        return None if forwards_left[position] else next(filter(ready, order), None)
+
     slot = 0
-    while any(orders_left) or any(owed):
-        for position, left in enumerate(orders_left):
-            action = left[0] if left else None
-            if action is not None and not (
-                all(done.get(need, slot + 1) <= slot for need in _needs(action, num_stages))
-                and (action.kind is not ActionKind.F or live[position] < limit)
-            ):
-                action = None
+    while any(pending) or any(owed):
+        for position in range(num_positions):
+            action = choose(position)
             if action is not None:
-                left.popleft()
-                done[action.kind, action.stage, action.microbatch] = slot + 1
+                pending[position].remove(action)
+                done[_key(action)] = slot + 1
                 if action.kind is ActionKind.F:
                     live[position] += 1
+                    passed_up[position] += action.stage >= num_positions
+                    forwards_left[position] -= 1
                 else:
-                    owed[position].append(weight_backward(action.stage, action.microbatch or 0))
+                    warmup[position] = False
+                    owed[position].append(weight_backward(action.stage, _microbatch(action)))
             elif owed[position]:
                 action = owed[position].popleft()
                 live[position] -= 1
@@ -137,8 +186,21 @@ def _with_weight_halves(orders: list[Order], *, limit: int, num_stages: int) -> 
     return result
 
 
-def _needs(action: Action, num_stages: int) -> list[tuple[ActionKind, int, int | None]]:
-    stage, m = action.stage, action.microbatch
+_Pass: TypeAlias = tuple[ActionKind, int, int]
+"""Kind, stage and microbatch."""
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None  # every compute has one
+    return action.microbatch
+
+
+def _key(action: Action) -> _Pass:
+    return action.kind, action.stage, _microbatch(action)
+
+
+def _needs(action: Action, num_stages: int) -> list[_Pass]:
+    stage, m = action.stage, _microbatch(action)
     if action.kind is ActionKind.F:
         return [(ActionKind.F, stage - 1, m)] if stage > 0 else []
     after = [(ActionKind.I, stage + 1, m)] if stage + 1 < num_stages else []

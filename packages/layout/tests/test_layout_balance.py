@@ -259,19 +259,22 @@ class TestInfeasible:
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (([1, 2], 0), "pp must be a whole number >= 1, got 0"),
-        (([1, 2], 2, 1.5), "vpp must be a whole number >= 1, got 1.5"),
-        (([1, 2], 10**7), "make 10000000 stages; a layout may have at most 1,000,000"),
+        (([1, 2], 0), "pp is 0; it must be an integer of at least 1"),
+        (([1, 2], 2, 1.5), "vpp is 1.5; it must be an integer of at least 1"),
+        (([1, 2], 10**7), "make 10000000 stages; a layout has at most 1,000,000"),
         (([], 2), "the model has no layers"),
         (({}, 2), "the model has no layers"),
         ((3, 2), "costs must be a mapping from kinds of layer or a list of numbers, got 3"),
         (("tt", 2), "costs must be a mapping from kinds of layer or a list of numbers, got 'tt'"),
-        (([1, -1], 2), "cost of layer 1 (decoder) must be a finite number >= 0 (and below 1e+100), got -1"),
-        (([1, float("nan")], 2), "cost of layer 1 (decoder) must be a finite number >= 0 (and below 1e+100), got nan"),
-        (([1, float("inf")], 2), "got inf"),
-        (([1, 1e101], 2), "got 1e+101"),
-        (([1, True], 2), "got True"),
-        (([1, "2"], 2), "got '2'"),
+        (([1, -1], 2), "cost of layer 1 (decoder) is -1; it must be a finite number of at least 0 and below 1e+100"),
+        (
+            ([1, float("nan")], 2),
+            "cost of layer 1 (decoder) is nan; it must be a finite number of at least 0 and below 1e+100",
+        ),
+        (([1, float("inf")], 2), "is inf; it must be a finite number of at least 0 and below 1e+100"),
+        (([1, 1e101], 2), "is 1e+101; it must be"),
+        (([1, True], 2), "is True; it must be"),
+        (([1, "2"], 2), "is '2'; it must be"),
         (({"decodr": [1]}, 2), "costs: 'decodr' is not a kind of layer (did you mean 'decoder'?)"),
         (({"decoder": [1, 1], "embedding": 1}, 2), "embedding must be the first layer"),
         (({"mtp": 1, "decoder": [1, 1]}, 2), "decoder after an mtp layer"),
@@ -285,7 +288,7 @@ def test_bad_input_is_refused(arguments, rule):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"layers": "t|t"}, "layers 't|t' must not be cut into stages; remove the '|'"),
+        ({"layers": "t|t"}, "layers 't|t' must be one stage; remove the '|'"),
         ({"layers": "tx"}, "column 1 (from 0): found 'x'"),
         ({"layers": ["decoder", "x"]}, "layer 1: 'x' is not a kind of layer"),
         ({"layers": 3}, "layers must be a string or a list of kinds of layer, got 3"),
@@ -296,17 +299,17 @@ def test_bad_input_is_refused(arguments, rule):
         ({"memory": {"decoder": [1, 2, 3]}}, "memory has 3 values for decoder, the model 2 such layers"),
         ({"memory": 3}, "memory must be a mapping from kinds of layer or a list, got 3"),
         ({"memory": [1, {"fix": 1}]}, "memory of layer 1 (decoder) has unknown keys ['fix']"),
-        ({"memory": [1, None]}, "memory of layer 1 (decoder) must be a finite number >= 0"),
+        ({"memory": [1, None]}, "memory of layer 1 (decoder) is None; it must be a finite number of at least 0"),
         ({"memory": [1, 1], "limit": [1, 2, 3]}, "limit has 3 values, pp is 2; give one per rank"),
-        ({"memory": [1, 1], "limit": [1, -2]}, "limit of pp rank 1 must be a finite number >= 0"),
-        ({"memory": [1, 1], "limit": "big"}, "limit must be a finite number >= 0"),
-        ({"microbatches": 0}, "microbatches must be a whole number >= 1, got 0"),
+        ({"memory": [1, 1], "limit": [1, -2]}, "limit of pp rank 1 is -2; it must be a finite number of at least 0"),
+        ({"memory": [1, 1], "limit": "big"}, "limit is 'big'; it must be a finite number of at least 0"),
+        ({"microbatches": 0}, "microbatches is 0; it must be an integer of at least 1"),
         ({"microbatches": 4, "in_flight": [[[1]], [[1]]]}, "give microbatches (for 1F1B) or in_flight"),
         ({"in_flight": [[[1]]]}, "in_flight must be, for each of 2 pp ranks, at least one list of 1 whole numbers"),
         ({"in_flight": [[], [[1]]]}, "for rank 0 got []"),
-        ({"in_flight": [[[1]], [[1, 1]]]}, "for rank 1 got [1, 1]"),
-        ({"in_flight": [[[1]], [[-1]]]}, "in_flight of pp rank 1 must be a whole number >= 0, got -1"),
-        ({"nodes": -1}, "nodes must be a whole number >= 0, got -1"),
+        ({"in_flight": [[[1]], [[1, 1]]]}, "for rank 1 got [[1, 1]]"),
+        ({"in_flight": [[[1]], [[-1]]]}, "in_flight of pp rank 1 is -1; it must be an integer of at least 0"),
+        ({"nodes": -1}, "nodes is -1; it must be an integer of at least 0"),
     ],
 )
 def test_bad_options_are_refused(options, rule):
@@ -315,5 +318,5 @@ def test_bad_options_are_refused(options, rule):
 
 
 def test_bad_layer_memory_is_refused():
-    with pytest.raises(LayoutError, match="memory of a layer per microbatch must be a finite number >= 0"):
+    with pytest.raises(LayoutError, match="LayerMemory.per_microbatch is -1; it must be a finite number of at least 0"):
         LayerMemory(per_microbatch=-1)

@@ -129,7 +129,7 @@ def test_even(capsys, costs):
     ("arguments", "reason"),
     [
         (["|*1000000", "--pp", 1], "more than 1,000,000 stages"),
-        (["t|t|t", "--pp", 2], "3 stages cannot be shared out evenly"),
+        (["t|t|t", "--pp", 2], "3 stages do not divide by pipeline_model_parallel_size 2"),
         (["t|t", "--pp", 2, "--symbol", "v"], "--symbol 'v' must be a letter, '=' and a kind of layer"),
         (["t|t", "--pp", 2, "--svg", "x.svg"], "--svg needs --costs"),
         (["t|t", "--pp", 2, "--limit", "3"], "--limit needs --costs"),

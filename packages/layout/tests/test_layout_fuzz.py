@@ -19,6 +19,7 @@ CORPUS = [
     "E(t*12|)*0(t|)*7mL",
     "((((t*9)*9)*9)*9)*9|L",
     "|*1000,(|*1000)*1000",
+    "E|t*2*3|(tt|)*2 * 2 L",
     "t*1000001",
     "(" * 20 + "t" + ")*2" * 20,
 ]
@@ -75,8 +76,13 @@ def fuzz(count: int, seed: int) -> tuple[int, int]:
             if len(result) < 1000:
                 layout = PipelineParallelLayerLayout(text, 1)
                 assert PipelineParallelLayerLayout(str(layout), 1) == layout, text
-        # Mutations of mutations wander far; refused texts are kept too, but not so many that few are read.
-        if not isinstance(result, LayoutSyntaxError) or rng.random() < 0.1:
+        # Mutations of mutations wander far; refused texts are kept too, but not so many that few are read, and no text
+        # that takes a second to expand.
+        if (
+            rng.random() < 0.1
+            if isinstance(result, LayoutSyntaxError)
+            else sum(map(len, result)) + len(result) < 20_000
+        ):
             if len(pool) < 300:
                 pool.append(text)
             else:

@@ -64,11 +64,11 @@ def test_known_values():
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        ((0,), "pp must be a whole number >= 1, got 0"),
-        ((2, 0), "vpp must be a whole number >= 1, got 0"),
-        ((2, 1, 0), "microbatches must be a whole number >= 1, got 0"),
-        ((True,), "pp must be a whole number >= 1, got True"),
-        ((10**6, 2), "pp 1000000 and vpp 2 make 2000000 stages; a layout may have at most 1,000,000"),
+        ((0,), "pp is 0; it must be an integer of at least 1"),
+        ((2, 0), "vpp is 0; it must be an integer of at least 1"),
+        ((2, 1, 0), "microbatches is 0; it must be an integer of at least 1"),
+        ((True,), "pp is True; it must be an integer of at least 1"),
+        ((10**6, 2), "pp 1000000 and vpp 2 make 2000000 stages; a layout has at most 1,000,000"),
     ],
 )
 def test_bad_sizes_are_refused(arguments, rule):

@@ -28,7 +28,7 @@ def brute_force(text: str) -> str:
     while True:
         rewritten = re.sub(
             r"(?:\(([A-Za-z|,]*)\)|([A-Za-z|]))\*(\d+)",
-            lambda match: (match[1] if match[2] is None else match[2]) * int(match[3]),
+            lambda match: f"({(match[1] if match[2] is None else match[2]) * int(match[3])})",
             text,
             count=1,
         )
@@ -54,6 +54,11 @@ def brute_force(text: str) -> str:
         ("(((t)))", "t"),
         ("()*5", ""),
         ("t*007", "t" * 7),
+        ("t*2*3", "t" * 6),
+        ("Et*2 * 3 *1|(t|)*2*2 L", "E" + "t" * 6 + "|" + "t|" * 4 + "L"),
+        ("t*2*0*999999999", ""),
+        ("t*999999*999999*0 m", "m"),
+        ("(t*2*2|)*3*0E", "E"),
         ("t*0" + "0" * 5000, ""),
         ("((t*999999)*999999)*0 m", "m"),
         ("t,,t,", "tt"),
@@ -82,9 +87,10 @@ ITEMS = st.recursive(
             lambda items, space, times: f"({''.join(items)}){space}{times}",
             st.lists(item, max_size=4),
             SPACES,
-            st.sampled_from(["", "*0", "*1", "* 2", "*3"]),
+            st.sampled_from(["", "*0", "*1", "* 2", "*3", "*2*2", "*3 * 0"]),
         )
         | st.builds("{}{}*{}".format, LETTERS, SPACES, st.integers(0, 4))
+        | st.builds("{}*{}{}*{}".format, LETTERS, st.integers(0, 3), SPACES, st.integers(0, 3))
         | st.builds(",".join, st.lists(item, min_size=1, max_size=3))
     ),
     max_leaves=12,
@@ -106,7 +112,11 @@ def test_expansion_equals_a_brute_force_expander(text):
         ("Et*-1", 3, "'-' after '*'", "a whole number"),
         ("Et*²", 3, "'²' after '*'", "a whole number"),
         ("*3", 0, "'*'", "a layer, '|' or ')' before it"),
-        ("t*2*3", 3, "'*'", "a layer, '|' or ')' before it"),
+        ("t*2*", 3, "'*' at the end of the text", "a whole number after it"),
+        ("t*2*|", 4, "'|' after '*'", "a whole number"),
+        ("t**2", 2, "'*' after '*'", "a whole number"),
+        ("(*2*3)", 1, "'*'", "a layer, '|' or ')' before it"),
+        ("t*2,*3", 4, "'*'", "a layer, '|' or ')' before it"),
         ("t,*3", 2, "'*'", "a layer, '|' or ')' before it"),
         ("t (*3)", 3, "'*'", "a layer, '|' or ')' before it"),
         ("E(t|(tt)", 1, "'(' that is never closed", "a ')' after it"),
@@ -216,7 +226,7 @@ class TestGrammar:
             ({"é": "vision"}, "must be one ASCII letter"),
             ({"v": "vision tower"}, "'vision tower' must be a name"),
             ({"v": 3}, "3 must be a name"),
-            ({"t": "vision"}, "'t' means decoder in every layout and cannot mean 'vision'; choose another letter"),
+            ({"t": "vision"}, "'t' is decoder in every layout and cannot be 'vision'; choose another letter"),
             ([("v", "vision")], "must map a letter to a kind"),
         ],
     )

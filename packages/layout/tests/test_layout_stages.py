@@ -185,10 +185,10 @@ def test_it_copies_pickles_and_shows_itself():
 @pytest.mark.parametrize(
     ("layout", "pp", "rule"),
     [
-        ("Et|t|L", 2, "3 stages cannot be shared out evenly over pipeline_model_parallel_size 2; add 1 stages"),
-        ("Et|L", 0, "pipeline_model_parallel_size must be a whole number >= 1, got 0"),
-        ("Et|L", True, "must be a whole number >= 1, got True"),
-        ("Et|L", "2", "must be a whole number >= 1, got '2'"),
+        ("Et|t|L", 2, "3 stages do not divide by pipeline_model_parallel_size 2; add 1 stages"),
+        ("Et|L", 0, "pipeline_model_parallel_size is 0; it must be an integer of at least 1"),
+        ("Et|L", True, "is True; it must be an integer of at least 1"),
+        ("Et|L", "2", "is '2'; it must be an integer of at least 1"),
         ([["decodr"]], 1, "stage 0, layer 0: 'decodr' is not a kind of layer (did you mean 'decoder'?)"),
         ([["decoder"], ["t"]], 1, "stage 1, layer 0: 't' is not a kind of layer"),
         ([["decoder"], None], 1, "stage 1 must be a list of kinds of layer, got None; an empty stage is []"),
@@ -208,9 +208,9 @@ def test_a_bad_layout_is_refused(layout, pp, rule):
     [
         ({"pp_rank": 0}, "vp_stage is needed, there are 2: pass 0 to 1"),
         ({"vp_stage": 0}, "pp_rank is needed, there are 2: pass 0 to 1"),
-        ({"pp_rank": 2, "vp_stage": 0}, "pp_rank must be a whole number from 0 to 1, got 2"),
-        ({"pp_rank": -1, "vp_stage": 0}, "pp_rank must be a whole number from 0 to 1, got -1"),
-        ({"pp_rank": 0, "vp_stage": True}, "vp_stage must be a whole number from 0 to 1, got True"),
+        ({"pp_rank": 2, "vp_stage": 0}, "pp_rank is 2; it must be an integer of 0 to 1"),
+        ({"pp_rank": -1, "vp_stage": 0}, "pp_rank is -1; it must be an integer of 0 to 1"),
+        ({"pp_rank": 0, "vp_stage": True}, "vp_stage is True; it must be an integer of 0 to 1"),
         ({"pp_rank": 0, "vp_stage": 0, "layer_type": "vision"}, "'vision' is not a kind of layer"),
     ],
 )
@@ -244,14 +244,14 @@ class TestRules:
     @pytest.mark.parametrize(
         ("text", "pp", "counts", "stage", "rule"),
         [
-            ("|Et|tL", 3, (2, 0), 1, "embedding must stand on the first stage, 0"),
+            ("|Et|tL", 3, (2, 0), 1, "embedding must be on the first stage, 0"),
             ("tE|tL", 2, (2, 0), 0, "embedding must be the first layer"),
-            ("Et|EtL", 2, (2, 0), 1, "embedding stands there a second time"),
-            ("EEt|tL", 2, (2, 0), 0, "embedding stands there a second time"),
-            ("EttL|", 2, (2, 0), 0, "loss must stand on the last stage, 1"),
+            ("Et|EtL", 2, (2, 0), 1, "a second embedding; keep one"),
+            ("EEt|tL", 2, (2, 0), 0, "a second embedding; keep one"),
+            ("EttL|", 2, (2, 0), 0, "loss must be on the last stage, 1"),
             ("Et|Lt", 2, (2, 0), 1, "loss must be the last layer"),
             ("Et|tLL", 2, (2, 0), 1, "loss must be the last layer"),
-            ("EtL|tL", 2, (2, 0), 0, "loss must stand on the last stage, 1"),
+            ("EtL|tL", 2, (2, 0), 0, "loss must be on the last stage, 1"),
             ("tt|tL", 2, (3, 0), None, "has 0 embedding layers, the model 1; add 1"),
             ("Et|t", 2, (2, 0), None, "has 0 loss layers, the model 1; add 1"),
             ("Et|tL", 2, (3, 0), None, "has 2 decoder layers, the model 3; add 1"),
@@ -264,9 +264,9 @@ class TestRules:
             ("Etm|L", 2, (1, 1), 0, "mtp must not be on the first pp rank"),
             ("Et|m|m|L", 4, (1, 2), 2, "mtp layers on stage 1 too"),
             ("Etm|L", 1, (1, 1), 0, "mtp must be in the last chunk of its rank, 1"),
-            ("Et|tL", 2, (-1, 0), None, "number of decoder layers must be a whole number >= 0, got -1"),
-            ("Et|tL", 2, ("2", 0), None, "number of decoder layers must be a whole number >= 0, got '2'"),
-            ("Et|tL", 2, (2, True), None, "number of mtp layers must be a whole number >= 0, got True"),
+            ("Et|tL", 2, (-1, 0), None, "number of decoder layers is -1; it must be an integer of at least 0"),
+            ("Et|tL", 2, ("2", 0), None, "number of decoder layers is '2'; it must be an integer of at least 0"),
+            ("Et|tL", 2, (2, True), None, "number of mtp layers is True; it must be an integer of at least 0"),
         ],
     )
     def test_each_rule_names_the_offending_stage(self, text, pp, counts, stage, rule):
@@ -287,7 +287,7 @@ class TestRules:
             layout.validate_counts({"vision": 5})
         with pytest.raises(LayoutError, match="has 6 vision layers, the model 0; remove 6"):
             layout.validate_counts({"decoder": 0})
-        with pytest.raises(LayoutError, match="embedding must stand on the first stage, 0"):
+        with pytest.raises(LayoutError, match="embedding must be on the first stage, 0"):
             PipelineParallelLayerLayout("t|E", 2).validate_counts({"decoder": 1, "embedding": 1})
 
     def test_an_error_text_stays_short_for_a_long_layout(self):

@@ -1,4 +1,4 @@
-"""Layer layout strings to pipeline stages, and exact balancing."""
+"""Layer layout strings to pipeline stages, and exact balancing of stages."""
 
 from pipegrid.layout.balance import Balance, balance
 from pipegrid.layout.errors import LayoutError, LayoutInfeasibleError, LayoutSyntaxError

@@ -1,10 +1,10 @@
-"""The command line: show a layout, balance one, or share layers out evenly.
+"""The command line: show a layout, balance one, or split layers evenly.
 
     python -m pipegrid.layout "Et*3|(tt|)*29,m|L" --pp 16
     python -m pipegrid.layout balance --costs costs.json --pp 8
     python -m pipegrid.layout even 61 --pp 8 --vpp 2
 
-Exit status: 0; 2 where the input is wrong, with the reason on stderr.
+Exit status: 0; 2 for wrong input, with the reason on stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipegrid.layout import (
 _COSTS = """\
 costs.json holds forward plus backward times: an object from kind of layer to a number (each layer of that kind) or a
 list (one number each), or a list with one number per layer. memory.json has the same form; its numbers are memory per
-microbatch in flight, and in place of a number {"fixed": ..., "per_microbatch": ...} may stand."""
+microbatch in flight, each of which may be {"fixed": ..., "per_microbatch": ...} instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(arguments: Sequence[str]) -> None:
-    parser = _parser("", "Show which layers a layout puts on which rank.")
+    parser = _parser("", "Show the layers of a layout on each rank.")
     parser.add_argument("layout", help="layout string, such as 'Et*3|(tt|)*29,m|L'; or a command: balance, even")
-    parser.add_argument("--num-layers", type=int, help="check the layout against a model with so many decoder layers")
-    parser.add_argument("--mtp-num-layers", type=int, default=0, help="... and so many MTP layers (default 0)")
+    parser.add_argument(
+        "--num-layers", type=int, help="check the layout against a model with this number of decoder layers"
+    )
+    parser.add_argument("--mtp-num-layers", type=int, default=0, help="... and this number of MTP layers (default 0)")
     parser.add_argument("--costs", type=Path, metavar="costs.json", help="costs of the layers: adds the report")
     options = parser.parse_args(arguments)
     layout = PipelineParallelLayerLayout(options.layout, options.pp, grammar=_grammar(options.symbol))
@@ -64,7 +66,7 @@ def _show(arguments: Sequence[str]) -> None:
 
 
 def _even(arguments: Sequence[str]) -> None:
-    parser = _parser("even", "Share layers out evenly over the stages.")
+    parser = _parser("even", "Split layers evenly over the stages.")
     parser.add_argument("num_layers", type=int, help="layers of the model, embedding and loss not counted")
     parser.add_argument("--vpp", type=int, default=1, help="chunks per rank (default 1)")
     parser.add_argument("--account-for-embedding", action="store_true", help="count the embedding as a layer")
@@ -87,9 +89,9 @@ def _even(arguments: Sequence[str]) -> None:
 
 
 def _balance(arguments: Sequence[str]) -> None:
-    parser = _parser("balance", "Find the layout whose most expensive stage is cheapest.")
+    parser = _parser("balance", "Find the layout with the least cost of the most expensive stage.")
     parser.add_argument("--costs", type=Path, required=True, metavar="costs.json", help="costs of the layers")
-    parser.add_argument("--layers", help="the model, such as 'Et*61mL'; by default as costs.json lists it")
+    parser.add_argument("--layers", help="the model, such as 'Et*61mL'; default: the layers of costs.json")
     parser.add_argument("--vpp", type=int, default=1, help="chunks per rank (default 1)")
     parser.add_argument("--nodes", type=int, help="bound of the search with a limit and vpp > 1")
     options = parser.parse_args(arguments)
@@ -108,7 +110,7 @@ def _balance(arguments: Sequence[str]) -> None:
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all commands have."""
+    """A parser with the common options."""
     parser = argparse.ArgumentParser(
         prog=f"python -m pipegrid.layout {command}".strip(),
         description=description,
@@ -191,7 +193,7 @@ def _limit(text: str | None) -> float | list[float] | None:
 
 
 def _read_json(path: Path) -> dict[str, float] | list[float]:
-    """The contents of a JSON file; what they mean is checked where they are used."""
+    """The contents of a JSON file, checked by their user."""
     try:
         data: dict[str, float] | list[float] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

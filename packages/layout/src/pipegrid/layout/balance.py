@@ -1,4 +1,4 @@
-"""The layout whose most expensive stage is cheapest."""
+"""The balanced layout: least cost of the most expensive stage, then least spread."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ from itertools import accumulate, pairwise
 
 import attrs
 
-from pipegrid.layout import rules
 from pipegrid.layout.branch_and_bound import Found, RankLimit, overdrafts, own_caps, search
-from pipegrid.layout.checks import figure, flag, of_type, sizes_of_pipeline, whole_number
 from pipegrid.layout.errors import LayoutInfeasibleError
-from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_or_standard
-from pipegrid.layout.layout import PipelineParallelLayerLayout
+from pipegrid.layout.fields import integer, sizes_of_pipeline
+from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.in_flight import Peaks, peaks_of
+from pipegrid.layout.layout import PipelineParallelLayerLayout, check_ends, check_mtp
 from pipegrid.layout.partition import Chain, best_partition, rightmost
 from pipegrid.layout.profile import Costs, Memories, Memory, model_layers, read_profile
-from pipegrid.layout.report import LayoutReport, Peaks, measure, peaks_of
+from pipegrid.layout.report import LayoutReport, measure
 from pipegrid.layout.text import write_stage
 
-_WORK = 100_000  # stages to place in all nodes of a search together: seconds
+_WORK = 100_000  # default bound of stages times nodes of a search: seconds
 
 
 @attrs.frozen
 class Balance:
-    """A balanced layout, and how good it is known to be.
+    """A balanced layout with a proven bound.
 
     Attributes:
         layout: the layout.
         report: cost and memory of its stages.
-        lower_bound: no layout that keeps the rules and the limits has a cheaper bottleneck.
+        lower_bound: no layout that keeps the rules and the limits has a smaller bottleneck.
         optimal: the layout is proven to have the least bottleneck and, among those, the least spread.
-
-    Raises:
-        LayoutError: a value is of another kind.
     """
 
     layout: PipelineParallelLayerLayout
@@ -40,15 +37,9 @@ class Balance:
     lower_bound: float
     optimal: bool
 
-    def __attrs_post_init__(self) -> None:
-        of_type("layout of a Balance", self.layout, PipelineParallelLayerLayout, "balance() makes both")
-        of_type("report of a Balance", self.report, LayoutReport, "report() makes one of the layout")
-        figure("lower_bound", self.lower_bound)
-        flag("optimal", self.optimal)
-
     @property
     def gap(self) -> float:
-        """By what fraction the bottleneck may be above the least possible; 0 where it is proven to be the least."""
+        """Upper bound of bottleneck / least possible bottleneck - 1; 0 where it is proven to be the least."""
         return self.report.bottleneck / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -65,44 +56,43 @@ def balance(
     nodes: int | None = None,
     grammar: LayoutGrammar | None = None,
 ) -> Balance:
-    """Cut a model into ``pp * vpp`` stages with the least bottleneck and, among those cuts, the least spread.
+    """The partition of a model into ``pp * vpp`` stages with the least bottleneck and, among those, the least spread.
 
     The bottleneck is the cost of the most expensive stage, the spread that minus the cost of the cheapest. The result
     keeps the position rules: an embedding is on the first stage, a loss on the last, MTP layers are together on the
     last chunk of a rank other than the first. Of several best layouts it is the one with the earliest cuts.
 
-    It is exact (see `pipegrid.layout.partition` for the method and its proof), except with ``vpp > 1`` and a limit,
-    where the chunks of a rank share its memory: then a branch and bound runs that is exact if it ends within
-    ``nodes``, and otherwise says how far from the optimum it may be (`Balance.gap`).
+    The result is exact (`pipegrid.layout.partition` has the method and its proof), except with ``vpp > 1`` and a limit,
+    where the chunks of a rank share its memory: then a branch and bound runs, which is exact if it ends within
+    ``nodes`` and otherwise bounds its distance from the optimum (`Balance.gap`).
 
     Args:
         costs: forward plus backward time of each layer, in any unit. A mapping from kind to a number (each layer of
             that kind) or to a list (one number for each), or a list with one number for each layer of the model.
         pp: number of pp ranks.
         vpp: number of chunks per rank.
-        layers: the model: a layout string without ``|`` (``"Et*61mL"``) or a list of kinds. By default a mapping of
-            costs gives the layers in its own order, a number counting as one layer; a list of costs, decoders.
+        layers: the model: a layout string without ``|`` (``"Et*61mL"``) or a list of kinds. By default the layers are
+            those of ``costs``: a mapping has them in its own order, a plain number is one layer; a list has decoders.
         memory: memory of each layer, in the form of ``costs``, with a `LayerMemory` or a number (memory per
             microbatch in flight) for each.
-        limit: what the layers of a rank may take, in the unit of ``memory``; one number, or one per rank.
-        microbatches: microbatches per step, for how many are in flight under 1F1B; None for many.
-        in_flight: what is in flight under another schedule, in the form that `in_flight_1f1b` gives.
-        nodes: how many relaxations the branch and bound opens at most, for each of the two criteria; by default so
-            many that it takes seconds (half a minute for hundreds of stages).
-        grammar: the kinds that may stand in ``layers`` and ``costs``; by default the standard ones.
+        limit: memory of a rank for its layers, in the unit of ``memory``; one number, or one per rank.
+        microbatches: per step, for the number in flight under 1F1B; None for enough to reach the steady state.
+        in_flight: microbatches in flight under another schedule, in the form of `in_flight_1f1b`.
+        nodes: most relaxations that the branch and bound opens, for each of the two criteria; the default takes
+            seconds (half a minute for hundreds of stages).
+        grammar: the kinds of ``layers`` and ``costs``; None is the standard ones.
 
     Raises:
         LayoutInfeasibleError: no layout keeps the limit; names the tightest stage.
         LayoutError: the input is malformed, or the order of the layers breaks a position rule.
     """
-    grammar = grammar_or_standard(grammar)
+    grammar = grammar or LayoutGrammar()
     pp, vpp = sizes_of_pipeline(pp, vpp)
     stages = pp * vpp
-    nodes = max(4 * stages, _WORK // stages) if nodes is None else whole_number("nodes", nodes, least=0)
+    nodes = max(4 * stages, _WORK // stages) if nodes is None else integer(nodes, "nodes", least=0)
     kinds = model_layers(costs, layers, grammar)
-    whole = PipelineParallelLayerLayout([kinds], 1, grammar=grammar)
-    rules.check_ends(whole)
-    rules.check_mtp(whole)
+    check_ends([kinds], 1, grammar)
+    check_mtp([kinds], 1, grammar)
     profile = read_profile(kinds, costs, memory, limit, pp=pp, grammar=grammar)
     peaks = peaks_of(in_flight, pp, vpp, microbatches)
     places = _places(kinds)
@@ -137,7 +127,7 @@ def _cumulate(values: Sequence[int], places: Sequence[int]) -> list[int]:
 
 
 def _places(kinds: Sequence[str]) -> list[int]:
-    """Where the model may be cut: anywhere but between its MTP layers."""
+    """The legal places of cuts: all but those between MTP layers."""
     mtp = [index for index, kind in enumerate(kinds) if kind == LayerType.mtp]
     inside = range(mtp[0] + 1, mtp[-1] + 1) if mtp else range(0)
     return [place for place in range(len(kinds) + 1) if place not in inside]
@@ -153,7 +143,7 @@ def _bounds(kinds: Sequence[str], places: Sequence[int], pp: int, vpp: int) -> t
     if kinds[-1] == LayerType.loss and stages > 1:
         high[stages - 1] = end - 1
     if LayerType.mtp in kinds:
-        first = pp * (vpp - 1) + (pp > 1)  # the first stage that may hold MTP layers
+        first = pp * (vpp - 1) + (pp > 1)  # the first legal stage of MTP layers
         before = places.index(kinds.index(LayerType.mtp))
         if first > 0:
             high[first] = min(high[first], before)
@@ -165,7 +155,7 @@ def _bounds(kinds: Sequence[str], places: Sequence[int], pp: int, vpp: int) -> t
 def _infeasible(
     chain: Chain, ranks: Sequence[RankLimit], found: Found, *, text: Callable[[int, int], str], unit: int
 ) -> LayoutInfeasibleError:
-    """Say which stage is the tightest, by how much, and with how many microbatches in flight."""
+    """The error: the tightest stage, the memory it lacks, and its microbatches in flight."""
     if found.closest is None:
         cuts, missing = _least_relief(chain, ranks)
         caps = own_caps(ranks)
@@ -203,10 +193,10 @@ def _infeasible(
 
 
 def _least_relief(chain: Chain, ranks: Sequence[RankLimit]) -> tuple[list[int], int]:
-    """By how much all limits must rise for each stage to fit by itself, and cuts for which they then do."""
+    """The least rise of all limits for which each stage fits by itself, and cuts with which it does."""
     caps = own_caps(ranks)
     short, enough = 0, max(chain.memory(0, len(chain.cost) - 1, flying) for limits in caps for flying in limits)
-    cuts = list(chain.high)  # with that much more, any cuts will do
+    cuts = list(chain.high)  # with that much more, any cuts fit
     while enough - short > 1:
         middle = (short + enough) // 2
         raised = [{flying: limit + middle for flying, limit in limits.items()} for limits in caps]

@@ -37,7 +37,7 @@ from pipegrid.layout.partition import (
 
 @attrs.frozen
 class RankLimit:
-    """What a rank may hold.
+    """The memory limit of a rank.
 
     Attributes:
         limit: memory.
@@ -50,14 +50,14 @@ class RankLimit:
 
 @attrs.frozen
 class Found:
-    """What the search ended with.
+    """The result of a search.
 
     Attributes:
-        partition: the best that was found; None if none was.
+        partition: the best one found; None for none.
         bottleneck_bound: no partition that keeps the limits has a smaller bottleneck; None if none keeps them.
-        optimal: both criteria are proven, or that no partition keeps the limits.
-        closest: where no partition was found, the cuts that overdraw the ranks least of all that were seen; None if
-            some stage cannot even keep its rank's limit alone.
+        optimal: proven to be best by both criteria, or proven that no partition keeps the limits.
+        closest: without a partition, the cuts seen that overdraw the ranks least; None if some stage exceeds its
+            rank's limit by itself.
     """
 
     partition: Partition | None
@@ -83,12 +83,12 @@ def own_caps(ranks: Sequence[RankLimit]) -> tuple[Caps, ...]:
 
 
 def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> Found:
-    """The best partition that keeps every rank's limit, opening at most so many nodes.
+    """The best partition that keeps every rank's limit, with at most ``nodes`` open nodes.
 
     Args:
         chain: the layers; its number of stages is a multiple of the number of ranks.
         ranks: the limit of each rank.
-        nodes: relaxations to open at most, per criterion.
+        nodes: most relaxations, per criterion.
     """
     root = own_caps(ranks)
 
@@ -110,7 +110,7 @@ def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> Found:
         return None if partition is None else _node(chain, ranks, caps, -partition.floor, [partition.cuts])
 
     second = _best_first(chain, ranks, spread, root, nodes=nodes)
-    # The second search may have ended without any solution; the first one's is then still there.
+    # The second search may end without a solution; the first one's remains.
     solutions = [first.best, *([second.best] if second.best else [])]
     best = max((measured(chain, node.cuts) for node in solutions), key=lambda partition: partition.floor)
     return Found(best, first.bound, first.complete and second.complete)
@@ -184,14 +184,14 @@ def _by_overdraft(node: _Node) -> tuple[int, int]:
 def _node(
     chain: Chain, ranks: Sequence[RankLimit], caps: tuple[Caps, ...], bound: int, options: Sequence[Sequence[int]]
 ) -> _Node:
-    """Of several solutions of a relaxation, branch on the one that overdraws least."""
+    """The node that branches on the solution of the relaxation that overdraws least."""
     totals = [sum(over for over, _ in overdrafts(chain, ranks, cuts)) for cuts in options]
     overdraft = min(totals)
     return _Node(caps, bound, options[totals.index(overdraft)], overdraft)
 
 
 def _branches(chain: Chain, ranks: Sequence[RankLimit], node: _Node) -> list[tuple[Caps, ...]]:
-    """The caps of the children: less memory for one of the chunks of the rank that is overdrawn most."""
+    """The caps of the children: less memory for one of the chunks of the most overdrawn rank."""
     overdrawn = overdrafts(chain, ranks, node.cuts)
     rank = max(range(len(ranks)), key=lambda rank: overdrawn[rank][0])
     over, peak = overdrawn[rank]
@@ -211,7 +211,7 @@ def _branches(chain: Chain, ranks: Sequence[RankLimit], node: _Node) -> list[tup
 
 
 def overdrafts(chain: Chain, ranks: Sequence[RankLimit], cuts: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """For each rank by how much it is overdrawn (0: it is not), and at which peak."""
+    """For each rank the memory above its limit (0 for none), and the peak at which it occurs."""
     result = []
     for rank, limit in enumerate(ranks):
         spans = [_span(cuts, stage) for stage in range(rank, chain.stages, len(ranks))]

@@ -1,4 +1,4 @@
-"""What can be wrong with a layout, and the picture that goes with it: the text with a caret under the fault."""
+"""Errors of layouts, and the picture of one: the layout string with a caret under the fault."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _WINDOW = 100  # characters of a text shown around the caret; a 100,000-characte
 
 
 class LayoutError(ValueError):
-    """A layout, or a question asked of one, breaks a rule.
+    """A layout, or an argument about one, breaks a rule.
 
     Attributes:
-        stage: the offending stage, counted from 0 in model order; None where the fault is not one stage's.
+        stage: the offending stage, counted from 0 in model order; None where the fault is not in one stage.
     """
 
     def __init__(self, message: str, *, stage: int | None = None) -> None:
@@ -20,13 +20,13 @@ class LayoutError(ValueError):
 
 
 class LayoutSyntaxError(LayoutError):
-    """A layout string cannot be read, or would expand past the bound.
+    """A layout string does not follow the grammar, or expands past the bound.
 
     Attributes:
         text: the whole layout string.
-        column: where the fault is, counted from 0; always inside the text.
-        found: what stands there.
-        expected: what could have stood there.
+        column: of the fault, counted from 0; always inside the text.
+        found: description of the text at the column.
+        expected: description of the text that is legal there.
     """
 
     def __init__(self, text: str, column: int, found: str, expected: str) -> None:
@@ -42,10 +42,10 @@ class LayoutSyntaxError(LayoutError):
 
 
 class LayoutInfeasibleError(LayoutError):
-    """No layout keeps every rank under its memory limit, or none was found by a bounded search.
+    """No layout keeps every rank under its memory limit, or a bounded search found none.
 
     Attributes:
-        proven: True where it is certain that no layout exists, False where a bounded search merely found none.
+        proven: True where no layout exists, False where a bounded search found none.
     """
 
     def __init__(self, message: str, *, stage: int | None = None, proven: bool = True) -> None:
@@ -63,14 +63,14 @@ def caret(text: str, column: int) -> str:
 
 
 def _printable(char: str) -> str:
-    """Show each character in a known width: spaces as one space, what cannot be printed as a question mark."""
+    """The character in a known width: white space as one space, an unprintable character as a question mark."""
     if char.isspace():
         return " "
     return char if char.isprintable() else "?"
 
 
 def _width(char: str) -> int:
-    """Columns that a terminal gives to ``char``."""
+    """Number of terminal columns of ``char``."""
     if unicodedata.combining(char):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1

@@ -1,4 +1,4 @@
-"""What the letters of a layout string mean: the five standard kinds of layer, and those that a user registers."""
+"""The letters of layout strings: the five standard kinds of layer, and kinds that a user registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipegrid.layout.errors import LayoutError
 
 
 class LayerType(enum.StrEnum):
-    """The standard kinds of layer. Each is equal to its own name: ``LayerType.mtp == "mtp"``."""
+    """The standard kinds of layer; each equals its name: ``LayerType.mtp == "mtp"``."""
 
     embedding = "embedding"
     loss = "loss"
@@ -45,7 +45,7 @@ def _checked(symbols: Mapping[str, str]) -> Mapping[str, str]:
             raise LayoutError(f"symbol {symbol!r}: kind of layer {kind!r} must be a name, such as 'vision'")
         if symbol in STANDARD_SYMBOLS and STANDARD_SYMBOLS[symbol] != kind:
             raise LayoutError(
-                f"symbol {symbol!r} means {STANDARD_SYMBOLS[symbol]!s} in every layout and cannot mean {kind!r}; "
+                f"symbol {symbol!r} is {STANDARD_SYMBOLS[symbol]!s} in every layout and cannot be {kind!r}; "
                 "choose another letter"
             )
         merged[symbol] = kind
@@ -54,18 +54,18 @@ def _checked(symbols: Mapping[str, str]) -> Mapping[str, str]:
 
 @attrs.frozen
 class LayoutGrammar:
-    """The letters that may stand in a layout string.
+    """The letters of a layout string and their kinds of layer.
 
-    ``LayoutGrammar(symbols={"v": "vision"})`` reads ``vvv|vvv`` as six layers of kind ``vision`` beside the standard
-    ``E`` embedding, ``e`` encoder, ``t`` decoder, ``m`` mtp and ``L`` loss, which keep their meaning.
+    ``LayoutGrammar(symbols={"v": "vision"})`` reads ``vvv|vvv`` as six layers of kind ``vision``. The standard letters
+    ``E`` embedding, ``e`` encoder, ``t`` decoder, ``m`` mtp and ``L`` loss are always present.
 
     Attributes:
-        symbols: letter to kind of layer, the standard ones included. Where several letters name one kind, all are
-            read and the one registered last is written.
+        symbols: letter to kind of layer, the standard ones included. Of several letters for one kind, all are read and
+            the one registered last is written.
 
     Raises:
-        LayoutError: a symbol is not one ASCII letter, a kind is not a name, or a standard symbol is given another
-            meaning.
+        LayoutError: a symbol is not one ASCII letter, a kind is not a name, or a standard symbol has another
+            kind.
     """
 
     symbols: Mapping[str, str] = attrs.field(factory=dict, converter=_checked, hash=False)
@@ -87,7 +87,7 @@ class LayoutGrammar:
         return {symbol: str(kind) for symbol, kind in self.symbols.items() if symbol not in STANDARD_SYMBOLS}
 
     def symbol(self, kind: str) -> str:
-        """The letter that writes ``kind``.
+        """The letter of ``kind``.
 
         Raises:
             LayoutError: the grammar has no letter for it.
@@ -95,14 +95,14 @@ class LayoutGrammar:
         return self._letter[self.kind(kind)]
 
     def kind(self, name: object, *, where: str = "") -> str:
-        """The kind of layer that ``name`` names: a LayerType where it is a standard one, else the registered name.
+        """The kind of layer called ``name``: a LayerType where it is a standard one, else the registered name.
 
         Args:
             name: a LayerType or a name.
-            where: put before the error text, such as ``"stage 3, layer 1: "``.
+            where: prefix of the error text, such as ``"stage 3, layer 1: "``.
 
         Raises:
-            LayoutError: the grammar has no letter for it.
+            LayoutError: the grammar has no such kind.
         """
         if isinstance(name, LayerType):
             return name
@@ -119,21 +119,6 @@ class LayoutGrammar:
     def describe(self) -> str:
         """The letters with their kinds, for error texts."""
         return ", ".join(f"{symbol} {kind!s}" for symbol, kind in self.symbols.items())
-
-
-def grammar_or_standard(grammar: LayoutGrammar | None) -> LayoutGrammar:
-    """The grammar; the standard one in place of None.
-
-    Raises:
-        LayoutError: it is something else.
-    """
-    if grammar is None:
-        return LayoutGrammar()
-    if isinstance(grammar, LayoutGrammar):
-        return grammar
-    raise LayoutError(
-        f"grammar must be a LayoutGrammar or None, got {grammar!r:.60}; LayoutGrammar() is the standard one"
-    )
 
 
 def _nearest(name: object, kinds: Iterable[str]) -> str:

@@ -1,17 +1,24 @@
-"""How many microbatches each chunk of a rank holds at the moments of highest memory, under 1F1B.
+"""Microbatches in flight per chunk of a rank at its moments of highest memory, under 1F1B.
 
-Counting chunk forwards ``f`` and chunk backwards ``b`` that a rank has done, the activations of ``f - b`` are in
-flight. 1F1B (Narayanan et al. 2021, sections 2.2 and 2.3) warms up with ``K - 1`` forwards and then alternates, so the
-peaks are the states ``(f, b) = (K + b, b)``. With one chunk ``K = pp - rank``. With ``vpp`` chunks, microbatches go in
-groups of ``pp`` through chunk 0, then through chunk 1, ..., backwards in reverse, and
-``K = 2 (pp - rank - 1) + (vpp - 1) pp + 1``. Which chunks the ``K`` belong to changes as ``b`` grows: by one, until
-the chunk of the forwards or the chunk of the backwards changes. A rank's memory is linear in the counts, so it is
-highest at one of these changes, and only the counts there are listed.
+After ``f`` chunk forwards and ``b`` chunk backwards of a rank, the activations of ``f - b`` are in flight. 1F1B
+(Narayanan et al. 2021, sections 2.2 and 2.3) warms up with ``K - 1`` forwards and then alternates, so the peaks are
+the states ``(f, b) = (K + b, b)``. With one chunk ``K = pp - rank``. With ``vpp`` chunks, microbatches go in groups of
+``pp`` through chunk 0, then through chunk 1, ..., backwards in reverse, and
+``K = 2 (pp - rank - 1) + (vpp - 1) pp + 1``. The counts per chunk change as ``b`` grows: by one, until the chunk of
+the forwards or the chunk of the backwards changes. A rank's memory is linear in the counts, so it is highest at one of
+these changes, and only the counts there are listed.
 """
 
 from __future__ import annotations
 
-from pipegrid.layout.checks import sizes_of_pipeline, whole_number
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from pipegrid.layout.errors import LayoutError
+from pipegrid.layout.fields import integer, shown, sizes_of_pipeline
+
+Peaks = Sequence[Sequence[Sequence[int]]]
+"""For each rank, combinations of in-flight microbatches per chunk that occur, as `in_flight_1f1b` returns them."""
 
 
 def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -20,18 +27,18 @@ def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tu
     Args:
         pp: number of pp ranks.
         vpp: number of chunks per rank.
-        microbatches: microbatches per step; None for so many that the steady state is reached.
+        microbatches: per step; None for enough to reach the steady state.
 
     Returns:
-        For each rank, the combinations of in-flight microbatches per chunk that some moment of the step has and none
-        exceeds in every chunk.
+        For each rank, the combinations of in-flight microbatches per chunk that occur in a step and that no other
+        combination exceeds in every chunk.
 
     Raises:
-        LayoutError: a size is not a whole number >= 1, or there are more stages than a layout may have.
+        LayoutError: a size is below 1, or there are more stages than a layout may have.
     """
     pp, vpp = sizes_of_pipeline(pp, vpp)
     if microbatches is not None:
-        microbatches = whole_number("microbatches", microbatches, least=1)
+        microbatches = integer(microbatches, "microbatches", least=1)
     return tuple(_peaks(rank, pp, vpp, microbatches) for rank in range(pp))
 
 
@@ -40,7 +47,7 @@ def _peaks(rank: int, pp: int, vpp: int, microbatches: int | None) -> tuple[tupl
         return ((pp - rank if microbatches is None else min(pp - rank, microbatches),),)
     held = 2 * (pp - rank - 1) + (vpp - 1) * pp + 1
     if microbatches is None:
-        # Chunks recur after pp * vpp actions, so backwards beyond that bring nothing new.
+        # Chunks recur after pp * vpp actions, so later backwards add no combination.
         microbatches = pp * (2 + -(-held // (pp * vpp)))
         last_backward = pp * vpp
     else:
@@ -70,7 +77,7 @@ def _changes(pp: int, vpp: int, microbatches: int) -> list[int]:
 
 
 def _done(actions: int, turn: int, pp: int, vpp: int, microbatches: int) -> int:
-    """Of the first ``actions`` chunk actions, how many are of the chunk whose turn in a group is ``turn``."""
+    """The number, of the first ``actions`` chunk actions, that are of the chunk with place ``turn`` in a group."""
     groups, rest = divmod(actions, pp * vpp)
     size = min(pp, microbatches - groups * pp)
     return groups * pp + min(max(rest - turn * size, 0), size)
@@ -78,3 +85,31 @@ def _done(actions: int, turn: int, pp: int, vpp: int, microbatches: int) -> int:
 
 def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(more, less, strict=True))
+
+
+def peaks_of(
+    in_flight: Peaks | None, pp: int, vpp: int, microbatches: int | None
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """``in_flight`` as tuples or, where it is None, the peaks of 1F1B.
+
+    Raises:
+        LayoutError: both arguments are present, or ``in_flight`` has another form.
+    """
+    if in_flight is None:
+        return in_flight_1f1b(pp, vpp, microbatches)
+    if microbatches is not None:
+        raise LayoutError("give microbatches (for 1F1B) or in_flight (for another schedule), not both")
+    form = f"in_flight must be, for each of {pp} pp ranks, at least one list of {vpp} whole numbers >= 0, one per chunk"
+    if not _is_list(in_flight) or len(in_flight) != pp:
+        raise LayoutError(f"{form}; got {shown(in_flight)}")
+    for rank, peaks in enumerate(in_flight):
+        if not _is_list(peaks) or not peaks or not all(_is_list(peak) and len(peak) == vpp for peak in peaks):
+            raise LayoutError(f"{form}; for rank {rank} got {shown(peaks)}")
+    return tuple(
+        tuple(tuple(integer(count, f"in_flight of pp rank {rank}", least=0) for count in peak) for peak in peaks)
+        for rank, peaks in enumerate(in_flight)
+    )
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)

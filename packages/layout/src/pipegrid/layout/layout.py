@@ -1,4 +1,8 @@
-"""A pipeline layout: which layers each stage builds, and where each stage lies."""
+"""A pipeline layout: the layers of each stage, the place of each stage, and the position rules.
+
+A layout that breaks a position rule is still a layout: the module of a model with several has neither embedding nor
+loss. `check_ends`, `check_counts` and `check_mtp` are what a model requires.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from pipegrid.layout import rules
-from pipegrid.layout.checks import number_below, of_type, whole_number
 from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_or_standard
+from pipegrid.layout.fields import integer
+from pipegrid.layout.grammar import LayerType, LayoutGrammar
 from pipegrid.layout.parser import parse
-from pipegrid.layout.table import align, merge_equal, name_layers
-from pipegrid.layout.text import write
+from pipegrid.layout.text import align, merge_equal, name_layers, write, write_stage
 
-_SHORT = 80  # characters of a layout that an error text repeats
+_SHORT = 80  # characters of a layout that an error repeats
+
+Stages = Sequence[Sequence[str]]
+"""Kinds of layer of each stage, in model order."""
 
 
 @attrs.frozen(init=False, repr=False)
@@ -23,24 +28,24 @@ class PipelineParallelLayerLayout:
     """The layers of each pipeline stage, for one number of pp ranks.
 
     ``PipelineParallelLayerLayout("Et*3|(tt|)*29,m|L", 16)`` has 32 stages on 16 ranks, so two chunks per rank. Stage
-    ``s`` lies on pp rank ``s % pp``, chunk ``s // pp`` (chunk-major). A stage may be empty: it passes its input on.
+    ``s`` is on pp rank ``s % pp``, chunk ``s // pp`` (chunk-major). A stage may be empty: it passes its input on.
 
-    Layouts are immutable, and equal where the stages and the number of ranks are; ``str(layout)`` is the canonical
+    Layouts are immutable, and equal if their stages and their number of ranks are; ``str(layout)`` is the canonical
     text, the same for equal layouts, and parses back to an equal layout.
 
     Args:
         layout: a layout string, or a list of stages in model order, each a list of `LayerType` or names.
         pipeline_model_parallel_size: number of pp ranks; it must divide the number of stages.
-        grammar: the letters and kinds that may stand in the layout; by default the standard ones.
+        grammar: the letters and kinds of the layout; None is the standard ones.
 
     Attributes:
-        stages: for each stage, in model order, its kinds of layer.
+        stages: kinds of layer of each stage, in model order.
         pipeline_model_parallel_size: number of pp ranks.
-        grammar: as given.
+        grammar: the letters and kinds.
 
     Raises:
-        LayoutSyntaxError: the string cannot be read.
-        LayoutError: a kind of layer is unknown, or the stages cannot be shared out evenly over the ranks.
+        LayoutSyntaxError: the string does not follow the grammar.
+        LayoutError: an unknown kind of layer, or a number of stages that the number of ranks does not divide.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -55,12 +60,12 @@ class PipelineParallelLayerLayout:
         *,
         grammar: LayoutGrammar | None = None,
     ) -> None:
-        grammar = grammar_or_standard(grammar)
+        grammar = grammar or LayoutGrammar()
         stages = parse(layout, grammar) if isinstance(layout, str) else _listed(layout, grammar)
-        pp = whole_number("pipeline_model_parallel_size", pipeline_model_parallel_size, least=1)
+        pp = integer(pipeline_model_parallel_size, "pipeline_model_parallel_size", least=1)
         if len(stages) % pp:
             raise LayoutError(
-                f"{len(stages)} stages cannot be shared out evenly over pipeline_model_parallel_size {pp}; "
+                f"{len(stages)} stages do not divide by pipeline_model_parallel_size {pp}; "
                 f"add {-len(stages) % pp} stages (empty ones work) or remove {len(stages) % pp}"
             )
         given = layout if isinstance(layout, str) else tuple(map(tuple, layout))
@@ -70,7 +75,7 @@ class PipelineParallelLayerLayout:
     def from_str(
         layout: str, pipeline_model_parallel_size: int, *, grammar: LayoutGrammar | None = None
     ) -> PipelineParallelLayerLayout:
-        """Read a layout string. Errors as those of the class."""
+        """The layout of a layout string; errors as of the class."""
         if not isinstance(layout, str):
             raise LayoutError(f"from_str takes a layout string, got {type(layout).__name__}: {layout!r:.80}")
         return PipelineParallelLayerLayout(layout, pipeline_model_parallel_size, grammar=grammar)
@@ -80,22 +85,22 @@ class PipelineParallelLayerLayout:
         """The stages of a layout string as lists of kinds of layer.
 
         Raises:
-            LayoutSyntaxError: the string cannot be read.
+            LayoutSyntaxError: the string does not follow the grammar.
         """
-        return [list(stage) for stage in parse(layout_str, grammar_or_standard(grammar))]
+        return [list(stage) for stage in parse(layout_str, grammar or LayoutGrammar())]
 
     @staticmethod
     def get_num_stages_from_str(layout_str: str, *, grammar: LayoutGrammar | None = None) -> int:
-        """How many stages a layout string has.
+        """Number of stages of a layout string.
 
         Raises:
-            LayoutSyntaxError: the string cannot be read.
+            LayoutSyntaxError: the string does not follow the grammar.
         """
-        return len(parse(layout_str, grammar_or_standard(grammar)))
+        return len(parse(layout_str, grammar or LayoutGrammar()))
 
     @property
     def input_data(self) -> str | list[list[str]]:
-        """The layout as it was given."""
+        """The constructor's ``layout``."""
         return self._input if isinstance(self._input, str) else [list(stage) for stage in self._input]
 
     @property
@@ -120,14 +125,16 @@ class PipelineParallelLayerLayout:
         Raises:
             LayoutError: there is no such stage.
         """
-        chunk, rank = divmod(number_below("stage", stage, len(self.stages)), self.pipeline_model_parallel_size)
+        chunk, rank = divmod(
+            integer(stage, "stage", least=0, most=len(self.stages) - 1), self.pipeline_model_parallel_size
+        )
         return rank, chunk
 
     def stage(self, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-        """The stage at chunk ``vp_stage`` of ``pp_rank``; either may be left out where there is only one.
+        """The stage at chunk ``vp_stage`` of ``pp_rank``; None is the only chunk, or the only rank.
 
         Raises:
-            LayoutError: one is missing and there are several, or is out of range.
+            LayoutError: one is None among several, or out of range.
         """
         pp, vpp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         return _index("vp_stage", vp_stage, vpp) * pp + _index("pp_rank", pp_rank, pp)
@@ -135,7 +142,7 @@ class PipelineParallelLayerLayout:
     def get_num_layers_to_build(
         self, layer_type: str = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """How many layers of a kind the stage at (``pp_rank``, ``vp_stage``) builds.
+        """Number of layers of a kind on the stage at (``pp_rank``, ``vp_stage``).
 
         Raises:
             LayoutError: no such kind of layer, or no such stage.
@@ -145,7 +152,7 @@ class PipelineParallelLayerLayout:
     def get_layer_offset(
         self, layer_type: str = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """How many layers of a kind stand before the stage at (``pp_rank``, ``vp_stage``), in model order.
+        """Number of layers of a kind before the stage at (``pp_rank``, ``vp_stage``), in model order.
 
         Raises:
             LayoutError: no such kind of layer, or no such stage.
@@ -156,7 +163,7 @@ class PipelineParallelLayerLayout:
     def get_layer_id_list(
         self, layer_type: str = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> list[int]:
-        """The global ids, from 0 in model order, of the layers of a kind that a stage builds.
+        """Global ids, from 0 in model order, of the layers of a kind on the stage at (``pp_rank``, ``vp_stage``).
 
         Raises:
             LayoutError: no such kind of layer, or no such stage.
@@ -165,49 +172,52 @@ class PipelineParallelLayerLayout:
         return list(range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None = 0) -> bool:
-        """Check the layout against a language model with so many decoder and MTP layers.
+        """Check the layout against a language model with these numbers of decoder and MTP layers.
 
         The embedding is the first layer of the first stage, the loss the last layer of the last stage, each once;
         MTP layers follow all decoders, on one stage, which is the last chunk of a pp rank other than the first (with
-        one pp rank, of that one). Encoders and registered kinds may stand anywhere between.
+        one pp rank, of that one). Encoders and registered kinds may be anywhere between.
 
         Args:
             num_layers: decoder layers of the model.
             mtp_num_layers: MTP layers of the model; None means 0.
 
         Returns:
-            Whether MTP stands on a stage of its own, not on the last rank with the loss. The model then builds a
-            copy of the embedding and the output layer there.
+            Whether MTP is on a stage of its own, not on the last rank with the loss. The model then builds a copy of
+            the embedding and of the output layer there.
 
         Raises:
-            LayoutError: a rule is broken; names the rule and, where it is one stage's, the stage.
+            LayoutError: the broken rule and, where it is one stage's, the stage.
         """
         mtp = 0 if mtp_num_layers is None else mtp_num_layers
-        rules.check_ends(self)
-        rules.check_counts(
-            self,
-            {LayerType.embedding: 1, LayerType.loss: 1, LayerType.decoder: num_layers, LayerType.mtp: mtp},
-        )
-        home = rules.check_mtp(self)
+        counts: dict[str, int] = {
+            LayerType.embedding: 1,
+            LayerType.loss: 1,
+            LayerType.decoder: num_layers,
+            LayerType.mtp: mtp,
+        }
+        check_ends(self.stages, self.pipeline_model_parallel_size, self.grammar)
+        check_counts(self.stages, self.grammar, counts)
+        home = check_mtp(self.stages, self.pipeline_model_parallel_size, self.grammar)
         return home is not None and self.position(home)[0] != self.pipeline_model_parallel_size - 1
 
     def validate_counts(self, counts: Mapping[str, int]) -> None:
         """Check the layout of one module of several against its number of layers per kind.
 
-        Unlike `validate_layer_layout` it asks for no embedding and no loss; those that are there, and MTP layers, must
-        stand where they may. Kinds that ``counts`` does not name must not occur.
+        Unlike `validate_layer_layout` it requires no embedding and no loss; those of the layout, and its MTP layers,
+        keep the position rules. Kinds that ``counts`` does not name must not occur.
 
         Raises:
-            LayoutError: a rule is broken; names the rule and, where it is one stage's, the stage.
+            LayoutError: the broken rule and, where it is one stage's, the stage.
         """
-        of_type("counts", counts, Mapping, "give the number of layers per kind, like {'decoder': 4}")  # type: ignore[type-abstract]
         absent = dict.fromkeys(sorted(set(self.flatten_layout)), 0)
-        rules.check_ends(self)
-        rules.check_counts(self, {**absent, **{self.grammar.kind(kind): count for kind, count in counts.items()}})
-        rules.check_mtp(self)
+        named = {self.grammar.kind(kind): count for kind, count in counts.items()}
+        check_ends(self.stages, self.pipeline_model_parallel_size, self.grammar)
+        check_counts(self.stages, self.grammar, {**absent, **named})
+        check_mtp(self.stages, self.pipeline_model_parallel_size, self.grammar)
 
     def pretty_repr(self) -> str:
-        """The table of pp ranks by chunks in words, runs of equal ranks in one row."""
+        """The table of pp ranks by chunks in words, consecutive equal ranks in one row."""
         table = self.layout
         header = ["", *(f"VPP rank {chunk}" for chunk in range(self.virtual_pipeline_model_parallel_size))]
         rows = [
@@ -225,7 +235,7 @@ class PipelineParallelLayerLayout:
 
     @staticmethod
     def from_json(text: str) -> PipelineParallelLayerLayout:
-        """Read what `to_json` wrote.
+        """The layout of the JSON that `to_json` returns.
 
         Raises:
             LayoutError: not JSON, or not of that form, or not a layout.
@@ -233,7 +243,7 @@ class PipelineParallelLayerLayout:
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            raise LayoutError(f"a layout in JSON was expected, but: {error}") from error
+            raise LayoutError(f"not a layout in JSON: {error}") from error
         required, allowed = {"layout", "pipeline_model_parallel_size"}, {"symbols"}
         if not isinstance(data, dict) or not required <= set(data) <= required | allowed:
             keys = sorted(data) if isinstance(data, dict) else type(data).__name__
@@ -248,9 +258,8 @@ class PipelineParallelLayerLayout:
         )
 
     def short_text(self) -> str:
-        """The canonical text in quotes, cut to fit an error text."""
-        text = str(self)
-        return repr(text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}...")
+        """The canonical text in quotes, cut for an error text."""
+        return _short(self.stages, self.grammar)
 
     def __str__(self) -> str:
         return write(self.stages, self.grammar)
@@ -260,7 +269,7 @@ class PipelineParallelLayerLayout:
 
 
 def _listed(layout: object, grammar: LayoutGrammar) -> tuple[tuple[str, ...], ...]:
-    """The stages of a layout given as a list of lists."""
+    """The stages of a list of lists."""
     if not isinstance(layout, list | tuple) or not layout:
         raise LayoutError(f"layout must be a string or a list of stages, at least one, got {layout!r:.80}")
     stages = []
@@ -280,4 +289,93 @@ def _index(name: str, value: int | None, size: int) -> int:
         if size == 1:
             return 0
         raise LayoutError(f"{name} is needed, there are {size}: pass 0 to {size - 1}")
-    return number_below(name, value, size)
+    return integer(value, name, least=0, most=size - 1)
+
+
+def check_ends(stages: Stages, pp: int, grammar: LayoutGrammar) -> None:
+    """An embedding is first on the first stage, and once; a loss is last on the last stage, and once.
+
+    Raises:
+        LayoutError: with the offending stage.
+    """
+    last = len(stages) - 1
+    for kind, home, index, place in (
+        (LayerType.embedding, 0, 0, "first"),
+        (LayerType.loss, last, len(stages[last]) - 1, "last"),
+    ):
+        seen = False
+        for stage, layers in enumerate(stages):
+            for position, layer in enumerate(layers):
+                if layer != kind:
+                    continue
+                if seen:
+                    raise _broken(stages, pp, grammar, stage, f"a second {kind!s}; keep one")
+                if stage != home:
+                    rule = f"{kind!s} must be on the {place} stage, {home}; move it there, or remove the empty stages"
+                    raise _broken(stages, pp, grammar, stage, f"{rule} beyond it")
+                if position != index:
+                    raise _broken(stages, pp, grammar, stage, f"{kind!s} must be the {place} layer; put it {place}")
+                seen = True
+
+
+def check_counts(stages: Stages, grammar: LayoutGrammar, counts: Mapping[str, int]) -> None:
+    """Each kind of ``counts`` has its number of layers; kinds that it does not name are free.
+
+    Raises:
+        LayoutError: a count is negative, or differs from the layout's.
+    """
+    for kind, count in counts.items():
+        wanted = integer(count, f"number of {kind!s} layers", least=0)
+        present = sum(layers.count(grammar.kind(kind)) for layers in stages)
+        if present != wanted:
+            raise LayoutError(
+                f"layout {_short(stages, grammar)} has {present} {kind!s} layers, the model {wanted}; "
+                f"{'add' if present < wanted else 'remove'} {abs(wanted - present)}"
+            )
+
+
+def check_mtp(stages: Stages, pp: int, grammar: LayoutGrammar) -> int | None:
+    """All MTP layers are on one stage, the last chunk of a pp rank other than the first; no decoder follows them.
+
+    Returns:
+        The stage of the MTP layers, None where there are none.
+
+    Raises:
+        LayoutError: with the offending stage.
+    """
+    home = None
+    last = len(stages) // pp - 1
+    for stage, layers in enumerate(stages):
+        rule = None
+        if home is not None and LayerType.decoder in layers:
+            rule = f"decoder after the mtp layer of stage {home}; put mtp after all decoders"
+        elif LayerType.mtp in layers:
+            chunk, rank = divmod(stage, pp)
+            if home is not None:
+                rule = f"mtp layers on stage {home} too; put all mtp layers on one stage"
+            elif LayerType.decoder in layers[layers.index(LayerType.mtp) :]:
+                rule = "decoder after an mtp layer; put mtp after all decoders"
+            elif chunk != last:
+                rule = (
+                    f"mtp must be in the last chunk of its rank, {last}; move it to stage {last * pp + rank} or later"
+                )
+            elif rank == 0 and pp > 1:
+                rule = f"mtp must not be on the first pp rank; move it to stage {stage + 1} or later"
+            home = stage
+        if rule is not None:
+            raise _broken(stages, pp, grammar, stage, rule)
+    return home
+
+
+def _broken(stages: Stages, pp: int, grammar: LayoutGrammar, stage: int, rule: str) -> LayoutError:
+    chunk, rank = divmod(stage, pp)
+    text = write_stage(stages[stage], grammar)
+    return LayoutError(
+        f"stage {stage} (pp rank {rank}, chunk {chunk}) of layout {_short(stages, grammar)} is {text!r}: {rule}",
+        stage=stage,
+    )
+
+
+def _short(stages: Stages, grammar: LayoutGrammar) -> str:
+    text = write([tuple(stage) for stage in stages], grammar)
+    return repr(text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}...")

@@ -1,17 +1,18 @@
-r"""From a layout string to its stages.
+r"""A layout string to its stages.
 
-The grammar, with white space and commas allowed between any two tokens (a comma ends what ``*`` can reach)::
+The grammar, with white space and commas allowed between any two tokens (``*`` does not reach across a comma)::
 
     layout  :=  { item }
-    item    :=  ( letter | "|" | "(" layout ")" ) [ "*" count ]
+    item    :=  ( letter | "|" | "(" layout ")" ) { "*" count }
 
-Repetition is textual: ``(t|t)*2`` is ``t|tt|t``; ``*0`` removes; ``|*3`` makes four empty stages.
+Repetition is textual: ``(t|t)*2`` is ``t|tt|t``; ``t*2*3`` is six layers; ``*0`` removes; ``|*3`` makes four empty
+stages.
 
 Two passes, neither recursive. `_scan` reads the text into tokens, gives each bracket the count of its group, and
-adds up what the whole would expand to with saturating sums, so that ``((t*999999)*999999)*999999`` is refused from
-its size, before anything of it is built. `_expand` then writes the expanded text into one buffer: a group that is
-repeated copies the part of the buffer that it has just written, and a group that is removed is jumped over, so the
-time is linear in the text plus the result, whatever the nesting.
+adds up the size of the expansion with saturating sums, so that ``((t*999999)*999999)*999999`` is an error before any
+of it is built. `_expand` then writes the expanded text into one buffer: a repeated group copies the part of the
+buffer that it has just written, and a removed group is skipped, so the time is linear in the text plus the result,
+whatever the nesting.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ import string
 import attrs
 
 from pipegrid.layout.errors import LayoutError, LayoutSyntaxError
+from pipegrid.layout.fields import MAX_LAYERS
 from pipegrid.layout.grammar import LayoutGrammar
 
-MAX_LAYERS = 1_000_000
-"""A layout string may expand to this many layers, and to this many stages."""
-
-_TOO_MANY = MAX_LAYERS + 1  # sums stop here: past the bound, how far past does not matter
+_TOO_MANY = MAX_LAYERS + 1  # sums saturate here
 _COSMETIC = re.compile(r"[\s,]*")
 _ITEM = re.compile(
     r"""
@@ -35,10 +34,11 @@ _ITEM = re.compile(
       | (?P<run> [A-Za-z|] (?: [\s,]* [A-Za-z|] )* )   # letters and separators, of which a count repeats the last
       | (?P<bracket> [()] )
     )
-    (?: \s* (?P<star> \* ) \s* (?P<count> [0-9]* ) )?
+    (?P<repeats> (?: \s* \* \s* [0-9]* )* )
     """,
     re.VERBOSE,
 )
+_REPEAT = re.compile(r"\s*(?P<star>\*)\s*(?P<count>[0-9]*)")
 
 
 def parse(text: str, grammar: LayoutGrammar) -> tuple[tuple[str, ...], ...]:
@@ -69,7 +69,7 @@ _Token = tuple[str, int]
 
 @attrs.define
 class _Size:
-    """What the whole, or a group, makes so far, and the column at which it passed the bound (-1: it has not)."""
+    """Size of the expansion of the text, or of a group, so far; and the column at which it passed the bound, or -1."""
 
     layers: int = 0
     separators: int = 0
@@ -94,8 +94,8 @@ def _scan(text: str, grammar: LayoutGrammar) -> list[_Token]:
             raise _unexpected(text, column, grammar)
         count = _count(text, item)
         if item["bracket"] == "(":
-            if item["star"]:
-                raise _unexpected(text, item.start("star"), grammar)
+            if item["repeats"]:
+                raise _unexpected(text, text.index("*", column), grammar)
             around.append((size, column, len(tokens)))
             tokens.append(("(", 1))
             size = _Size()
@@ -141,20 +141,23 @@ def _skip(text: str, column: int) -> int:
 
 
 def _count(text: str, item: re.Match[str]) -> int:
-    """The count of an item: 1 where none is written, at most `_TOO_MANY`."""
-    if item["star"] is None:
-        return 1
-    if not item["count"]:
-        if item.end() == len(text):
-            raise LayoutSyntaxError(text, item.start("star"), "'*' at the end of the text", "a whole number after it")
-        raise LayoutSyntaxError(text, item.end(), f"{text[item.end()]!r} after '*'", "a whole number")
-    digits = item["count"].lstrip("0")
-    # A count of thousands of digits is legal text; Python's int() would refuse it with an error of its own.
-    return int(digits or "0") if len(digits) <= len(str(_TOO_MANY)) else _TOO_MANY
+    """The product of an item's counts: 1 where it has none, at most `_TOO_MANY`."""
+    product = 1
+    for repeat in _REPEAT.finditer(item["repeats"]):
+        if not repeat["count"]:
+            star, end = item.start("repeats") + repeat.start("star"), item.start("repeats") + repeat.end()
+            if end == len(text):
+                raise LayoutSyntaxError(text, star, "'*' at the end of the text", "a whole number after it")
+            raise LayoutSyntaxError(text, end, f"{text[end]!r} after '*'", "a whole number")
+        digits = repeat["count"].lstrip("0")
+        # Python's int() has an error of its own for the thousands of digits that a legal count may have.
+        count = int(digits or "0") if len(digits) <= len(str(_TOO_MANY)) else _TOO_MANY
+        product = min(product * count, _TOO_MANY)
+    return product
 
 
 def _unexpected(text: str, column: int, grammar: LayoutGrammar) -> LayoutSyntaxError:
-    """The error for a character that cannot stand where it stands."""
+    """The error for a character that is not legal at its column."""
     if text[column] == "*":
         return LayoutSyntaxError(text, column, "'*'", "a layer, '|' or ')' before it, to repeat")
     hint = ", or '*' before a count" if text[column] in string.digits else ""
@@ -167,8 +170,8 @@ def _starts(grammar: LayoutGrammar) -> str:
 
 def _expand(tokens: list[_Token]) -> str:
     buffer = bytearray()  # letters are ASCII
-    starts: list[int] = []  # where the buffer stood when each open group began
-    removed = 0  # brackets that are open since the one of a removed group
+    starts: list[int] = []  # length of the buffer at the beginning of each open group
+    removed = 0  # depth of open brackets inside of a removed group, its own included
     for text, count in tokens:
         if text == "(":
             if removed or count == 0:

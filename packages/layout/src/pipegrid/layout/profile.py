@@ -1,21 +1,27 @@
-"""What a model's layers cost: from numbers per kind or per layer to exact integers.
+"""Costs and memory of a model's layers as exact integers, from numbers per kind or per layer.
 
-Floating-point sums depend on their order, and with them which of two layouts is better. Every finite float is a whole
-number of some power of two, so costs are scaled to integers once, and compared exactly ever after.
+Floating-point sums depend on their order, and so would the choice between two layouts. Every finite float is a whole
+multiple of some power of two, so costs are scaled to integers once, and every later comparison is exact.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Rational, Real
 from typing import TypeGuard
 
 import attrs
 
-from pipegrid.layout.checks import Ratio, amount, rank_limits
 from pipegrid.layout.errors import LayoutError
+from pipegrid.layout.fields import shown
 from pipegrid.layout.grammar import LayerType, LayoutGrammar
 from pipegrid.layout.parser import parse
+
+Ratio = tuple[int, int]
+"""A number exactly: numerator and denominator."""
+
+_LARGEST = 10**100  # keeps every sum in the range of a float
 
 
 @attrs.frozen
@@ -23,8 +29,8 @@ class LayerMemory:
     """Memory of one layer on one rank, in any unit.
 
     Attributes:
-        fixed: held once: weights, gradients, optimizer state.
-        per_microbatch: held for each microbatch in flight: activations.
+        fixed: weights, gradients, optimizer state.
+        per_microbatch: activations, per microbatch in flight.
 
     Raises:
         LayoutError: a value is not a finite number >= 0.
@@ -34,8 +40,8 @@ class LayerMemory:
     per_microbatch: float = attrs.field(default=0)
 
     def __attrs_post_init__(self) -> None:
-        amount("fixed memory of a layer", self.fixed)
-        amount("memory of a layer per microbatch", self.per_microbatch)
+        _amount("LayerMemory.fixed", self.fixed)
+        _amount("LayerMemory.per_microbatch", self.per_microbatch)
 
 
 Costs = Mapping[str, float | Sequence[float]] | Sequence[float]
@@ -47,7 +53,7 @@ Memories = Mapping[str, float | LayerMemory | Sequence[float | LayerMemory]] | S
 
 @attrs.frozen
 class Memory:
-    """Memory of each layer and of each rank, as integers: ``integer / unit`` is the number that was given."""
+    """Memory of each layer and limit of each rank, as integers: ``integer / unit`` is the caller's number."""
 
     fixed: Sequence[int]
     moving: Sequence[int]
@@ -57,7 +63,7 @@ class Memory:
 
 @attrs.frozen
 class Profile:
-    """The layers of a model with their costs, as integers: ``integer / unit`` is the number that was given."""
+    """The layers of a model with their costs, as integers: ``integer / unit`` is the caller's number."""
 
     kinds: Sequence[str]
     cost: Sequence[int]
@@ -74,33 +80,33 @@ def read_profile(
     pp: int,
     grammar: LayoutGrammar,
 ) -> Profile:
-    """Bring costs, memory and limit of ``pp`` ranks into exact form, one for each layer of ``kinds``.
+    """Costs, memory and limit of ``pp`` ranks in exact form, one per layer of ``kinds``.
 
     Raises:
         LayoutError: they do not fit the layers, or a number is not finite and >= 0.
     """
     numbers = _per_layer(costs, kinds, "costs", grammar)
-    ratios = [amount(f"cost of layer {i} ({kinds[i]!s})", number) for i, number in enumerate(numbers)]
+    ratios = [_amount(f"cost of layer {i} ({kinds[i]!s})", number) for i, number in enumerate(numbers)]
     cost, unit = _exact(ratios)
     if memory is None:
         if limit is not None:
             raise LayoutError("a limit needs the memory of each layer; pass memory as well")
         return Profile(kinds, cost, unit, None)
     fixed, moving = _memories(_per_layer(memory, kinds, "memory", grammar), kinds)
-    sizes, memory_unit = _exact([*fixed, *moving, *([] if limit is None else rank_limits(limit, pp))])
+    sizes, memory_unit = _exact([*fixed, *moving, *([] if limit is None else _rank_limits(limit, pp))])
     n = len(kinds)
     limits = None if limit is None else sizes[2 * n :]
     return Profile(kinds, cost, unit, Memory(sizes[:n], sizes[n : 2 * n], limits, memory_unit))
 
 
 def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: LayoutGrammar) -> tuple[str, ...]:
-    """The kinds of all layers in model order: as ``layers`` says or, without it, as ``costs`` counts them.
+    """The kinds of all layers in model order: from ``layers`` or, where it is None, from ``costs``.
 
     Args:
-        costs: see `Costs`. Without ``layers``, a mapping gives the kinds in its own order, a plain number counting as
-            one layer, and a sequence counts decoders.
+        costs: see `Costs`. Without ``layers``, a mapping has the kinds in its own order, a plain number is one layer,
+            and a sequence is one decoder per number.
         layers: a layout string without ``|``, or a list of kinds.
-        grammar: the letters and kinds that may stand in ``layers`` and ``costs``.
+        grammar: the letters and kinds of ``layers`` and ``costs``.
 
     Raises:
         LayoutError: the layers cannot be read or there are none.
@@ -108,7 +114,7 @@ def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: Layo
     if isinstance(layers, str):
         stages = parse(layers, grammar)
         if len(stages) > 1:
-            raise LayoutError(f"layers {layers!r:.80} must not be cut into stages; remove the '|'")
+            raise LayoutError(f"layers {layers!r:.80} must be one stage; remove the '|'")
         kinds = stages[0]
     elif layers is not None:
         if not isinstance(layers, list | tuple):
@@ -140,7 +146,7 @@ def _per_layer(
         values: see `Costs`.
         kinds: of all layers, in model order.
         what: ``"costs"`` or ``"memory"``, for error texts.
-        grammar: the kinds that may stand in ``values``.
+        grammar: the kinds of ``values``.
 
     Raises:
         LayoutError: a kind has no value, or the wrong number of them.
@@ -182,8 +188,8 @@ def _memories(values: Sequence[object], kinds: Sequence[str]) -> tuple[list[Rati
             pair = value.get("fixed", 0), value.get("per_microbatch", 0)
         else:
             pair = 0, value
-        fixed.append(amount(what, pair[0]))
-        moving.append(amount(what, pair[1]))
+        fixed.append(_amount(what, pair[0]))
+        moving.append(_amount(what, pair[1]))
     return fixed, moving
 
 
@@ -191,6 +197,38 @@ def _exact(numbers: Sequence[Ratio]) -> tuple[list[int], int]:
     """The numbers as integers, and their unit: ``integer / unit`` is the number, without rounding."""
     unit = math.lcm(*(denominator for _, denominator in numbers))
     return [numerator * (unit // denominator) for numerator, denominator in numbers], unit
+
+
+def _amount(what: str, value: object) -> Ratio:
+    """A cost or an amount of memory, exactly.
+
+    Raises:
+        LayoutError: it is not finite, negative, or 1e100 or more.
+    """
+    ratio = _ratio(value)
+    if ratio is not None and 0 <= ratio[0] < _LARGEST * ratio[1]:
+        return ratio
+    raise LayoutError(f"{what} is {shown(value)}; it must be a finite number of at least 0 and below {_LARGEST:g}")
+
+
+def _ratio(value: object) -> Ratio | None:
+    # Floats and ints first: models have thousands of layers, and isinstance of an abstract class is slow.
+    if isinstance(value, float):
+        return value.as_integer_ratio() if math.isfinite(value) else None
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else (value, 1)
+    if isinstance(value, Rational):
+        return int(value.numerator), int(value.denominator)
+    return _ratio(float(value)) if isinstance(value, Real) else None
+
+
+def _rank_limits(limit: float | Sequence[float], pp: int) -> list[Ratio]:
+    """One limit per pp rank, from one for all or one for each."""
+    if isinstance(limit, list | tuple):
+        if len(limit) != pp:
+            raise LayoutError(f"limit has {len(limit)} values, pp is {pp}; give one per rank, or a single number")
+        return [_amount(f"limit of pp rank {rank}", one) for rank, one in enumerate(limit)]
+    return [_amount("limit", limit)] * pp
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:

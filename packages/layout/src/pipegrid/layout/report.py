@@ -1,4 +1,4 @@
-"""What a layout costs, stage by stage: as numbers, as a table, as a picture."""
+"""Cost and memory of a layout, stage by stage: numbers, table, picture."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from operator import mul
 
 import attrs
 
-from pipegrid.layout.checks import checked_peaks, figure, of_type
-from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.in_flight import in_flight_1f1b
+from pipegrid.layout.in_flight import Peaks, peaks_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout
 from pipegrid.layout.profile import Costs, Memories, Profile, read_profile
 from pipegrid.layout.svg import draw
-from pipegrid.layout.table import align, name_layers
+from pipegrid.layout.text import align, name_layers
 
 _BAR = 24  # characters of the longest bar in the table
-
-Peaks = Sequence[Sequence[Sequence[int]]]
-"""For each rank, combinations of in-flight microbatches per chunk that occur, as `in_flight_1f1b` gives them."""
 
 
 @attrs.frozen
@@ -30,12 +25,9 @@ class LayoutReport:
         layout: the layout.
         costs: cost of each stage.
         costs_by_kind: for each stage, the cost of its layers of each kind.
-        memory: for each stage, its memory when most microbatches of it are in flight; None without memory figures.
+        memory: for each stage, its memory with most of its microbatches in flight; None without memory figures.
         rank_memory: for each pp rank, its memory at the worst moment, all chunks together; None likewise.
-        limits: for each pp rank, the memory it may use; None where no limit was given.
-
-    Raises:
-        LayoutError: a row has not one value for each stage, or each rank, of the layout.
+        limits: for each pp rank, its limit; None without limits.
     """
 
     layout: PipelineParallelLayerLayout
@@ -44,18 +36,6 @@ class LayoutReport:
     memory: tuple[float, ...] | None = None
     rank_memory: tuple[float, ...] | None = None
     limits: tuple[float, ...] | None = None
-
-    def __attrs_post_init__(self) -> None:
-        of_type("layout of a report", self.layout, PipelineParallelLayerLayout, "report() makes a report of one")
-        stages, ranks = len(self.layout.stages), self.layout.pipeline_model_parallel_size
-        for name, values, count in (
-            ("costs", self.costs, stages),
-            ("costs_by_kind", self.costs_by_kind, stages),
-            ("memory", self.memory, stages),
-            ("rank_memory", self.rank_memory, ranks),
-            ("limits", self.limits, ranks),
-        ):
-            _check_row(name, values, count, optional=name not in {"costs", "costs_by_kind"})
 
     @property
     def bottleneck(self) -> float:
@@ -74,12 +54,12 @@ class LayoutReport:
 
     @property
     def imbalance(self) -> float:
-        """The largest stage cost over the mean: 1 for a perfect balance, and where nothing costs anything."""
+        """The largest stage cost over the mean: 1 for a perfect balance, and where all costs are 0."""
         return self.bottleneck / self.mean if self.mean else 1.0
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each stage's part of the total cost; they add up to 1 (to 0 where nothing costs anything)."""
+        """Each stage's part of the total cost; the sum is 1 (0 where the total is 0)."""
         total = sum(self.costs)
         return tuple(cost / total if total else 0.0 for cost in self.costs)
 
@@ -103,7 +83,7 @@ class LayoutReport:
         return f"{align([header, *rows], right=right)}\n{self.summary()}"
 
     def summary(self) -> str:
-        """Bottleneck, spread, imbalance and, where it is known, the fullest rank."""
+        """Bottleneck, spread, imbalance and, with memory figures, the fullest rank."""
         worst = self.costs.index(self.bottleneck)
         text = (
             f"bottleneck {self.bottleneck:.6g} (stage {worst}), mean {self.mean:.6g}, spread {self.spread:.6g}, "
@@ -116,13 +96,13 @@ class LayoutReport:
         return text
 
     def _fill(self, rank: int) -> tuple[float, float]:
-        """How full a rank is: of its limit where there is one, else absolutely."""
+        """The key of the fullest rank: its part of its limit where there is one, then its memory."""
         used = self.rank_memory[rank] if self.rank_memory else 0.0
         limit = self.limits[rank] if self.limits else 0.0
         return (used / limit if limit else 0.0), used
 
     def svg(self) -> str:
-        """The picture as an SVG document: a bar per stage, stacked by kind of layer; and memory per rank, if known."""
+        """An SVG document: a bar per stage, stacked by kind of layer; with memory figures, a bar per rank."""
         return draw(
             [name_layers(layers) for layers in self.layout.stages],
             self.costs_by_kind,
@@ -158,20 +138,6 @@ class LayoutReport:
         return self.table()
 
 
-def _check_row(name: str, values: object, count: int, *, optional: bool) -> None:
-    """Refuse a row of a report that is not one value for each stage, or each rank."""
-    if values is None and optional:
-        return
-    row = of_type(f"{name} of a report", values, tuple, "report() makes all of it")
-    if len(row) != count:
-        raise LayoutError(f"{name} of a report has {len(row)} values, the layout has {count}; report() makes all of it")
-    for value in row:
-        if name == "costs_by_kind":
-            of_type(f"{name} of a stage", value, Mapping, "it maps kinds of layer to costs")  # type: ignore[type-abstract]
-        else:
-            figure(f"{name} of a report", value)
-
-
 def report(
     layout: PipelineParallelLayerLayout,
     costs: Costs,
@@ -181,20 +147,19 @@ def report(
     microbatches: int | None = None,
     in_flight: Peaks | None = None,
 ) -> LayoutReport:
-    """What each stage of a layout costs and holds.
+    """Cost and memory of each stage of a layout.
 
     Args:
         layout: the layout.
         costs: forward plus backward time of each layer, per kind or per layer in model order (see `balance`).
         memory: memory of each layer likewise: a `LayerMemory`, or a number per microbatch in flight.
         limit: memory of a rank, or one number per pp rank; only shown beside the memory.
-        microbatches: microbatches per step, for the number in flight under 1F1B; None for many.
-        in_flight: what is in flight under another schedule, as `in_flight_1f1b` gives it.
+        microbatches: per step, for the number in flight under 1F1B; None for enough to reach the steady state.
+        in_flight: microbatches in flight under another schedule, in the form of `in_flight_1f1b`.
 
     Raises:
-        LayoutError: costs or memory do not fit the layout, or a number is not one.
+        LayoutError: costs or memory do not fit the layout, or a number is out of range.
     """
-    of_type("layout", layout, PipelineParallelLayerLayout, "PipelineParallelLayerLayout('Ett|ttL', 2) is one")
     pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     profile = read_profile(layout.flatten_layout, costs, memory, limit, pp=pp, grammar=layout.grammar)
     return measure(layout, profile, peaks_of(in_flight, pp, vpp, microbatches))
@@ -203,7 +168,7 @@ def report(
 def measure(
     layout: PipelineParallelLayerLayout, profile: Profile, peaks: Sequence[Sequence[Sequence[int]]]
 ) -> LayoutReport:
-    """The report on a layout of the layers of ``profile``; ``peaks`` as those of `peaks_of`."""
+    """The report on a layout of the layers of ``profile``; ``peaks`` in the form of `peaks_of`."""
     ends = list(accumulate(len(stage) for stage in layout.stages))
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
     costs, by_kind = [], []
@@ -230,18 +195,3 @@ def measure(
         rank_memory=tuple(held / unit for held in at_peaks),
         limits=None if profile.memory.limits is None else tuple(limit / unit for limit in profile.memory.limits),
     )
-
-
-def peaks_of(
-    in_flight: Peaks | None, pp: int, vpp: int, microbatches: int | None
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """What is in flight: as given or, without that, under 1F1B.
-
-    Raises:
-        LayoutError: both are given, or one is malformed.
-    """
-    if in_flight is None:
-        return in_flight_1f1b(pp, vpp, microbatches)
-    if microbatches is not None:
-        raise LayoutError("give microbatches (for 1F1B) or in_flight (for another schedule), not both")
-    return checked_peaks(in_flight, pp, vpp)

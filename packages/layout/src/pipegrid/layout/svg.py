@@ -1,4 +1,4 @@
-"""The picture of a layout report, as an SVG document."""
+"""The picture of a layout report: an SVG document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw(
     """A bar per stage, stacked by kind of layer, with the mean; below it a bar per rank's memory, with the limits.
 
     Args:
-        names: the layers of each stage in words, shown when the pointer rests on a bar.
+        names: the layers of each stage in words, as tooltips.
         costs: for each stage the cost per kind of layer.
         title: the heading.
         mean: mean cost of a stage.

@@ -1,13 +1,13 @@
-"""From stages back to the shortest readable text: the canonical form of a layout.
+"""Stages as text: the canonical layout string, the shortest readable one, and tables in words.
 
-Runs are folded at three levels, each only where that makes the text shorter: equal layers (``t*3``), equal stages
-(``(tt|)*29``), and repeated sequences of such runs (``((tt|)*3,(t|)*2)*5``). The result depends on the stages alone,
-so equal layouts have equal texts, and it parses back to the same stages.
+In the canonical string runs are folded at three levels, each only where that makes the text shorter: equal layers
+(``t*3``), equal stages (``(tt|)*29``), and repeated sequences of such runs (``((tt|)*3,(t|)*2)*5``). The result
+depends on the stages alone, so equal layouts have equal texts, and it parses back to the same stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 
 from pipegrid.layout.grammar import LayoutGrammar
@@ -32,7 +32,7 @@ def write_stage(stage: Sequence[str], grammar: LayoutGrammar) -> str:
 
 
 def _join(parts: Sequence[str]) -> str:
-    """Concatenate; a comma keeps a count apart from what follows it, for the eye only."""
+    """The parts concatenated; a comma separates a count from the part after it, for the eye only."""
     text = ""
     pieces = []
     for part in parts:
@@ -44,7 +44,7 @@ def _join(parts: Sequence[str]) -> str:
 
 
 def _repeat(text: str, count: int) -> str:
-    """``text`` so many times, folded where that is not longer (a single letter) or is shorter (a group)."""
+    """``text`` ``count`` times, folded where that is not longer (a single letter) or is shorter (a group)."""
     if len(text) == 1:
         folded = f"{text}*{count}"
         return folded if len(folded) <= count else text * count
@@ -71,7 +71,7 @@ def _fold(runs: list[str]) -> list[str]:
 
 
 def _count(runs: list[str], start: int, period: int) -> int:
-    """How often the ``period`` runs from ``start`` on stand there one after the other."""
+    """Number of consecutive repetitions of the ``period`` runs from ``start`` on."""
     if runs[start] != runs[start + period]:
         return 1
     first = runs[start : start + period]
@@ -79,3 +79,32 @@ def _count(runs: list[str], start: int, period: int) -> int:
     while runs[start + period * count : start + period * (count + 1)] == first:
         count += 1
     return count
+
+
+def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> str:
+    """Rows of cells as lines with aligned columns; the columns in ``right`` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def merge_equal(count: int, key: Callable[[int], Hashable]) -> list[tuple[str, int]]:
+    """Consecutive indices with equal keys: the label of each run (``"1-13"``) and its first index."""
+    merged = []
+    for _, run in groupby(range(count), key=key):
+        indices = list(run)
+        label = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+        merged.append((label, indices[0]))
+    return merged
+
+
+def name_layers(layers: Sequence[str]) -> str:
+    """The layers of a stage in words: ``embedding,decoder*3``."""
+    runs = [(kind, len(list(run))) for kind, run in groupby(layers)]
+    return ",".join(f"{kind!s}*{count}" if count > 1 else str(kind) for kind, count in runs) or "(empty stage)"

@@ -37,7 +37,6 @@ from pipegrid.schedules import (
     TyingError,
 )
 from pipegrid.transport import Edge
-from pipegrid.transport.errors import P2PConfigError
 
 public = pipegrid.schedules
 PLAN = public.one_f_one_b(2, 3)
@@ -235,28 +234,6 @@ CALLS = {
         frozen=("names", ()),
     ),
     "with_reduce": Call(public.with_reduce, PlanError, plan=("plan", LOWERED), tied=("mapping", {"t": [0, 1]})),
-    "PipelineConfig": Call(
-        PipelineConfig,
-        P2PConfigError,
-        **dict.fromkeys(["hidden_size", "microbatch_group_size_per_vp_stage"], ("maybe count", None)),
-        num_microbatches_with_partial_activation_checkpoints=("maybe index", None),
-        wgrad_deferral_limit=("index", 0),
-        **dict.fromkeys(
-            [
-                "sequence_parallel",
-                "calculate_per_token_loss",
-                "deallocate_pipeline_outputs",
-                "enable_autocast",
-                "defer_embedding_wgrad_compute",
-                "overlap_moe_expert_parallel_comm",
-            ],
-            ("flag", True),
-        ),
-        **dict.fromkeys(["grad_scale_func", "finalize_model_grads_func"], ("function", print)),
-        **dict.fromkeys(["no_sync_func", "grad_sync_func", "param_sync_func"], ("functions", None)),
-        tied_parameters=("list", ()),
-        hooks=("list", ()),
-    ),
     "forward_backward_no_pipelining": Call(
         lambda **arguments: public.forward_backward_no_pipelining(**UNUSED, **arguments),
         (StepArgumentError, GradientError),
@@ -283,25 +260,12 @@ CALLS = {
         modules=("modules", linear()),
         collections=("groups", groups()),
         num_tokens=("maybe number", None),
-        loss_lanes=("maybe count", None),
-        job_group=("maybe group", None),
-        bucket_bytes=("count", 100),
     ),
     "clip_grad_norm_": Call(
-        public.clip_grad_norm_,
+        lambda **arguments: public.clip_grad_norm_(max_norm=1.0, **arguments),
         (GradientError, StepArgumentError),
         modules=("modules", linear()),
         collections=("groups", groups()),
-        max_norm=("positive", 1.0),
-        norm_type=("positive", 2.0),
-        job_group=("maybe group", None),
-    ),
-    "LossScaler": Call(
-        LossScaler,
-        LossScaleError,
-        state=("other", LossScale()),
-        job_group=("maybe group", None),
-        skipped=("index", 0),
     ),
     "LossScaler.__call__": Call(LossScaler().__call__, LossScaleError, loss=("tensor", torch.ones(()))),
     "LossScaler.unscale": Call(LossScaler().unscale, StepArgumentError, modules=("modules", linear())),
@@ -353,7 +317,6 @@ CALLS = {
         x=("tensor", torch.ones(1, 2)),
         weight=("tensor", torch.ones(2, 2)),
         bias=("maybe tensor", None),
-        tp_group=("maybe group", None),
     ),
     "PipelineRuntime": Call(
         PipelineRuntime,

@@ -136,9 +136,9 @@ def test_the_plan_of_forwards_alone_is_the_table(stages, microbatches, chunks):
         assert [(a.microbatch, a.stage // stages) for a in order] == get_schedule_table(microbatches, chunks, stages)
 
 
-def test_forward_only_is_all_warmup_and_one_stage_warms_up_with_one():
+def test_forward_only_is_all_warmup_and_one_stage_has_none():
     assert get_pp_rank_microbatches(6, 2, 4, forward_only=True, p2p_communicator=Place(4, 1)) == (12, True, 12, 0)
-    assert get_pp_rank_microbatches(6, 1, None) == (6, False, 1, 5)
+    assert get_pp_rank_microbatches(6, 1, None) == (6, False, 0, 6)
 
 
 def test_a_graph_of_modules_warms_up_by_its_distance_to_the_loss():

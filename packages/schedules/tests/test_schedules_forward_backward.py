@@ -433,7 +433,7 @@ def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network, 
     ):
         call(p2p_communicator=communicator, model=part, forward_step_func=lambda iterator, model: None)
     part.config = SimpleNamespace(**{name: "a"})
-    with pytest.raises(P2PConfigError, match=f"^{name} is 'a'; it must be None or an integer of at least 0"):
+    with pytest.raises(P2PConfigError, match=rf"^config\.{name} is 'a'; it must be an integer of at least 0"):
         call(p2p_communicator=communicator, model=part)
     assert network.messages == 0
 

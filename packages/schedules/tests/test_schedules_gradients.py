@@ -150,10 +150,18 @@ def test_what_cannot_be_reduced_is_named():
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(GradientError, match=r"shape \(4, 2\) in module 'e' has a sparse gradient"):
-        reduce_gradients({"e": embedding}, {"e": Groups()})
+        reduce_gradients({"e": embedding}, {"e": Groups()}, loss_lanes=1)
     with pytest.raises(GradientError, match=r"no process groups for module 'x'; there are collections for \['e'\]"):
         reduce_gradients({"x": network(0)}, {"e": Groups()})
-    with pytest.raises(GradientError, match="max_norm is 0; give a positive number"):
+    for value in (0, -1.0, math.nan, "one"):
+        with pytest.raises(GradientError, match="norm_type is .*; it must be a number above 0"):
+            clip_grad_norm_(network(0), Groups(), 1.0, norm_type=value)
+    for name in ("loss_lanes", "bucket_bytes"):
+        with pytest.raises(GradientError, match=f"{name} is 0; it must be an integer of at least 1"):
+            reduce_gradients(network(0), Groups(), **{name: 0})
+    with pytest.raises(GradientError, match="num_tokens is -1; it must be a finite number of at least 0"):
+        reduce_gradients(network(0), Groups(), num_tokens=-1)
+    with pytest.raises(GradientError, match="max_norm is 0; it must be a number above 0, or infinity"):
         clip_grad_norm_(network(0), Groups(), 0)
 
 

@@ -294,7 +294,7 @@ def call(network, memory_communicator, **changes):
         ({"num_microbatches": "4"}, "num_microbatches='4': a step needs at least 1"),
         (
             {"config": SimpleNamespace(microbatch_group_size_per_vp_stage=0)},
-            "microbatch_group_.* is 0; it must be None or",
+            "microbatch_group_.* is 0; it must be an integer",
         ),
         (
             {"config": SimpleNamespace(microbatch_group_size_per_vp_stage=2.0)},

@@ -9,8 +9,8 @@ from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
-from pipegrid.schedules.gradients.policy import gradient_reduction
-from pipegrid.schedules.gradients.reduce import GradientError
+from pipegrid.schedules.gradients.lanes import GradientError, Waiting
+from pipegrid.schedules.gradients.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
@@ -54,7 +54,7 @@ class Wrapped(nn.Linear):
 
 def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
     communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
-    return gradient_reduction(
+    policy = gradient_policy(
         models=chunks or {stage: model or nn.Linear(1, 1)},
         config=PipelineConfig(**options),
         communicator=communicator,
@@ -62,19 +62,20 @@ def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, gra
         pg_collection=collection,
         frozen=frozen,
     )
+    return lambda counted: policy.finish(counted, policy.reduction(), Waiting())
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"calculate_per_token_loss": True}, "nobody would divide them: pass pg_collection"),
+        ({"calculate_per_token_loss": True}, "nothing divides them: pass pg_collection"),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}},
-            "'images' has 2 data lanes whose gradients nobody",
+            "'images' has 2 data lanes whose gradients nothing",
         ),
         (
             {"grids": {"images": (1, 1), "language": (2, 1)}},
-            "one data lane of module 'images' gets the gradients of 2 lanes' mean losses, .* divide them by 2",
+            "one data lane of module 'images' gets the gradients of 2 lanes' mean losses, .* divides them by 2",
         ),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}, "collection": Groups()},
@@ -85,14 +86,6 @@ def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, gra
             "Wrapped averages over its own 2 data lanes, but the loss has 1",
         ),
         ({"model": Wrapped(1, 1), "calculate_per_token_loss": True}, "calculate_per_token_loss with Wrapped"),
-        (
-            {
-                "grids": {"a": (2, 1), "b": (1, 1), "c": (1, 1)},
-                "graph": ModuleGraph({"a": 1, "b": 1, "c": 1}, {"c": ["a", "b"]}),
-                "collection": Groups(dp=Group(2)),
-            },
-            r"different numbers of data lanes, \{'a': 2, 'b': 1\}",
-        ),
     ],
 )
 def test_what_would_be_wrong_is_refused(arguments, text):
@@ -165,8 +158,23 @@ def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
     assert counted == [(2, 7)]
 
 
+def test_losses_on_different_lanes_are_each_a_mean_over_their_own():
+    """All gradients are divided by the larger number of lanes, so the loss of the smaller module counts for less."""
+    graph = ModuleGraph({"a": 1, "b": 1, "c": 1}, {"c": ["a", "b"]})
+    grids = {name: Grid(shape) for name, shape in {"a": (2, 1), "b": (1, 1), "c": (1, 1)}.items()}
+    policy = gradient_policy(
+        models={graph.stage(name, 0): nn.Linear(1, 1) for name in ("b", "c")},
+        config=PipelineConfig(),
+        communicator=Communicator(grids),
+        graph=graph,
+        pg_collection=Groups(),
+    )
+    assert policy.loss_lanes == 2
+    assert list(policy.loss_factors.values()) == [2.0, 2.0]
+
+
 def test_a_frozen_module_needs_no_groups():
     grids = {"images": (2, 1), "language": (1, 1)}
-    with pytest.raises(ReductionError, match="'images' has 2 data lanes whose gradients nobody"):
+    with pytest.raises(ReductionError, match="'images' has 2 data lanes whose gradients nothing"):
         settle(grids=grids)
     settle(grids=grids, frozen=("images",))({0: None})

@@ -69,12 +69,14 @@ if TYPE_CHECKING:
         LossScaler,
         accumulate_in_main_grad,
         clip_grad_norm_,
+        fresh_gradients,
         output_linear,
         reduce_gradients,
         tie_parameters,
         zero_main_grads,
     )
     from pipegrid.schedules.megatron import (
+        WithLoss,
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
@@ -108,6 +110,7 @@ __all__ = [
     "Simulation",
     "Stage",
     "Timeline",
+    "WithLoss",
     "accumulate_in_main_grad",
     "ascii_timeline",
     "chain",
@@ -120,6 +123,7 @@ __all__ = [
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_only",
+    "fresh_gradients",
     "from_csv",
     "from_json",
     "from_text",
@@ -164,11 +168,13 @@ _LAZY = {
     "search": "comparison_table",
     "simulate": "costs_from_json costs_to_json unit_costs",
     "timeline": "Aside Counter Flow Recorded Span TimelineError Track scaled",
-    "gradients": "DeferralError GradientError LossScaleError LossScaler MainGradError TiedParameters TyingError "
+    "gradients": "DeferralError GradientError LossScaleError LossScaler MainGradError ReductionTimeoutError "
+    "ReplicaError TiedParameters TyingError "
     "accumulate_in_main_grad clear_embedding_activation_buffer clip_grad_norm_ "
-    "finish_embedding_wgrad_compute output_linear reduce_gradients scale_loss tie_parameters tied_stages "
+    "finish_embedding_wgrad_compute fresh_gradients output_linear reduce_gradients require_equal_replicas "
+    "scale_loss tie_parameters tied_stages "
     "unscale_gradients_ zero_main_grads",
-    "megatron": "AnnouncedShapesError backward_step check_first_val_step convert_schedule_table_to_order "
+    "megatron": "AnnouncedShapesError WithLoss backward_step check_first_val_step convert_schedule_table_to_order "
     "custom_backward deallocate_output_tensor forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
     "forward_step forward_step_calc_loss get_forward_backward_func get_pp_rank_microbatches "

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules._lazy import lazy_names
 from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError
 from pipegrid.schedules.gradients.tying import TyingError, with_reduce
+from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.clip import clip_grad_norm_
+    from pipegrid.schedules.gradients.lanes import GradientError, ReductionTimeoutError, collection_of
     from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
-    from pipegrid.schedules.gradients.main_grad import MainGradError, accumulate_in_main_grad, zero_main_grads
+    from pipegrid.schedules.gradients.main_grad import (
+        MainGradError,
+        accumulate_in_main_grad,
+        fresh_gradients,
+        zero_main_grads,
+    )
     from pipegrid.schedules.gradients.output_layer import (
         DeferralError,
         clear_embedding_activation_buffer,
@@ -19,18 +25,20 @@ if TYPE_CHECKING:
         finish_embedding_wgrad_compute,
         output_linear,
     )
-    from pipegrid.schedules.gradients.policy import FinishGradients, gradient_reduction, required_ties
-    from pipegrid.schedules.gradients.reduce import GradientError, collection_of, reduce_gradients
+    from pipegrid.schedules.gradients.policy import required_ties
+    from pipegrid.schedules.gradients.reduce import reduce_gradients
+    from pipegrid.schedules.gradients.replicas import ReplicaError, require_equal_replicas
     from pipegrid.schedules.gradients.tied import TiedParameters, tie_parameters, tied_stages
 
 __all__ = [
     "DeferralError",
-    "FinishGradients",
     "GradientError",
     "LossScale",
     "LossScaleError",
     "LossScaler",
     "MainGradError",
+    "ReductionTimeoutError",
+    "ReplicaError",
     "TiedParameters",
     "TyingError",
     "accumulate_in_main_grad",
@@ -39,9 +47,10 @@ __all__ = [
     "collection_of",
     "deferred_weight_gradients",
     "finish_embedding_wgrad_compute",
-    "gradient_reduction",
+    "fresh_gradients",
     "output_linear",
     "reduce_gradients",
+    "require_equal_replicas",
     "required_ties",
     "scale_loss",
     "tie_parameters",
@@ -51,21 +60,19 @@ __all__ = [
     "zero_main_grads",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "clip": ("clip_grad_norm_",),
-        "loss_scaler": ("LossScaler", "scale_loss", "unscale_gradients_"),
-        "main_grad": ("MainGradError", "accumulate_in_main_grad", "zero_main_grads"),
-        "output_layer": (
-            "DeferralError",
-            "clear_embedding_activation_buffer",
-            "deferred_weight_gradients",
-            "finish_embedding_wgrad_compute",
-            "output_linear",
-        ),
-        "policy": ("FinishGradients", "gradient_reduction", "required_ties"),
-        "reduce": ("GradientError", "collection_of", "reduce_gradients"),
-        "tied": ("TiedParameters", "tie_parameters", "tied_stages"),
-    },
+_LAZY = {
+    "clip": "clip_grad_norm_",
+    "loss_scaler": "LossScaler scale_loss unscale_gradients_",
+    "main_grad": "MainGradError accumulate_in_main_grad fresh_gradients zero_main_grads",
+    "output_layer": "DeferralError clear_embedding_activation_buffer deferred_weight_gradients "
+    "finish_embedding_wgrad_compute output_linear",
+    "policy": "required_ties",
+    "lanes": "GradientError ReductionTimeoutError collection_of",
+    "reduce": "reduce_gradients",
+    "replicas": "ReplicaError require_equal_replicas",
+    "tied": "TiedParameters tie_parameters tied_stages",
+}
+
+__getattr__, __dir__ = lazy_names(
+    __name__, __all__, {name: module for module, names in _LAZY.items() for name in names.split()}
 )

@@ -1,22 +1,36 @@
-"""One gradient norm for the whole job, and its clipping."""
+"""One gradient norm for the whole job, and clipping to it."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 
-from pipegrid.schedules.arguments import as_number, require
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
-from pipegrid.schedules.gradients.reduce import (
-    GROUP,
-    GROUP_REMEDY,
+from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.lanes import (
     GradientError,
-    collection_of,
+    Waiting,
+    all_reduce,
     device_of,
     lanes_group,
+    mesh_ranks,
+    ranks_of,
+    tensor_group,
 )
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, local_of, named_modules, parameters_of
+from pipegrid.topology.fields import Rule, checked
+
+
+def _above_zero(value: Any) -> float:
+    number = float(value)
+    if not number > 0:
+        raise ValueError
+    return number
+
+
+Bound = Annotated[float, Rule(_above_zero, "a number above 0, or infinity")]
 
 
 @torch.no_grad()
@@ -27,13 +41,15 @@ def clip_grad_norm_(
     *,
     norm_type: float = 2.0,
     job_group: dist.ProcessGroup | None = None,
+    deadline: float | None = None,
 ) -> torch.Tensor:
     """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
 
     Replicas count once: a parameter is counted by the first data lane, and by the first tp rank unless it is
     sharded over tp (attribute ``tensor_model_parallel``); of a tied parameter, the copy of the lowest stage counts,
-    the others (attribute ``tied_replica``) do not. ``main_grad`` is clipped where a parameter keeps one. A norm that
-    is not finite is not finite on every rank, and so are then the gradients: see `LossScaler` for a step to skip.
+    the others (attribute ``tied_replica``) do not. Of a DTensor each rank counts its own shard, along mesh dims that
+    replicate the first rank's. ``main_grad`` is clipped where a parameter keeps one. A norm that is not finite is not
+    finite on every rank, and so are then the gradients: see `LossScaler` for a step to skip.
 
     Args:
         modules: as in `reduce_gradients`; call that first.
@@ -41,50 +57,86 @@ def clip_grad_norm_(
         max_norm: gradients are scaled by ``max_norm / (norm + 1e-6)`` where that is below 1.
         norm_type: 2, any positive p, or infinity.
         job_group: all ranks of the job; default: the default process group.
+        deadline: seconds that the host waits for the all-reduce; None leaves it to the group's timeout.
 
     Returns:
         The norm before clipping, a float64 scalar on the gradients' device.
 
     Raises:
-        GradientError: a norm that is not positive, or an argument of another kind.
-        StepArgumentError: ``modules`` holds what is no module.
+        GradientError: a norm that is not positive; a DTensor with partial gradients, or over some of the data lanes.
+        ReductionTimeoutError: past the deadline.
     """
-    remedy = "give a positive number"
-    max_norm = as_number("max_norm", max_norm, remedy, above=0.0, finite=False, error=GradientError)
-    norm_type = as_number("norm_type", norm_type, remedy, above=0.0, finite=False, error=GradientError)
-    require("job_group", job_group, GROUP, GROUP_REMEDY, error=GradientError)
+    max_norm = checked(max_norm, Bound, "max_norm", GradientError)
+    norm_type = checked(norm_type, Bound, "norm_type", GradientError)
     gradients: list[torch.Tensor] = []
-    infinite = norm_type == float("inf")
-    # float64 in between: the sum of squares is then the same to the last float32 bit however it is cut over ranks.
-    # Beside it whether any part is NaN: not every backend's MAX hands a NaN on, and ranks would disagree.
-    total = torch.zeros(2, dtype=torch.float64, device=device_of(modules, job_group))
-    counts = {name: _counting(collections, name) for name, _ in named_modules(modules)}
+    counted: list[torch.Tensor] = []
+    groups = {
+        name: (lanes_group(collections, name), tensor_group(collections, name)) for name, _ in named_modules(modules)
+    }
     for name, parameter in parameters_of(modules):
         gradient = accumulated(parameter)
         if gradient is None:
             continue
-        gradients.append(gradient)
-        whole, sharded = counts[name]
-        counted = sharded if getattr(parameter, "tensor_model_parallel", False) else whole
-        if counted and not getattr(parameter, "tied_replica", False):
-            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
-            part = norm.nan_to_num(nan=0.0, posinf=float("inf"))
-            total[0] = torch.maximum(total[0], part) if infinite else total[0] + part**norm_type
-            total[1] = torch.maximum(total[1], norm.isnan().double())
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=job_group)
+        gradients.append(local_of(gradient))
+        if _counts(parameter, gradient, *groups[name]) and gradients[-1].numel():
+            counted.append(gradients[-1])
+    infinite = math.isinf(norm_type)
+    # float64 in between: the sum of powers is then the same to the last float32 bit however it is cut over ranks.
+    # Beside it whether any part is NaN: not every backend's MAX hands a NaN on, and ranks would disagree.
+    total = torch.zeros(2, dtype=torch.float64, device=device_of(modules, job_group))
+    if counted:
+        parts = foreach.norms(counted, norm_type)
+        whole = parts.nan_to_num(nan=0.0, posinf=math.inf)
+        total[0] = whole.max() if infinite else whole.pow(norm_type).sum()
+        total[1] = parts.isnan().any()
+    all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(Waiting(deadline))
     norm = total[0] if infinite else total[0] ** (1.0 / norm_type)
-    norm = torch.where(total[1] > 0, torch.full_like(norm, float("nan")), norm)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+    norm = torch.where(total[1] > 0, torch.full_like(norm, math.nan), norm)
+    foreach.scale_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
-def _counting(collections: Any, name: str) -> tuple[bool, bool]:
-    """Whether this rank's part of a norm counts: of parameters that are whole on every tp rank, and of sharded ones."""
-    first_lane = _is_first(lanes_group(collections, name))
-    return first_lane and _is_first(getattr(collection_of(collections, name), "tp", None)), first_lane
+def _counts(
+    parameter: torch.nn.Parameter,
+    gradient: torch.Tensor,
+    lanes: dist.ProcessGroup | None,
+    tensor: dist.ProcessGroup | None,
+) -> bool:
+    """Whether this rank's part of a gradient counts: it is the first of the ranks that hold the same numbers."""
+    if getattr(parameter, "tied_replica", False):
+        return False
+    mesh = mesh_ranks(gradient)
+    first_of_mesh = True
+    if mesh:
+        placements, device_mesh = gradient.placements, gradient.device_mesh  # type: ignore[attr-defined]
+        if any(placement.is_partial() for placement in placements):
+            raise GradientError(
+                f"a parameter of shape {tuple(parameter.shape)} has a DTensor gradient with the placements "
+                f"{placements}, of which a norm needs the sum: redistribute it to those of the parameter"
+            )
+        coordinates = device_mesh.get_coordinate() or ()
+        first_of_mesh = all(
+            placement.is_shard() or not coordinate
+            for placement, coordinate in zip(placements, coordinates, strict=True)
+        )
+    sharded = getattr(parameter, "tensor_model_parallel", False)
+    return (
+        first_of_mesh
+        and _first_outside(mesh, lanes, parameter)
+        and (bool(sharded) or _first_outside(mesh, tensor, parameter))
+    )
 
 
-def _is_first(group: dist.ProcessGroup | None) -> bool:
-    return group is None or group.rank() == 0
+def _first_outside(mesh: frozenset[int], group: dist.ProcessGroup | None, parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank is the first of ``group``, or a mesh over all its ranks says which counts."""
+    if group is None:
+        return True
+    shared = mesh & ranks_of(group)
+    if len(shared) <= 1:
+        return group.rank() == 0
+    if len(shared) < group.size():
+        raise GradientError(
+            f"a parameter of shape {tuple(parameter.shape)} is a DTensor over {len(shared)} of the {group.size()} "
+            "ranks of a group of its module; its mesh must have all of them, or this one alone"
+        )
+    return True

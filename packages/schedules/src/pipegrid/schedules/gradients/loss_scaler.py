@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.schedules.arguments import as_number, require, require_integer
+from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, device_of
 from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError, from_state, to_state, updated
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
-from pipegrid.transport.opening import resolve_device
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, local_of, parameters_of
 
 
 def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
@@ -30,7 +32,9 @@ def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def unscale_gradients_(modules: Modules, scale: float, *, job_group: dist.ProcessGroup | None = None) -> bool:
+def unscale_gradients_(
+    modules: Modules, scale: float, *, job_group: dist.ProcessGroup | None = None, deadline: float | None = None
+) -> bool:
     """Divide this rank's gradients by ``scale``, and learn whether any of the job is not finite.
 
     Every rank of the job calls it, once per step: after the reduction, so that sums that overflowed are seen, and
@@ -41,6 +45,7 @@ def unscale_gradients_(modules: Modules, scale: float, *, job_group: dist.Proces
         modules: all of this rank's, as in `reduce_gradients`; ``main_grad`` is read where a parameter keeps one.
         scale: what the losses were multiplied by.
         job_group: all ranks of the job; default: the default process group (one process without one).
+        deadline: seconds that the host waits for the others; None leaves it to the group's timeout.
 
     Returns:
         Whether a gradient anywhere in the job is infinite or NaN: the same on every rank.
@@ -51,27 +56,20 @@ def unscale_gradients_(modules: Modules, scale: float, *, job_group: dist.Proces
     """
     scale = as_number("scale", scale, "give what the losses were multiplied by", above=0.0, error=LossScaleError)
     _require_group(job_group)
-    gradients = [g for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]
-    found = torch.zeros((), dtype=torch.float32, device=_device(modules, job_group))
-    for gradient in gradients:
-        # Checked after dividing: with a scale below 1, a finite gradient may overflow here.
-        gradient.mul_(1.0 / scale)
-        found = torch.maximum(found, (~torch.isfinite(gradient).all()).float())
-    if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=job_group)
+    gradients = [local_of(g) for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]
+    found = torch.zeros((), dtype=torch.float32, device=device_of(modules, job_group))
+    foreach.scale_(gradients, 1.0 / scale)
+    # Checked after dividing: with a scale below 1, a finite gradient may overflow there.
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if filled:
+        found += (~foreach.norms(filled, math.inf).isfinite()).any()
+    all_reduce(found, job_group, dist.ReduceOp.MAX)(Waiting(deadline))
     return bool(found.item())
 
 
 def _require_group(group: Any) -> None:
     remedy = "give a process group of all ranks of the job, or None for the default one"
     require("job_group", group, (dist.ProcessGroup, type(None)), remedy, error=LossScaleError)
-
-
-def _device(modules: Modules, group: dist.ProcessGroup | None) -> torch.device:
-    """Where this rank's gradients are; on a rank without parameters, where the group's backend is."""
-    for _, parameter in parameters_of(modules):
-        return parameter.device
-    return resolve_device(None, None, group)[1] if dist.is_initialized() else torch.device("cpu")
 
 
 @define

@@ -7,6 +7,7 @@ the attribute, whoever put it there; everything here that reads or writes a grad
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients import foreach
 
 Modules: TypeAlias = Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module
 """This rank's modules: by name, several chunks of one module, or one module."""
@@ -107,6 +109,68 @@ def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
             held.zero_()
 
 
+@contextlib.contextmanager
+def fresh_gradients(modules: Modules) -> Iterator[None]:
+    """Set the gradients of ``modules`` aside, so that a step and its reduction see only what the step adds.
+
+    Gradients accumulate over several steps before one optimizer step. What earlier steps left is reduced already;
+    reduced again, it would count once per data lane. On leaving, it is added to the new gradients, in the tensors that
+    held it; after an error it is put back, without what the failed step added. Costs no memory where gradients are
+    None, and one more copy of them where they are not (zeros included: use ``zero_grad(set_to_none=True)``).
+
+    The step functions do this themselves where they reduce; around a step of your own::
+
+        with fresh_gradients(modules):
+            runtime.step()
+            reduce_gradients(modules, collections, loss_lanes=lanes)
+    """
+    held: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        for _, parameter in parameters_of(modules):
+            before = accumulated(parameter)
+            if before is None:
+                continue
+            if keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype"):
+                # Another library's buffer: its address may be known elsewhere.
+                held.append((parameter, before, before.clone()))
+                before.zero_()
+            else:
+                held.append((parameter, before, before))
+                _replace(parameter, None)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, tensor, value in held:
+                if value is not tensor:
+                    tensor.copy_(value)
+                _replace(parameter, tensor)
+        raise
+    with torch.no_grad():
+        pairs = []
+        for parameter, tensor, value in held:
+            added = value if value is not tensor else accumulated(parameter)
+            if added is not None:
+                pairs.append((local_of(tensor), local_of(added)))
+            _replace(parameter, tensor)
+        foreach.add_([tensor for tensor, _ in pairs], [added for _, added in pairs])
+
+
+def _replace(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    if keeps_main_grad(parameter):
+        parameter.main_grad = gradient  # type: ignore[attr-defined]
+    else:
+        parameter.grad = gradient
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor on this rank, sharing its memory; any other tensor itself. Call it without grad mode."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    shard: torch.Tensor = tensor.to_local()
+    return shard
+
+
 def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter's gradients are summed in ``main_grad``."""
     return hasattr(parameter, "main_grad")
@@ -130,7 +194,7 @@ def set_accumulated(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Put ``value`` in the place of `accumulated`: into its storage where there is one, else a copy of it."""
     held = accumulated(parameter)
     if held is not None:
-        held.copy_(value)
+        local_of(held).copy_(local_of(value))
     elif keeps_main_grad(parameter):
         parameter.main_grad = value.to(accumulation_dtype(parameter), copy=True)  # type: ignore[attr-defined]
     else:

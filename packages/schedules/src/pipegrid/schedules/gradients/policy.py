@@ -1,28 +1,86 @@
-"""Who reduces a stage's gradients after the last backward, and by what: settled before the step begins.
+"""The gradient policy of a step: who reduces the gradients of which module, and what they are divided by.
 
 A wrong answer here is silent (replicas drift apart, or an encoder learns at half its rate), so everything that can be
-known beforehand is checked beforehand.
+known is checked before the step begins.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
-from pipegrid.schedules.gradients.reduce import collection_of, lanes_group, reduce_gradients
+from pipegrid.schedules.gradients.lanes import Waiting, collection_of, lanes_group, size_of
+from pipegrid.schedules.gradients.reduce import GradientReduction, partial_over_tp
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
 from pipegrid.transport.opening import resolve_device
 
-FinishGradients = Callable[[Mapping[int, torch.Tensor | None]], None]
-"""Called once after the last backward, with the tokens that the loss of each stage counted (None without a loss)."""
+Counted = Mapping[int, torch.Tensor | None]
+"""The tokens that the loss of each stage counted; None of a stage without a loss."""
 
 
-def gradient_reduction(
+@frozen
+class GradientPolicy:
+    """How the gradients of this rank's stages become those of one process. Made by `gradient_policy`.
+
+    Attributes:
+        per_token: losses are sums, and gradients are divided by the tokens of the job.
+        reduced: the modules that `reduce_gradients` reduces, by name.
+        loss_lanes: data lanes of the loss; None where no grids are known (then each module's own).
+        loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own lanes.
+        collections: process groups by module name.
+        job_group: all ranks of the job.
+        finalize: the user's ``finalize_model_grads_func``, which is called in place of all this.
+        models: by stage.
+    """
+
+    per_token: bool
+    reduced: Mapping[str, torch.nn.Module]
+    loss_lanes: int | None
+    loss_factors: Mapping[int, float]
+    collections: Mapping[str, Any]
+    job_group: Any
+    finalize: Callable[[list[torch.nn.Module], torch.Tensor | None], None] | None
+    models: Mapping[int, torch.nn.Module]
+    names: Mapping[int, str]
+
+    @property
+    def agreement(self) -> str:
+        """What neighbours compare before a step: the ranks that divide by tokens count them in one collective."""
+        return f"with {'per-token' if self.per_token else 'mean'} losses"
+
+    def reduction(self) -> GradientReduction | None:
+        """The reduction of one step; None where a wrapper or ``finalize`` reduces, or nothing is trained."""
+        if not self.reduced:
+            return None
+        return GradientReduction.of(
+            self.reduced, self.collections, loss_lanes=self.loss_lanes, job_group=self.job_group
+        )
+
+    def finish(self, counted: Counted, reduction: GradientReduction | None, waiting: Waiting) -> None:
+        """After the last backward: the user's finalizer, or what is left of ``reduction``."""
+        if self.finalize is not None:
+            self.finalize(list(self.models.values()), self._tokens(counted))
+        elif reduction is not None:
+            reduction.finish(self._tokens(counted), waiting)
+
+    def _tokens(self, counted: Counted) -> torch.Tensor | None:
+        if not self.per_token:
+            return None
+        parts = [
+            _own_tokens(counted[stage], model, self.collections[self.names[stage]])
+            for stage, model in self.models.items()
+        ]
+        return sum(parts[1:], start=parts[0])
+
+
+def gradient_policy(
     *,
     models: Mapping[int, torch.nn.Module],
     config: Any,
@@ -30,55 +88,54 @@ def gradient_reduction(
     graph: ModuleGraph,
     pg_collection: Any,
     frozen: Collection[str] = (),
-) -> FinishGradients:
+) -> GradientPolicy:
     """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
-    ``config.finalize_model_grads_func`` is asked first; then a wrapper that reduces by itself (it has ``no_sync``) is
-    trusted where that is right; then `reduce_gradients` does it over the groups of ``pg_collection``. The ``frozen``
-    modules get no gradient; their ranks only take part in counting tokens.
+    ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
+    that is right; then `reduce_gradients` over the groups of ``pg_collection``. The ``frozen`` modules get no gradient;
+    their ranks only take part in counting tokens.
 
     Raises:
-        ReductionError: a wrapper that would average by the wrong number, or at the wrong time; per-token loss that
-            nobody would divide by the tokens; data lanes without their group, or that nobody would divide by.
+        ReductionError: a wrapper that averages by the wrong number, or at the wrong time; per-token losses whose
+            gradients nothing divides by the tokens; data lanes, or partial gradients over tp, without their group.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
+    finalize = getattr(config, "finalize_model_grads_func", None)
     names = {stage: graph.module_of(stage)[0] for stage in models}
     collections = {
         name: None if pg_collection is None else collection_of(pg_collection, name) for name in names.values()
     }
-
-    def tokens(counted: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None:
-        if not per_token:
-            return None
-        parts = [_tokens(counted[stage], model, collections[names[stage]]) for stage, model in models.items()]
-        return sum(parts[1:], start=parts[0])
-
-    finalize = getattr(config, "finalize_model_grads_func", None)
-    if finalize is not None:
-        return lambda counted: finalize(list(models.values()), tokens(counted), pg_collection=pg_collection)
-    _require_all_or_none(models, names)
+    lanes = _lanes_by_grid(communicator, graph)
+    of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
     reduced: dict[str, list[torch.nn.Module]] = {}
-    of_loss = None
-    for stage, model in models.items():
-        name = names[stage]
-        if name in frozen and not per_token:
-            continue
-        own, of_loss = _lanes_by_grid(communicator, graph, name)
-        if hasattr(model, "no_sync"):
-            _require_trustworthy(model, graph, per_token=per_token, own=own, of_loss=of_loss)
-        elif collections[name] is None:
-            _require_nothing_to_do(name, per_token=per_token, own=own, of_loss=of_loss)
-        else:
-            _require_group(name, collections[name], own)
-            reduced.setdefault(name, []).append(model)
-    if not reduced:
-        return _nothing
-    return lambda counted: reduce_gradients(
-        {name: held[0] if len(held) == 1 else torch.nn.ModuleList(held) for name, held in reduced.items()},
-        collections,
-        num_tokens=tokens(counted),
+    _require_no_fsdp_mean(models, names, per_token=per_token, lanes=lanes, of_loss=of_loss)
+    if finalize is None:
+        _require_all_or_none(models, names)
+        for stage, model in models.items():
+            name = names[stage]
+            if name in frozen and not per_token:
+                continue
+            own = lanes.get(name)
+            if hasattr(model, "no_sync"):
+                _require_trustworthy(model, graph, per_token=per_token, own=own, of_loss=of_loss)
+                _require_no_partial(model, name, communicator)
+            elif collections[name] is None:
+                _require_nothing_to_do(name, per_token=per_token, own=own, of_loss=of_loss)
+                _require_no_partial(model, name, communicator)
+            else:
+                _require_group(name, collections[name], own)
+                reduced.setdefault(name, []).append(model)
+    scaled = finalize is None and not per_token
+    return GradientPolicy(
+        per_token=per_token,
+        reduced={name: held[0] if len(held) == 1 else torch.nn.ModuleList(held) for name, held in reduced.items()},
         loss_lanes=of_loss,
+        loss_factors={stage: of_loss / lanes[name] for stage, name in names.items()} if scaled and of_loss else {},
+        collections=collections,
         job_group=getattr(config, "job_group", None),
+        finalize=None if finalize is None else lambda held, tokens: finalize(held, tokens, pg_collection=pg_collection),
+        models=models,
+        names=names,
     )
 
 
@@ -95,27 +152,69 @@ def _require_all_or_none(models: Mapping[int, torch.nn.Module], names: Mapping[i
             )
 
 
+def _require_no_fsdp_mean(
+    models: Mapping[int, torch.nn.Module],
+    names: Mapping[int, str],
+    *,
+    per_token: bool,
+    lanes: Mapping[str, int],
+    of_loss: int | None,
+) -> None:
+    """FSDP2 leaves means over its lanes: divided by tokens, or beside a loss on other lanes, they are off."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a second of imports, which a sharded module has made
+    for stage, model in models.items() if fsdp is not None else ():
+        sharded = next((name for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)), None)
+        if sharded is None:
+            continue
+        own = lanes.get(names[stage])
+        which = f"module {names[stage]!r} is sharded by fully_shard ({sharded or 'the model itself'})"
+        if per_token:
+            raise ReductionError(
+                f"{which}, which averages gradients over its lanes, and calculate_per_token_loss needs their sum: "
+                "divided by the tokens they would be too small by the number of lanes. FSDP2 is not supported with "
+                "per-token losses; return a mean (loss, info), or leave the module unsharded"
+            )
+        if own != of_loss:
+            raise ReductionError(
+                f"{which}, which averages gradients over its own {own} lanes, but the loss has {of_loss}: leave the "
+                "module unsharded, and pass pg_collection, whose reduction divides by the loss side's"
+            )
+
+
 def _require_nothing_to_do(name: str, *, per_token: bool, own: int | None, of_loss: int | None) -> None:
     if per_token:
         raise ReductionError(
-            "calculate_per_token_loss leaves sums over tokens as gradients, and nobody would divide them: pass "
+            "calculate_per_token_loss leaves sums over tokens as gradients, and nothing divides them: pass "
             "pg_collection, or set finalize_model_grads_func"
         )
     if own is not None and own > 1:
         raise ReductionError(
-            f"module {name!r} has {own} data lanes whose gradients nobody would sum: pass pg_collection, or set "
+            f"module {name!r} has {own} data lanes whose gradients nothing sums: pass pg_collection, or set "
             "finalize_model_grads_func"
         )
     if of_loss is not None and of_loss > 1:
         raise ReductionError(
-            f"the one data lane of module {name!r} gets the gradients of {of_loss} lanes' mean losses, and nobody "
-            f"would divide them by {of_loss}: pass pg_collection, or set finalize_model_grads_func"
+            f"the one data lane of module {name!r} gets the gradients of {of_loss} lanes' mean losses, and nothing "
+            f"divides them by {of_loss}: pass pg_collection, or set finalize_model_grads_func"
+        )
+
+
+def _require_no_partial(model: torch.nn.Module, name: str, communicator: Any) -> None:
+    """Parameters marked as partial over tp, where `reduce_gradients` does not sum them."""
+    grids = getattr(communicator, "module_to_grid_map", None)
+    if grids is not None and _size(grids[name], ("tp",)) == 1:
+        return
+    marked = next((parameter for parameter in model.parameters() if partial_over_tp(parameter)), None)
+    if marked is not None:
+        raise ReductionError(
+            f"a parameter of shape {tuple(marked.shape)} in module {name!r} is marked as partial over tp "
+            "(sequence_parallel, partial_over_tp), and nothing sums its gradient over tp: pass the bare module and "
+            "pg_collection with its tp group, or set finalize_model_grads_func"
         )
 
 
 def _require_group(name: str, collection: Any, own: int | None) -> None:
-    group = lanes_group(collection, name)
-    found = 1 if group is None else group.size()
+    found = size_of(lanes_group(collection, name))
     if own is not None and found != own:
         raise ReductionError(
             f"module {name!r} has {own} data lanes (dp x cp), but the group to sum their gradients has {found} "
@@ -154,7 +253,7 @@ def required_ties(
         if mark.name not in names:
             raise ReductionError(
                 f"a parameter of shape {tuple(parameter.shape)} is tied as {mark.name!r}, which config.tied_parameters "
-                f"does not have ({sorted(names)}): nobody would sum its copies. Give it there on every rank"
+                f"does not have ({sorted(names)}): nothing sums its copies. Give it there on every rank"
             )
         if mark.over_lanes and any(hasattr(model, "no_sync") for model in models):
             raise ReductionError(
@@ -162,11 +261,6 @@ def required_ties(
                 "well: tie it with group=collection.embd in place of grids=..., or pass the bare module"
             )
     return ties
-
-
-def _nothing(counted: Mapping[int, torch.Tensor | None]) -> None:
-    """The wrapper has reduced, or there is nothing to reduce."""
-    del counted
 
 
 def _require_trustworthy(
@@ -181,7 +275,7 @@ def _require_trustworthy(
     if per_token:
         raise ReductionError(
             f"calculate_per_token_loss with {name}, which averages over its lanes: set finalize_model_grads_func, "
-            "which is told the number of tokens, or pass the bare module and pg_collection"
+            "which receives the number of tokens, or pass the bare module and pg_collection"
         )
     if own != of_loss:
         raise ReductionError(
@@ -190,8 +284,8 @@ def _require_trustworthy(
         )
 
 
-def _tokens(counted: torch.Tensor | None, model: torch.nn.Module, collection: Any) -> torch.Tensor:
-    """What this rank adds to the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
+def _own_tokens(counted: torch.Tensor | None, model: torch.nn.Module, collection: Any) -> torch.Tensor:
+    """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
     tp = getattr(collection, "tp", None)
     if counted is not None and (tp is None or tp.rank() == 0):
         return counted
@@ -202,20 +296,11 @@ def _tokens(counted: torch.Tensor | None, model: torch.nn.Module, collection: An
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _lanes_by_grid(communicator: Any, graph: ModuleGraph, module: str) -> tuple[int | None, int | None]:
-    """Data lanes (dp x cp) of ``module`` and of the modules with the loss; None where no grids are known."""
+def _lanes_by_grid(communicator: Any, graph: ModuleGraph) -> dict[str, int]:
+    """Data lanes (dp x cp) of each module; empty where no grids are known."""
     grids = getattr(communicator, "module_to_grid_map", None)
-    if grids is None:
-        return None, None
-    lanes = {name: _lanes(grids[name]) for name in graph.sinks}
-    if len(set(lanes.values())) > 1:
-        raise ReductionError(
-            f"the modules with a loss have different numbers of data lanes, {lanes}: no one factor averages both; "
-            "weigh the losses yourself and set finalize_model_grads_func"
-        )
-    return _lanes(grids[module]), next(iter(lanes.values()))
+    return {} if grids is None else {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
 
 
-def _lanes(grid: Any) -> int:
-    sizes = zip(grid.dim_names, grid.shape, strict=True)
-    return math.prod(size for name, size in sizes if name in ("dp", "cp"))
+def _size(grid: Any, dims: tuple[str, ...]) -> int:
+    return math.prod(size for name, size in zip(grid.dim_names, grid.shape, strict=True) if name in dims)

@@ -1,4 +1,4 @@
-"""Gradients beside the schedule: their sum over data lanes, and one norm for the whole job.
+"""Reduction of gradients over data lanes, bucket by bucket, each started as soon as its last gradient is there.
 
 Every module of the job has its own data lanes, and each lane's gradient is the part of the loss that flowed
 through it. So the gradient of a module is the **sum** over its own lanes, whatever their number; what it is
@@ -8,41 +8,41 @@ own share), the global number of tokens for a token-weighted one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import define, field
 
-from pipegrid.schedules.arguments import as_number, require, require_integer, shown
+from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.lanes import (
+    GradientError,
+    Waiting,
+    all_reduce,
+    collections_by_name,
+    device_of,
+    lanes_group,
+    mesh_ranks,
+    ranks_of,
+    size_of,
+    tensor_group,
+)
 from pipegrid.schedules.gradients.main_grad import (
     Modules,
     accumulated,
     accumulation_dtype,
+    local_of,
     named_modules,
     parameters_of,
     set_accumulated,
 )
 from pipegrid.schedules.gradients.tied import mark_of
-from pipegrid.transport.opening import resolve_device
+from pipegrid.topology.fields import Amount, Count, checked
 
 BUCKET_BYTES = 32 * 2**20
 
-GROUP = (dist.ProcessGroup, type(None))
-GROUP_REMEDY = "give a process group, or None for the default one"
-
-
-class GradientError(ValueError):
-    """Gradients cannot be reduced as asked."""
-
-
-@frozen
-class _Slot:
-    """A parameter's place in a bucket."""
-
-    parameter: torch.nn.Parameter
-    offset: int
+Divisor = torch.Tensor | int
 
 
 def reduce_gradients(
@@ -53,6 +53,7 @@ def reduce_gradients(
     loss_lanes: int | None = None,
     job_group: dist.ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    deadline: float | None = None,
 ) -> None:
     """Sum gradients over the data lanes of each module, in buckets, and divide by what the loss asks for.
 
@@ -61,141 +62,248 @@ def reduce_gradients(
     ``main_grad``, that is what is summed, in its dtype. A tied parameter must have had its ``REDUCE``: the sum over
     its copies comes first, and where that was over data lanes, too (`tie_parameters`), it is only divided here.
 
+    A parameter that is whole on every tensor-parallel rank, but whose gradient is only this rank's part (a norm inside
+    sequence parallelism, a gain per head), is summed over tp as well where it is marked: by Megatron's
+    ``parameter.sequence_parallel = True``, or by ``parameter.partial_over_tp = True``.
+
+    Gradients that several steps accumulate: see `fresh_gradients`.
+
     Args:
         modules: this rank's modules: by name, several chunks of one module, or one module.
         collections: process groups: one collection for all, or a mapping by module name (also as attribute
-            ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's data lanes; None is one lane.
+            ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's data lanes, None is one lane; ``tp`` is read
+            for marked parameters.
         num_tokens: tokens that this rank's losses counted, or their weights (0 on ranks without loss, and on all but
-            the first tp rank). Given: gradients are divided by the sum over the job. None: by ``loss_lanes``.
-        loss_lanes: data lanes (dp x cp) of the module with the loss. Default: those of the module itself, which
-            is right where all modules have the same number.
+            the first tp rank). Gradients are divided by the sum over the job. None: by ``loss_lanes``.
+        loss_lanes: data lanes (dp x cp) of the module with the loss. Default: those of the module itself, in a job of
+            one module; a job of several (``collections`` by name) must say it.
         job_group: all ranks of the job; default: the default process group. Used for ``num_tokens`` only.
         bucket_bytes: parameters are reduced together in buckets of about this size.
+        deadline: seconds that the host waits for each all-reduce; None leaves it to the group's timeout.
 
     Raises:
-        GradientError: sparse or sharded (DTensor) gradients, a module name without a collection, cp without dp_cp, a
-            tied parameter that no ``REDUCE`` has summed, or an argument of another kind. Nothing is sent then.
-        StepArgumentError: ``modules`` holds what is no module.
+        GradientError: the gradients could not come out right: sparse ones, a DTensor sharded over the lanes, several
+            modules without ``loss_lanes``, a module name without a collection, cp without dp_cp, a marked parameter
+            without a tp group, a tied one that no ``REDUCE`` has summed. Nothing is sent then.
+        ReductionTimeoutError: past the deadline.
     """
-    error = GradientError
-    if num_tokens is not None and not (isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1):
-        as_number("num_tokens", num_tokens, "give the tokens that this rank's losses counted, or None", error=error)
-    if loss_lanes is not None:
-        require_integer(
-            "loss_lanes", loss_lanes, "give the data lanes of the module with the loss, or None", error=error
+    reduction = GradientReduction.of(
+        modules, collections, loss_lanes=loss_lanes, job_group=job_group, bucket_bytes=bucket_bytes
+    )
+    if num_tokens is None and loss_lanes is None and collections_by_name(collections) is not None:
+        raise GradientError(
+            "loss_lanes is not given, and the job has several modules: a mean loss divides by the data lanes of the "
+            "module with the loss, which no other module knows. Pass loss_lanes=dp x cp of that module, or num_tokens"
         )
-    require_integer("bucket_bytes", bucket_bytes, "give about how many bytes to reduce together", error=error)
-    require("job_group", job_group, GROUP, GROUP_REMEDY, error=error)
-    of_module: dict[str, list[torch.nn.Parameter]] = {name: [] for name, _ in named_modules(modules)}
-    for name, parameter in parameters_of(modules):
-        _require_reducible(parameter, name)
-        of_module[name].append(parameter)
-    groups = {name: lanes_group(collections, name) for name in of_module}
-    device = device_of(modules, job_group)
-    tokens = None if num_tokens is None else _global_tokens(num_tokens, device, job_group)
-    for name, parameters in of_module.items():
-        group = groups[name]
-        lanes = 1 if group is None else group.size()
-        divisor = tokens if tokens is not None else (lanes if loss_lanes is None else loss_lanes)
-        for bucket in _buckets(parameters, bucket_bytes):
-            mark = mark_of(bucket[0])
-            if lanes == 1 or (mark is not None and mark.over_lanes):
-                for parameter in bucket:
-                    gradient = accumulated(parameter)
-                    if gradient is not None:
-                        _divide_(gradient, divisor)
-            else:
-                _reduce_bucket(bucket, group, divisor)
+    reduction.finish(num_tokens, Waiting(deadline))
+
+
+@define(eq=False)
+class _Bucket:
+    """Parameters whose gradients travel in one buffer, with one flag each that counts the lanes that had a gradient.
+
+    Attributes:
+        module: name of the module, for errors.
+        parameters: of one dtype and device.
+        lanes: group of data lanes to sum over; None where there is one lane, or a ``REDUCE`` has summed over them.
+        tensor: group of tensor-parallel ranks to sum over first.
+        own_lanes: data lanes of the module.
+    """
+
+    module: str
+    parameters: tuple[torch.nn.Parameter, ...]
+    lanes: dist.ProcessGroup | None
+    tensor: dist.ProcessGroup | None
+    own_lanes: int
+    gradients: list[torch.Tensor | None] = field(factory=list)
+    flat: torch.Tensor | None = None
+    started: bool = False
+    wait: Callable[[Waiting], None] | None = None
+
+    def sparse(self) -> bool:
+        return any(gradient is not None and gradient.is_sparse for gradient in map(accumulated, self.parameters))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Copy the gradients into the buffer and start its first all-reduce."""
+        self.started = True
+        self.gradients = [
+            None if gradient is None else local_of(gradient) for gradient in map(accumulated, self.parameters)
+        ]
+        first = self.tensor if self.tensor is not None else self.lanes
+        if first is None:
+            return
+        like = torch.empty(0, dtype=accumulation_dtype(self.parameters[0]), device=self.parameters[0].device)
+        ones, zeros = like.new_ones(1), like.new_zeros(1)
+        self.flat = torch.cat(
+            [
+                *(
+                    like.new_zeros(local_of(parameter).numel()) if gradient is None else gradient.reshape(-1)
+                    for parameter, gradient in zip(self.parameters, self.gradients, strict=True)
+                ),
+                *(zeros if gradient is None else ones for gradient in self.gradients),
+            ]
+        )
+        self.wait = all_reduce(self.flat, first)
+
+    def continue_over_lanes(self, waiting: Waiting) -> None:
+        """Where the first sum was over tp: start the one over data lanes."""
+        if self.tensor is not None and self.lanes is not None and self.flat is not None and self.wait is not None:
+            self.wait(waiting)
+            self.wait = all_reduce(self.flat, self.lanes)
+
+    @property
+    def flags(self) -> torch.Tensor | None:
+        """On how many ranks each parameter had a gradient; None where this rank has them all, or there is no buffer."""
+        if self.flat is None or None not in self.gradients:
+            return None
+        return self.flat[-len(self.parameters) :]
+
+    @torch.no_grad()
+    def store(self, divisor: Divisor, used: Sequence[bool]) -> None:
+        """Divide, and put the results where the gradients were; ``used`` says which parameters have one anywhere."""
+        if self.flat is None:
+            foreach.divide_([gradient for gradient in self.gradients if gradient is not None], divisor)
+            return
+        values = self.flat[: -len(self.parameters)]
+        foreach.divide_([values], divisor)
+        sizes = [local_of(parameter).numel() for parameter in self.parameters]
+        parts = list(zip(self.parameters, self.gradients, torch.split(values, sizes), strict=True))
+        here = [(gradient, part.view_as(gradient)) for _, gradient, part in parts if gradient is not None]
+        foreach.copy_([gradient for gradient, _ in here], [part for _, part in here])
+        for (parameter, gradient, part), anywhere in zip(parts, used, strict=True):
+            if gradient is None and anywhere:
+                set_accumulated(parameter, part.view_as(local_of(parameter)))
+
+
+@define(eq=False)
+class GradientReduction:
+    """The reduction of one step's gradients on this rank: buckets in the order in which all ranks start them."""
+
+    modules: Modules
+    buckets: tuple[_Bucket, ...]
+    loss_lanes: int | None
+    job_group: dist.ProcessGroup | None
+    _ready: set[int] = field(factory=set)
+    _started: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        modules: Modules,
+        collections: Any,
+        *,
+        loss_lanes: int | None = None,
+        job_group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> GradientReduction:
+        """The reduction that `reduce_gradients` with these arguments is.
+
+        Raises:
+            GradientError: as there, but for sparse gradients and missing sums of tied parameters.
+        """
+        loss_lanes = checked(loss_lanes, Count | None, "loss_lanes", GradientError)
+        bucket_bytes = checked(bucket_bytes, Count, "bucket_bytes", GradientError)
+        held: dict[str, list[torch.nn.Parameter]] = {name: [] for name, _ in named_modules(modules)}
+        for name, parameter in parameters_of(modules):
+            held[name].append(parameter)
+        buckets: list[_Bucket] = []
+        for name, parameters in reversed(held.items()):  # backwards come to the last module, and its last layer, first
+            lanes, tensor = lanes_group(collections, name), tensor_group(collections, name)
+            for parameter in parameters:
+                _require_reducible(parameter, name, lanes, tensor)
+            for part in _alike(reversed(parameters), bucket_bytes):
+                mark = mark_of(part[0])
+                over_lanes = size_of(lanes) > 1 and not (mark is not None and mark.over_lanes)
+                over_tensor = partial_over_tp(part[0]) and size_of(tensor) > 1
+                buckets.append(
+                    _Bucket(name, part, lanes if over_lanes else None, tensor if over_tensor else None, size_of(lanes))
+                )
+        # A tied parameter waits for its REDUCE; nothing else waits behind it.
+        buckets.sort(key=lambda bucket: mark_of(bucket.parameters[0]) is not None)
+        return cls(modules, tuple(buckets), loss_lanes, job_group)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether there is anything to start early."""
+        return any(bucket.lanes is not None or bucket.tensor is not None for bucket in self.buckets)
+
+    def ready(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        """The gradients of ``parameters`` are whole; start the buckets, in order, of which that holds for all."""
+        self._ready.update(map(id, parameters))
+        while self._started < len(self.buckets):
+            bucket = self.buckets[self._started]
+            early = mark_of(bucket.parameters[0]) is None and not bucket.sparse()
+            if not early or any(id(parameter) not in self._ready for parameter in bucket.parameters):
+                return
+            bucket.start()
+            self._started += 1
+
+    @torch.no_grad()
+    def finish(self, num_tokens: torch.Tensor | float | None, waiting: Waiting) -> None:
+        """Start the remaining buckets, wait for all, divide, and store the gradients.
+
+        The host reads the device at most once: where a parameter of this rank had no gradient.
+
+        Raises:
+            GradientError: sparse gradients, tied parameters that no ``REDUCE`` has summed.
+            ReductionTimeoutError: as `Waiting.wait`.
+        """
+        if num_tokens is not None and not (isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1):
+            num_tokens = checked(num_tokens, Amount, "num_tokens", GradientError)
+        remaining = self.buckets[self._started :]
+        for bucket in remaining:
+            _require_finished(bucket)
+        tokens = None
+        if num_tokens is not None:
+            tokens = global_tokens(num_tokens, device_of(self.modules, self.job_group), self.job_group, waiting)
+        for bucket in remaining:
+            bucket.start()
+        self._started = len(self.buckets)
+        for bucket in self.buckets:
+            bucket.continue_over_lanes(waiting)
+        for bucket in self.buckets:
+            if bucket.wait is not None:
+                bucket.wait(waiting)
+        for bucket, used in zip(self.buckets, _used(self.buckets), strict=True):
+            own = bucket.own_lanes if self.loss_lanes is None else self.loss_lanes
+            bucket.store(own if tokens is None else tokens, used)
+            mark = mark_of(bucket.parameters[0])
             if mark is not None:
                 mark.summed = False
 
 
-def _require_reducible(parameter: torch.nn.Parameter, name: str) -> None:
-    gradient = accumulated(parameter)
-    if gradient is not None and gradient.is_sparse:
-        raise GradientError(
-            f"a parameter of shape {tuple(parameter.shape)} in module {name!r} has a sparse gradient; use dense "
-            "gradients (Embedding(sparse=False))"
-        )
-    if hasattr(parameter, "device_mesh"):
-        raise GradientError(
-            f"a parameter of shape {tuple(parameter.shape)} in module {name!r} is a DTensor: what sharded it reduces "
-            "its gradient; set finalize_model_grads_func"
-        )
-    mark = mark_of(parameter)
-    if mark is not None and not mark.summed:
-        raise GradientError(
-            f"tied parameter {mark.name!r} in module {name!r} was not summed over its copies since its gradient was "
-            "last finished: the plan needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and reducers=)"
-        )
+def partial_over_tp(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter is whole on every tp rank while its gradient is a part: by Megatron's mark, or ours."""
+    return bool(getattr(parameter, "sequence_parallel", False) or getattr(parameter, "partial_over_tp", False))
 
 
-def collection_of(collections: Any, name: str) -> Any:
-    """The process groups of module ``name``: its own, where there are several collections.
-
-    Raises:
-        GradientError: there are several, but none for this module; or what was given is no collection.
-    """
-    by_name = collections if isinstance(collections, Mapping) else getattr(collections, "modules", None)
-    if not isinstance(by_name, Mapping):
-        if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
-            raise GradientError(
-                f"collections is {shown(collections)}, which has neither `dp` nor `dp_cp`; give a "
-                "ProcessGroupCollection, or a mapping from module names to them"
-            )
-        return collections
-    if name not in by_name:
-        raise GradientError(
-            f"no process groups for module {name!r}; there are collections for {sorted(by_name)}. Pass modules as a "
-            "mapping with these names"
-        )
-    return by_name[name]
-
-
-def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
-    """The group of a module's data lanes, dp x cp; None where it has one lane.
-
-    Raises:
-        GradientError: there is a cp group, but none for dp and cp together.
-    """
-    collection = collection_of(collections, name)
-    group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
-    if group is not None:
-        return group
-    cp = getattr(collection, "cp", None)
-    if cp is not None and cp.size() > 1:
-        raise GradientError(
-            f"module {name!r} has {cp.size()} cp ranks, whose gradients are summed with those of dp, but no dp_cp "
-            "group; "
-            'make it: grid.create_pg(["dp", "cp"])'
-        )
-    data_parallel: dist.ProcessGroup | None = getattr(collection, "dp", None)
-    return data_parallel
-
-
-def _global_tokens(
-    num_tokens: torch.Tensor | float, device: torch.device, job_group: dist.ProcessGroup | None
+def global_tokens(
+    num_tokens: torch.Tensor | float, device: torch.device, job_group: dist.ProcessGroup | None, waiting: Waiting
 ) -> torch.Tensor:
-    """The tokens of the job, or 1 where there are none; stays on the device, so that nobody waits for it.
+    """The tokens of the job, or 1 where there are none; stays on the device, so that the host does not wait for it.
 
     In float64 on every rank, whatever was counted here: a rank without a loss cannot know whether others count whole
     tokens or weigh them, and up to 2**53 a count is exact in it.
     """
     total = torch.as_tensor(num_tokens, dtype=torch.float64).detach().to(device, copy=True).reshape(())
-    dist.all_reduce(total, group=job_group)
+    all_reduce(total, job_group)(waiting)
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
-def _divide_(gradient: torch.Tensor, divisor: torch.Tensor | int) -> None:
-    """In place; in float32 where the gradient is narrower: a GPU would make the tokens float16, which ends at 65504."""
-    if isinstance(divisor, torch.Tensor) and gradient.dtype in (torch.float16, torch.bfloat16):
-        gradient.copy_(gradient.float().div_(divisor))
-    else:
-        gradient.div_(divisor)
+def _used(buckets: Sequence[_Bucket]) -> list[list[bool]]:
+    """Per bucket which parameters have a gradient on any rank; one read of the device for all buckets."""
+    flags = [bucket.flags for bucket in buckets]
+    unknown = [found.double() for found in flags if found is not None]
+    counts = iter(torch.cat(unknown).tolist() if unknown else ())
+    return [
+        [True] * len(bucket.parameters) if found is None else [next(counts) > 0 for _ in bucket.parameters]
+        for bucket, found in zip(buckets, flags, strict=True)
+    ]
 
 
-def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters in order, cut where the dtype or device changes or the bucket is full.
+def _alike(parameters: Iterator[torch.nn.Parameter], bucket_bytes: int) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+    """Parameters in order, cut where their kind changes or the bucket is full.
 
     A tied parameter is a bucket of its own: in which order an all-reduce sums depends on the place in the buffer, and
     the copies, which lie in different modules, must get the same bits.
@@ -204,52 +312,56 @@ def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> Ite
     size = 0
     for parameter in parameters:
         nbytes = parameter.numel() * accumulation_dtype(parameter).itemsize
-        alike = not bucket or _kind(bucket[0]) == _kind(parameter)
-        if bucket and (not alike or size + nbytes > bucket_bytes):
-            yield bucket
+        if bucket and (_kind(bucket[0]) != _kind(parameter) or size + nbytes > bucket_bytes):
+            yield tuple(bucket)
             bucket, size = [], 0
         bucket.append(parameter)
         size += nbytes
     if bucket:
-        yield bucket
+        yield tuple(bucket)
 
 
-def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device, int | None]:
+def _kind(parameter: torch.nn.Parameter) -> tuple[object, ...]:
     """What the parameters of one bucket have in common."""
     alone = None if mark_of(parameter) is None else id(parameter)
-    return accumulation_dtype(parameter), parameter.device, alone
+    return accumulation_dtype(parameter), parameter.device, partial_over_tp(parameter), alone
 
 
-def _reduce_bucket(
-    bucket: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None, divisor: torch.Tensor | int
+def _require_reducible(
+    parameter: torch.nn.Parameter, name: str, lanes: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None
 ) -> None:
-    """One all-reduce: the gradients, then one flag per parameter that says on how many lanes there was one."""
-    first = bucket[0]
-    elements = sum(parameter.numel() for parameter in bucket)
-    flat = torch.zeros(elements + len(bucket), dtype=accumulation_dtype(first), device=first.device)
-    gradients = [accumulated(parameter) for parameter in bucket]
-    present = [gradient is not None for gradient in gradients]
-    flat[elements:].copy_(torch.tensor(present))
-    slots: list[_Slot] = []
-    offset = 0
-    for parameter, gradient in zip(bucket, gradients, strict=True):
-        slots.append(_Slot(parameter, offset))
-        if gradient is not None:
-            flat[offset : offset + parameter.numel()].view_as(parameter).copy_(gradient)
-        offset += parameter.numel()
-    dist.all_reduce(flat, group=group)
-    # Reading the flags would wait for the device; only a parameter without a gradient here needs its flag.
-    anywhere = present if all(present) else (flat[elements:] > 0).tolist()
-    _divide_(flat[:elements], divisor)
-    for slot, used in zip(slots, anywhere, strict=True):
-        if used:
-            parameter = slot.parameter
-            set_accumulated(parameter, flat[slot.offset : slot.offset + parameter.numel()].view_as(parameter))
+    which = f"a parameter of shape {tuple(parameter.shape)} in module {name!r}"
+    mesh = mesh_ranks(parameter)
+    if mesh and len(mesh & ranks_of(lanes)) > 1:
+        raise GradientError(
+            f"{which} is a DTensor over the data lanes: what sharded it (FSDP2) reduces its gradient, as a mean over "
+            "its lanes; set finalize_model_grads_func"
+        )
+    if not partial_over_tp(parameter):
+        return
+    if tensor is None:
+        raise GradientError(
+            f"{which} is marked as partial over tp (sequence_parallel, partial_over_tp), and its collection has no tp "
+            'group to sum it over: make it, grid.create_pg("tp"), or unset the mark where tp is 1'
+        )
+    if getattr(parameter, "tensor_model_parallel", False) or mark_of(parameter) is not None:
+        raise GradientError(
+            f"{which} is marked as partial over tp, and as {'tied' if mark_of(parameter) else 'tensor_model_parallel'} "
+            "as well: only a parameter that every tp rank holds whole, and no other stage, is summed over tp"
+        )
 
 
-def device_of(modules: Any, group: dist.ProcessGroup | None) -> torch.device:
-    """Where this rank's collectives run: with its parameters, or, where it has none, where the group's backend is."""
-    for _, module in named_modules(modules):
-        for parameter in module.parameters():
-            return parameter.device
-    return resolve_device(None, None, group)[1]
+def _require_finished(bucket: _Bucket) -> None:
+    if bucket.sparse():
+        shapes = [tuple(p.shape) for p in bucket.parameters if getattr(accumulated(p), "is_sparse", False)]
+        raise GradientError(
+            f"a parameter of shape {shapes[0]} in module {bucket.module!r} has a sparse gradient; use dense gradients "
+            "(Embedding(sparse=False))"
+        )
+    mark = mark_of(bucket.parameters[0])
+    if mark is not None and not mark.summed:
+        raise GradientError(
+            f"tied parameter {mark.name!r} in module {bucket.module!r} was not summed over its copies since its "
+            "gradient was last finished: the plan needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and "
+            "reducers=)"
+        )

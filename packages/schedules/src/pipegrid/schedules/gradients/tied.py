@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.arguments import require, require_items
+from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
 from pipegrid.schedules.gradients.tying import TyingError, shards_alike, stages_here, tie_groups
 from pipegrid.schedules.plan.plan import chain, require_graph
@@ -73,7 +74,7 @@ class TiedParameters:
         _require_own_kinds(self.name, self.group)
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def reduce(self, waiting: Waiting | None = None) -> None:
         """Sum the gradient over all copies: what a ``REDUCE`` of this name does (``reducers={name: tied.reduce}``).
 
         Every copy has the same bits afterwards. A copy without a gradient counts as zero, and has one from then on.
@@ -87,7 +88,7 @@ class TiedParameters:
             if gradient is not None:
                 total.add_(gradient)
         if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+            all_reduce(total, self.group)(waiting or Waiting())
         for copy in self.copies:
             set_accumulated(copy, total)
             mark_of(copy).summed = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules._lazy import lazy_names
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import (
     check_first_val_step,
@@ -14,10 +13,16 @@ from pipegrid.schedules.megatron.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.megatron.place import Place, interleaved_plan, place_of, step_plan
+from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
-    from pipegrid.schedules.megatron.forward import forward_step, forward_step_calc_loss, set_current_microbatch
+    from pipegrid.schedules.megatron.forward import (
+        WithLoss,
+        forward_step,
+        forward_step_calc_loss,
+        set_current_microbatch,
+    )
     from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
     from pipegrid.schedules.megatron.step_functions import (
         forward_backward_no_pipelining,
@@ -30,6 +35,7 @@ __all__ = [
     "AnnouncedShapesError",
     "PipelineConfig",
     "Place",
+    "WithLoss",
     "backward_step",
     "check_first_val_step",
     "convert_schedule_table_to_order",
@@ -50,17 +56,14 @@ __all__ = [
     "step_plan",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "backward": ("backward_step", "custom_backward", "deallocate_output_tensor"),
-        "forward": ("forward_step", "forward_step_calc_loss", "set_current_microbatch"),
-        "shapes": ("AnnouncedShapesError",),
-        "step_functions": (
-            "forward_backward_no_pipelining",
-            "forward_backward_pipelining_with_interleaving",
-            "forward_backward_pipelining_without_interleaving",
-            "get_forward_backward_func",
-        ),
-    },
+_LAZY = {
+    "backward": "backward_step custom_backward deallocate_output_tensor",
+    "forward": "WithLoss forward_step forward_step_calc_loss set_current_microbatch",
+    "shapes": "AnnouncedShapesError",
+    "step_functions": "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
+    "forward_backward_pipelining_without_interleaving get_forward_backward_func",
+}
+
+__getattr__, __dir__ = lazy_names(
+    __name__, __all__, {name: module for module, names in _LAZY.items() for name in names.split()}
 )

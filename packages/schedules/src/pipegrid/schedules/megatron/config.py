@@ -6,53 +6,25 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias, get_type_hints
 
-from attrs import Attribute, field, fields, frozen
+from attrs import field, fields, frozen
 
-from pipegrid.schedules.arguments import is_integer, require, require_function, require_items, shown
 from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.topology.fields import Count, Index, checked, checked_fields
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PConfigError
 
-
-def _as_ties(value: Iterable[Any]) -> tuple[Any, ...]:
-    remedy = "give a list of what tie_parameters(...) returned"
-    return require_items("tied_parameters", value, object, remedy, error=P2PConfigError)
-
-
-def _as_hooks(value: Iterable[Any]) -> tuple[Any, ...]:
-    return require_items("hooks", value, object, "give a list of Hook objects", error=P2PConfigError)
+_NoSyncs: TypeAlias = (
+    Callable[[], AbstractContextManager[Any]] | Sequence[Callable[[], AbstractContextManager[Any]]] | None
+)
+_Syncs: TypeAlias = Callable[[Any], None] | Sequence[Callable[[Any], None] | None] | None
+"""One function for all chunks, or with interleaving a list with one for each."""
 
 
-def _count(least: int, remedy: str, *, optional: bool = True) -> Callable[[Any, Attribute[Any], Any], None]:
-    """A validator: an integer of at least ``least``, or None where that is a value."""
-    rule = f"{'None or ' if optional else ''}an integer of at least {least}"
-
-    def validate(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if value is None and optional:
-            return
-        if not is_integer(value, least):
-            raise P2PConfigError(f"{attribute.name} is {shown(value)}; it must be {rule}: {remedy}")
-
-    return validate
-
-
-def _flag(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    require(attribute.name, value, bool, "it must be True or False", error=P2PConfigError)
-
-
-def _function(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    """A function or None; those for each chunk may be a list, with one for each."""
-    per_chunk = attribute.name.endswith("_sync_func") and isinstance(value, (list, tuple))
-    for function in value if per_chunk else [value]:
-        if function is not None:
-            require_function(attribute.name, function, "give a function, or None", error=P2PConfigError)
-
-
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=checked_fields(P2PConfigError))
 class PipelineConfig(P2PConfig):
     """Settings of a pipelined step, and (inherited) of the communicator that it runs on.
 
@@ -92,58 +64,52 @@ class PipelineConfig(P2PConfig):
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
         monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
             notices before a step that ranks would run different numbers of microbatches.
+        check_replicas: after each reduction, compare replicas of parameters and gradients over data lanes and tp
+            (`require_equal_replicas`): for debug runs.
 
     Raises:
-        P2PConfigError: a count that is none, something else than a function or a flag; or as `P2PConfig`.
+        P2PConfigError: a count outside its range; or as `P2PConfig`.
     """
 
-    hidden_size: int | None = field(default=None, validator=_count(1, "give the last axis of the activations"))
-    sequence_parallel: bool = field(default=False, validator=_flag)
-    calculate_per_token_loss: bool = field(default=False, validator=_flag)
-    deallocate_pipeline_outputs: bool = field(default=False, validator=_flag)
-    num_microbatches_with_partial_activation_checkpoints: int | None = field(
-        default=None, validator=_count(0, "give how many of a window follow the model's own setting, or None for all")
-    )
-    enable_autocast: bool = field(default=False, validator=_flag)
+    hidden_size: Count | None = None
+    sequence_parallel: bool = False
+    calculate_per_token_loss: bool = False
+    deallocate_pipeline_outputs: bool = False
+    num_microbatches_with_partial_activation_checkpoints: Index | None = None
+    enable_autocast: bool = False
     autocast_dtype: Any = None
-    grad_scale_func: Callable[[Any], Any] | None = field(default=None, validator=_function)
-    no_sync_func: Callable[[], AbstractContextManager[Any]] | None = field(default=None, validator=_function)
-    grad_sync_func: Callable[[Any], None] | None = field(default=None, validator=_function)
-    param_sync_func: Callable[[Any], None] | None = field(default=None, validator=_function)
-    finalize_model_grads_func: Callable[..., None] | None = field(default=None, validator=_function)
-    tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_ties)
-    defer_embedding_wgrad_compute: bool = field(default=False, validator=_flag)
-    wgrad_deferral_limit: int = field(
-        default=0, validator=_count(0, "give the number of microbatches that may wait, 0 for all", optional=False)
-    )
-    microbatch_group_size_per_vp_stage: int | None = field(
-        default=None, validator=_count(1, "give the microbatches of a group, or None for the number of ranks")
-    )
-    overlap_moe_expert_parallel_comm: bool = field(default=False, validator=_flag)
+    grad_scale_func: Callable[[Any], Any] | None = None
+    no_sync_func: _NoSyncs = None
+    grad_sync_func: _Syncs = None
+    param_sync_func: _Syncs = None
+    finalize_model_grads_func: Callable[..., None] | None = None
+    tied_parameters: tuple[Any, ...] = field(default=(), converter=tuple)
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: Index = 0
+    microbatch_group_size_per_vp_stage: Count | None = None
+    overlap_moe_expert_parallel_comm: bool = False
     job_group: Any = None
-    hooks: tuple[Any, ...] = field(default=(), converter=_as_hooks)
+    hooks: tuple[Any, ...] = field(default=(), converter=tuple)
     monitor: Any = None
+    check_replicas: bool = False
 
 
-_FIELDS = {attribute.name: attribute for attribute in fields(PipelineConfig)}
+_DEFAULTS = {attribute.name: attribute.default for attribute in fields(PipelineConfig)}
+_ANNOTATIONS = get_type_hints(PipelineConfig, include_extras=True)
 
 
 def option(config: Any, name: str) -> Any:
     """``config.<name>``, or its documented default where the object does not have it."""
-    return getattr(config, name, _FIELDS[name].default)
+    return getattr(config, name, _DEFAULTS[name])
 
 
 def checked_option(config: Any, name: str) -> Any:
     """`option`, with the check that a `PipelineConfig` makes when it is made, for a config of another class.
 
     Raises:
-        P2PConfigError: the value cannot be used.
+        P2PConfigError: the value breaks the rule of its annotation.
     """
-    value = option(config, name)
-    validate = _FIELDS[name].validator
-    if validate is not None:
-        validate(config, _FIELDS[name], value)
-    return value
+    return checked(option(config, name), _ANNOTATIONS[name], f"config.{name}", P2PConfigError)
 
 
 def config_of(model: Any) -> Any:

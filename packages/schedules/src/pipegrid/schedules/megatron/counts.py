@@ -61,10 +61,8 @@ def get_pp_rank_microbatches(
     stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
     if forward_only:
         warmup = total
-    elif stages == 1:
-        warmup = 1
     else:
-        distance = _distance_to_loss(p2p_communicator)
+        distance = 0 if p2p_communicator is None else _distance_to_loss(p2p_communicator)
         if num_model_chunks == 1:
             warmup = distance
         else:

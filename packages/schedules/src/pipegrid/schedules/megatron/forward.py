@@ -7,13 +7,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from attrs import frozen
 
 from pipegrid.schedules.arguments import require, require_function, require_integer
 from pipegrid.schedules.errors import LossError, StepArgumentError
+from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.runtime import describe
 
 _MODEL = "give a torch.nn.Module"
+
+
+@frozen(eq=False)
+class WithLoss:
+    """An output with a loss of the stage's own, such as an encoder's contrastive loss or a balance of experts.
+
+    What ``forward_step_func`` returns as its output on a stage that is not the last one. The step functions
+    differentiate it beside the gradients that come back, divided by the number of microbatches and weighed so that it
+    is a mean over the data lanes of its own module, whatever the lanes of the module with the main loss.
+
+    Attributes:
+        output: as without a loss.
+        loss: one element, a mean over this lane's share of the microbatch (with context parallelism this rank's share
+            of that mean).
+    """
+
+    output: Any
+    loss: torch.Tensor
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
@@ -44,6 +65,8 @@ def forward_step(
     current_microbatch: int | None = None,
     vp_stage: int | None = None,
     is_last_stage: bool = True,
+    *,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Any, torch.Tensor]:
     """Run ``forward_step_func`` on one microbatch; on the last stage, its loss function too.
 
@@ -83,6 +106,8 @@ def forward_step(
     with autocast(config, model):
         result = forward_step_func(data_iterator, model, *extra)
     output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
+    if is_last_stage and isinstance(output, WithLoss):
+        raise LossError("a last stage returned WithLoss; there loss_func(output) returns the loss, of all terms")
     output, num_tokens = forward_step_calc_loss(
         model,
         output,
@@ -94,6 +119,7 @@ def forward_step(
         forward_data_store,
         cp_group_size,
         is_last_stage,
+        cp_group=cp_group,
     )
     if as_list and not isinstance(output, list):
         output = [output]
@@ -131,6 +157,8 @@ def forward_step_calc_loss(
     forward_data_store: list[Any],
     cp_group_size: int | None = None,
     is_last_stage: bool | None = None,
+    *,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Any, torch.Tensor]:
     """The loss of one microbatch, scaled so that the sum over microbatches is the step's loss.
 
@@ -140,7 +168,8 @@ def forward_step_calc_loss(
       cp rank returns its share of the mean, and the gradient reduction averages over cp as over dp);
     - ``(loss, num_tokens, info)``: divided by ``max(num_tokens, 1)`` and the number of microbatches, unless
       ``config.calculate_per_token_loss``: then it is a pure sum, finished by ``finalize_model_grads_func``.
-      ``num_tokens`` may be the sum of tokens' weights, which need not be whole;
+      ``num_tokens`` may be the sum of tokens' weights, which need not be whole. Under context parallelism each rank
+      counts its own tokens, and the count of a sequence is the sum over ``cp_group``;
     - anything at all, with ``collect_non_loss_data``.
 
     The user's loss tensor is not modified. ``info`` (or the anything) is appended to ``forward_data_store``.
@@ -186,7 +215,7 @@ def forward_step_calc_loss(
         num_tokens = _tokens(result[1])
         if not option(config, "calculate_per_token_loss"):
             # Weights are counted in float64, which must not widen the loss.
-            loss = (loss / torch.clamp(num_tokens.to(loss.device), min=1) / num_microbatches).to(loss.dtype)
+            loss = (loss / _tokens_per_rank(num_tokens, loss, config, cp_group) / num_microbatches).to(loss.dtype)
     elif option(config, "calculate_per_token_loss"):
         raise LossError(
             "calculate_per_token_loss is set, but the loss function returned (loss, info) without a number of tokens; "
@@ -196,6 +225,21 @@ def forward_step_calc_loss(
         loss = loss * ((cp_group_size or 1) / num_microbatches)
     forward_data_store.append(info)
     return loss, num_tokens.detach()
+
+
+def _tokens_per_rank(
+    num_tokens: torch.Tensor, loss: torch.Tensor, config: Any, cp_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """The tokens of the sequence, the sum over its cp ranks, per cp rank.
+
+    The gradient reduction averages over cp as over dp, so a rank's sum over its own tokens is divided by the mean
+    count: after the average, by the sum. A count that every rank has of the whole sequence is its own mean.
+    """
+    total = num_tokens.detach().to(loss.device, copy=True)
+    if cp_group is None or cp_group.size() == 1:
+        return torch.clamp(total, min=1)
+    all_reduce(total, cp_group)(Waiting(option(config, "deadline")))
+    return torch.clamp(total, min=1) / cp_group.size()
 
 
 def _tokens(counted: Any) -> torch.Tensor:

@@ -1,24 +1,47 @@
-"""A stage made of the user's ``forward_step_func`` and model: the bridge from the seeds' calls to the runtime."""
+"""A stage made of the user's ``forward_step_func`` and model: from the step functions' calls to the runtime's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import LossError, StageOutputError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.megatron.counts import check_first_val_step
-from pipegrid.schedules.megatron.forward import forward_step
+from pipegrid.schedules.megatron.forward import WithLoss, forward_step
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.runtime import Forwarded
 from pipegrid.transport.edge import Edge
 
 
-@define
+@frozen(eq=False)
+class StageCall:
+    """What one call of a step function gives to one stage.
+
+    Attributes:
+        cp_group: context-parallel ranks of the module.
+        loss_factor: multiplies the stage's loss, so that it is a mean over its own data lanes.
+        shapes: of messages, to check them against.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: torch.nn.Module
+    config: Any
+    num_microbatches: int
+    cp_group: Any = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    shapes: AnnouncedShapes | ExpectedShape | None = None
+    loss_factor: float = 1.0
+
+
+@define(eq=False)
 class MegatronStage:
     """Runs one microbatch of one stage through `forward_step`.
 
@@ -26,72 +49,105 @@ class MegatronStage:
     graph of several, it is a dict: received by the name of the module it comes from, returned by the name of
     the module it belongs to.
 
-    ``window``: how many forwards the rank runs before its first backward. ``forwards``: per microbatch, how many
-    forwards of any of its chunks the rank runs before this one; by default the microbatch's number.
+    Attributes:
+        stage: global number.
+        window: forwards that the rank runs before its first backward.
+        forwards: per microbatch, forwards of any of its chunks that the rank runs before this one; by default the
+            microbatch's number.
+        vp_stage: chunk of the module, where the rank has several.
+        call: the arguments of the running step; the stage outlives them.
+        infos: what the loss function has returned for each microbatch.
+        num_tokens: what the losses have counted; None before the first one.
     """
 
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: torch.nn.Module
-    config: Any
     graph: ModuleGraph
     stage: int
-    num_microbatches: int
-    cp_group_size: int = 1
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
     window: int = 1
     forwards: tuple[int, ...] = ()
     vp_stage: int | None = None
-    shapes: AnnouncedShapes | ExpectedShape | None = None
+    call: StageCall | None = None
     infos: list[Any] = field(factory=list)
     num_tokens: torch.Tensor | None = None
+    outgoing: tuple[Edge, ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model of the running step."""
+        return None if self.call is None else self.call.model
+
+    def begin(self, call: StageCall) -> None:
+        """A step begins."""
+        self.call, self.infos, self.num_tokens = call, [], None
+
+    def end(self) -> None:
+        """Let go of everything that the call brought, so that a model that is dropped goes at once."""
+        self.call, self.infos, self.num_tokens = None, [], None
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
-        """See `pipegrid.schedules.runtime.Stage.forward`."""
-        outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
-        if self.shapes is not None:
+        """See `pipegrid.schedules.Stage.forward`."""
+        call = self.call
+        assert call is not None  # set by `begin`, before the runtime runs
+        if call.shapes is not None:
             for payload in inputs.values():
-                self.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
+                call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         output, num_tokens = forward_step(
-            self.forward_step_func,
-            self.data_iterator,
-            self.model,
-            self.num_microbatches,
+            call.forward_step_func,
+            call.data_iterator,
+            call.model,
+            call.num_microbatches,
             self._received(inputs),
             self.infos,
-            self.config,
-            self.cp_group_size,
-            self.collect_non_loss_data,
-            self._checkpoint(microbatch),
-            check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
+            call.config,
+            1 if call.cp_group is None else call.cp_group.size(),
+            call.collect_non_loss_data,
+            self._checkpoint(call, microbatch),
+            check_first_val_step(call.first_val_step, call.forward_only, microbatch == 0),
             current_microbatch=microbatch,
             vp_stage=self.vp_stage,
-            is_last_stage=not outgoing,
+            is_last_stage=not self.outgoing,
+            cp_group=call.cp_group,
         )
-        if outgoing:
-            if self.shapes is not None:
-                self.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
-            return Forwarded(self._by_edge(output, outgoing, microbatch))
+        own_loss = None
+        if isinstance(output, WithLoss):
+            output, own_loss = output.output, self._own_loss(call, output.loss, microbatch)
+        if self.outgoing:
+            if call.shapes is not None:
+                call.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
+            return Forwarded(self._by_edge(output, microbatch), own_loss)
         self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
-        if self.collect_non_loss_data or self.forward_only:
+        if call.collect_non_loss_data or call.forward_only:
             return Forwarded({})
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             raise LossError(
                 f"the loss of microbatch {microbatch} on stage {self.stage} does not depend on anything that requires "
                 "grad; call with forward_only=True to evaluate"
             )
-        return Forwarded({}, output)
+        return Forwarded({}, output if call.loss_factor == 1.0 else output * call.loss_factor)
+
+    def _own_loss(self, call: StageCall, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
+        """A stage's own mean loss, scaled as that of the last stage."""
+        if call.forward_only:
+            return None
+        if option(call.config, "calculate_per_token_loss"):
+            raise LossError(
+                f"stage {self.stage} returned WithLoss for microbatch {microbatch}, a mean, and with "
+                "calculate_per_token_loss gradients are divided by the tokens of the job: a mean beside sums would be "
+                "divided as well. Leave calculate_per_token_loss False"
+            )
+        cp = 1 if call.cp_group is None else call.cp_group.size()
+        return loss * (call.loss_factor * cp / call.num_microbatches)
 
     def _received(self, inputs: Mapping[Edge, Any]) -> Any:
         if len(self.graph.modules) == 1:
             return next(iter(inputs.values()), None)
         return {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
 
-    def _by_edge(self, output: Any, outgoing: Sequence[Edge], microbatch: int) -> dict[Edge, Any]:
+    def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
         if len(self.graph.modules) == 1:
-            return dict.fromkeys(outgoing, output)
+            return dict.fromkeys(self.outgoing, output)
         module = self.graph.module_of(self.stage)[0]
         if not isinstance(output, dict) or set(output) != {module}:
             found = f"keys {sorted(output)}" if isinstance(output, dict) else type(output).__name__
@@ -99,11 +155,11 @@ class MegatronStage:
                 f"stage {self.stage} (module {module!r}) returned {found} for microbatch {microbatch}; with several "
                 f"modules a forward returns a dict {{{module!r}: tensor}}"
             )
-        return dict.fromkeys(outgoing, output[module])
+        return dict.fromkeys(self.outgoing, output[module])
 
-    def _checkpoint(self, microbatch: int) -> bool | None:
+    def _checkpoint(self, call: StageCall, microbatch: int) -> bool | None:
         """Of each window of forwards in flight, the first few keep their activations as the model says."""
-        partial = option(self.config, "num_microbatches_with_partial_activation_checkpoints")
+        partial = option(call.config, "num_microbatches_with_partial_activation_checkpoints")
         if partial is None:
             return None
         forward = self.forwards[microbatch] if self.forwards else microbatch

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from pipegrid.schedules.arguments import is_integer
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.output_layer import deferred_weight_gradients
-from pipegrid.schedules.gradients.policy import FinishGradients, gradient_reduction, required_ties
-from pipegrid.schedules.gradients.reduce import collection_of
-from pipegrid.schedules.gradients.tied import tied_stages
+from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients, required_ties, tied_stages
+from pipegrid.schedules.gradients.lanes import collection_of
+from pipegrid.schedules.gradients.overlap import EarlyReduction
+from pipegrid.schedules.gradients.policy import GradientPolicy, gradient_policy
+from pipegrid.schedules.gradients.reduce import GradientReduction
+from pipegrid.schedules.gradients.replicas import require_equal_replicas
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.forward import require_autocast
 from pipegrid.schedules.megatron.place import Ties
+from pipegrid.schedules.megatron.prepared import PreparedStep, forget, prepared_step
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
-from pipegrid.schedules.megatron.stage import MegatronStage
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.runtime import PipelineRuntime, position_of
+from pipegrid.schedules.megatron.stage import StageCall
+from pipegrid.schedules.plan import Action, ActionKind, Plan
+from pipegrid.schedules.runtime import Hook
 
 
 def single(value: Any, name: str) -> Any:
@@ -60,7 +61,7 @@ def run_step(
     """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
 
     The config is the first model's. ``plan`` is called once the other arguments are known to be right, with the
-    name and the stages of each tied parameter.
+    name and the stages of each tied parameter. The runtime is kept for the next call (`prepared_step`).
     """
     config = config_of(next(iter(models.values())))
     require_microbatches(num_microbatches)
@@ -76,12 +77,9 @@ def run_step(
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
     ties = () if forward_only else required_ties(models=list(models.values()), config=config, stages=list(models))
     agreed = plan(tied_stages(ties))
-    position = position_of(agreed, models)
-    finish: FinishGradients | None = None
-    finish_output_layers: list[Callable[[], None]] = []
+    policy = deferred = None
     if not forward_only:
-        finish_output_layers = _deferrals(agreed, config, models, pg_collection)
-        finish = gradient_reduction(
+        policy = gradient_policy(
             models=models,
             config=config,
             communicator=communicator,
@@ -89,57 +87,81 @@ def run_step(
             pg_collection=pg_collection,
             frozen=frozen,
         )
+        deferred = _deferrals(agreed, config, models, pg_collection)
         for sync, model in zip(_per_chunk(config, "param_sync_func", models), models.values(), strict=True):
             if sync is not None:
                 sync(model.parameters())
-    chunks = _chunk_numbers(agreed, models)
-    stages = {
-        stage: MegatronStage(
+    calls = {
+        stage: StageCall(
             forward_step_func,
             data_iterators[stage],
             model,
             config,
-            agreed.graph,
-            stage,
             num_microbatches,
-            cp_group_size=_cp_size(pg_collection, agreed.graph.module_of(stage)[0]),
+            cp_group=_cp_group(pg_collection, agreed.graph.module_of(stage)[0]),
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            window=_window(agreed, position),
-            forwards=_forwards(agreed, position, stage),
-            vp_stage=chunks.get(stage),
             shapes=shapes,
+            loss_factor=1.0 if policy is None else policy.loss_factors.get(stage, 1.0),
         )
         for stage, model in models.items()
     }
-    with contextlib.ExitStack() as no_sync:
-        hooks = [*option(config, "hooks")]
-        if not forward_only:
-            hooks += _syncing(agreed, config, models, no_sync)
-        runtime = PipelineRuntime(
-            agreed,
-            stages,
-            communicator,
-            hooks=hooks,
-            # A REDUCE of a tied weight needs the gradients that the output layer has put aside.
-            reducers={tie.name: partial(_in_turn, [*finish_output_layers, tie.reduce]) for tie in ties},
-            deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
-            deadline=option(config, "deadline"),
-            loss_scale=option(config, "grad_scale_func"),
-            monitor=option(config, "monitor"),
+    reduction = None if policy is None else policy.reduction()
+    syncs = not forward_only and option(config, "no_sync_func") is not None
+    # What an output layer puts aside is added after the last backward.
+    early = reduction is not None and reduction.communicates and not option(config, "defer_embedding_wgrad_compute")
+    prepared = prepared_step(agreed, communicator, models, config, ties, hooked=syncs or early)
+    try:
+        with contextlib.ExitStack() as outside:
+            hooks: list[Hook] = [*option(config, "hooks")]
+            if syncs:
+                hooks += _syncing(agreed, config, models, outside)
+            if reduction is not None and early:
+                starting = EarlyReduction(reduction, prepared.last_backwards, models)
+                outside.callback(starting.close)
+                hooks.append(starting)
+            prepared.begin(calls, config, hooks, ties, deferred or ())
+            if policy is None:
+                prepared.runtime.eval()
+            else:
+                _train(prepared, policy, reduction, config, models, leave=outside.close)
+            return [info for stage in prepared.stages.values() for info in stage.infos]
+    except BaseException:
+        forget(prepared)
+        raise
+    finally:
+        prepared.end()
+
+
+def _train(
+    prepared: PreparedStep,
+    policy: GradientPolicy,
+    reduction: GradientReduction | None,
+    config: Any,
+    models: Mapping[int, Any],
+    *,
+    leave: Callable[[], None],
+) -> None:
+    """Forwards, backwards and the reduction of their gradients, added to those that earlier calls have left.
+
+    ``leave`` leaves the no-sync contexts, which ``grad_sync_func`` and ``finalize_model_grads_func`` find closed.
+    """
+
+    def finish() -> None:
+        leave()
+        prepared.finish_output_layers()
+        for (stage, model), sync in zip(models.items(), _per_chunk(config, "grad_sync_func", models), strict=True):
+            if sync is not None and not _is_first_stage(prepared.plan, stage):
+                sync(model.parameters())
+        policy.finish(
+            {number: stage.num_tokens for number, stage in prepared.stages.items()}, reduction, prepared.waiting
         )
-        if forward_only:
-            runtime.eval()
-        else:
-            runtime.step()
-    _in_turn(finish_output_layers)
-    if finish is not None:
-        for stage, sync in zip(stages, _per_chunk(config, "grad_sync_func", models), strict=True):
-            if sync is not None and not _is_first_stage(agreed, stage):
-                sync(models[stage].parameters())
-        finish({number: stage.num_tokens for number, stage in stages.items()})
-    return [info for stage in stages.values() for info in stage.infos]
+        if option(config, "check_replicas"):
+            require_equal_replicas(policy.reduced, policy.collections, waiting=prepared.waiting)
+
+    with fresh_gradients(policy.reduced):
+        prepared.runtime.step(finish=finish, agree=policy.agreement)
 
 
 def require_microbatches(num_microbatches: Any) -> None:
@@ -190,14 +212,6 @@ def require_one_config(models: Mapping[int, Any]) -> None:
         )
 
 
-def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
-    """Which chunk of its module each stage is, where a module has several here."""
-    by_module: dict[str, list[int]] = {}
-    for stage in stages:
-        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
-    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
-
-
 def message_shapes(
     adjust: Callable[..., Any] | None,
     models: Mapping[int, Any],
@@ -220,11 +234,6 @@ def message_shapes(
         "cp_group": getattr(collection, "cp", None),
     }
     return expected_shape(**sizes) if adjust is None else announced_shapes(adjust, **sizes)
-
-
-def _in_turn(functions: Iterable[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection: Any) -> list[Callable[[], None]]:
@@ -303,24 +312,5 @@ def _is_first_stage(plan: Plan, stage: int) -> bool:
     return all(edge.destination != stage for edge in plan.graph.stage_edges)
 
 
-def _forwards(plan: Plan, position: int, stage: int) -> tuple[int, ...]:
-    """Per microbatch of ``stage``, how many forwards (of any stage) ``position`` has run before it."""
-    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
-    places = {action.microbatch: place for place, action in enumerate(forwards) if action.stage == stage}
-    return tuple(places[microbatch] for microbatch in range(plan.num_microbatches))
-
-
-def _window(plan: Plan, position: int) -> int:
-    """How many forwards ``position`` runs before its first backward: so many microbatches are in flight."""
-    count = 0
-    for action in plan.actions(position):
-        if action.kind is ActionKind.F:
-            count += 1
-        elif action.kind.is_compute:
-            break
-    return count
-
-
-def _cp_size(pg_collection: Any, module: str) -> int:
-    group = None if pg_collection is None else getattr(collection_of(pg_collection, module), "cp", None)
-    return 1 if group is None else int(group.size())
+def _cp_group(pg_collection: Any, module: str) -> Any:
+    return None if pg_collection is None else getattr(collection_of(pg_collection, module), "cp", None)

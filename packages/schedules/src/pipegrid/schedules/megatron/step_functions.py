@@ -9,7 +9,7 @@ import torch
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.reduce import collection_of
+from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import require_communicator, require_size, size_of

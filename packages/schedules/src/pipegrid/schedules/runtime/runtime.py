@@ -260,8 +260,13 @@ class PipelineRuntime:
         work = " ".join(str(bound.action) for bound in self._running[self._cursor])
         return f"position {self.position}, step {self._cursor + 1} of {len(self._running)}: {work}"
 
-    def step(self) -> None:
+    def step(self, *, finish: Callable[[], None] | None = None, agree: str = "") -> None:
         """Run the plan once: every forward and every backward of this position.
+
+        Args:
+            finish: called after the last action, as part of the step (gradient reduction): watched by the monitor, and
+                its failure is the step's.
+            agree: what else neighbours must run alike; compared beside the plan, before the first message.
 
         Raises:
             DisagreementError: a neighbour runs another plan or evaluates; with a monitor, any rank does. The rank that
@@ -274,7 +279,7 @@ class PipelineRuntime:
         if not self._wrappers_checked:
             require_right_wrappers(self.plan, self.position, self._stages)
             self._wrappers_checked = True
-        self._run(self._program, grad=True)
+        self._run(self._program, grad=True, finish=finish, agree=agree)
 
     def eval(self) -> None:
         """Run only the plan's forwards and their communication, without gradients.
@@ -299,18 +304,22 @@ class PipelineRuntime:
         if self._monitor is not None:
             self._monitor.check()
 
-    def _run(self, program: tuple[_Work, ...], *, grad: bool) -> None:
+    def _run(
+        self, program: tuple[_Work, ...], *, grad: bool, finish: Callable[[], None] | None = None, agree: str = ""
+    ) -> None:
         if not self._one_step.acquire(blocking=False):
             raise PipelineError(
                 f"step() or eval() was called while this runtime is in a step, at {self.where}: a runtime runs one "
                 "step at a time, so no stage, hook or other thread may start one inside it"
             )
         try:
-            self._run_alone(program, grad=grad)
+            self._run_alone(program, grad=grad, finish=finish, agree=agree)
         finally:
             self._one_step.release()
 
-    def _run_alone(self, program: tuple[_Work, ...], *, grad: bool) -> None:
+    def _run_alone(
+        self, program: tuple[_Work, ...], *, grad: bool, finish: Callable[[], None] | None, agree: str
+    ) -> None:
         if self._failure is not None:
             raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
         self._begin(grad=grad)
@@ -318,7 +327,7 @@ class PipelineRuntime:
         if self._monitor is not None:
             self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
         try:
-            self._agreement.begin("a step" if grad else "an evaluation")
+            self._agreement.begin(f"{'a step' if grad else 'an evaluation'}{agree and f' {agree}'}")
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
                     for bound in work:
@@ -335,6 +344,8 @@ class PipelineRuntime:
                 self._cursor = len(program)
                 for queue in self._sends.values():
                     queue.settle()
+                if finish is not None:
+                    finish()
         except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
             failed = self._failed(error)
             if failed is error:

@@ -1,0 +1,340 @@
+"""Whole steps on real ranks whose gradients are easily wrong in silence: each is that of one process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.schedules import (
+    DisagreementError,
+    LossScale,
+    LossScaler,
+    Monitor,
+    PipelineConfig,
+    PipelineError,
+    ReductionError,
+    WithLoss,
+    clip_grad_norm_,
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+    tie_parameters,
+)
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
+from pipegrid.transport import P2PCommunicator
+
+MICROBATCHES, BATCH, WIDTH = 3, 4, 5
+NAMES = ("images", "language")
+COMMON = {"num_microbatches": MICROBATCHES, "seq_length": 2, "micro_batch_size": BATCH}
+
+
+class Stage(nn.Module):
+    def __init__(self, seed, config):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.config, self.received = config, {}
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+
+def microbatch(index):
+    return torch.randn(BATCH, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+
+
+def weights(index):
+    return torch.randint(0, 2, (BATCH, 2), generator=torch.Generator().manual_seed(50 + index))
+
+
+def alike(ours, theirs):
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-11, atol=1e-14)
+
+
+class TwoModules:
+    """An encoder before a language model, on their own numbers of data lanes; this rank's part of a step."""
+
+    def __init__(self, ranks, lanes, **options):
+        self.grids = {
+            "images": HyperCommGrid([lanes[0], 1], ["dp", "pp"]),
+            "language": HyperCommGrid([lanes[1], 1], ["dp", "pp"], rank_offset=lanes[0]),
+        }
+        self.name = "images" if ranks.rank < lanes[0] else "language"
+        self.device = ranks.device
+        self.config = PipelineConfig(
+            pipeline_dtype=torch.float64, strict=ranks.strict_sends, deadline=30, check_replicas=True, **options
+        )
+        for grid in self.grids.values():
+            grid.create_pg("dp")
+        self.groups = ProcessGroupCollection.from_grid(self.grids[self.name])
+        self.communicator = MultiModulePipelineCommunicator(self.grids, {"images": ["language"]}, self.config)
+        self.stage = Stage(NAMES.index(self.name), self.config).to(ranks.device)
+        self.share = lane_samples(BATCH, self.grids[self.name])
+
+    def step(self, indices, *, loss, own_loss=None):
+        def forward(iterator, model):
+            index = next(iterator)
+            part = slice(self.share.start, self.share.stop)
+            if self.name == "images":
+                output = model(microbatch(index)[part].to(self.device))
+                carried = {"images": output}
+                return (carried if own_loss is None else WithLoss(carried, own_loss(output))), None
+            counted = weights(index)[part].to(self.device)
+            return model(model.received["images"]), lambda output: loss(output, counted)
+
+        return forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward,
+            data_iterator=iter(indices),
+            model=self.stage,
+            p2p_communicator=self.communicator,
+            pg_collection=self.groups,
+            **COMMON,
+        )
+
+    def own(self, reference):
+        return reference[NAMES.index(self.name)].to(self.device)
+
+    def close(self):
+        self.communicator.destroy()
+        dist.barrier()
+
+
+def mean_loss(output, counted):
+    del counted
+    return output.square().mean(), None
+
+
+def token_loss(output, counted):
+    return (output.square().mean(dim=-1) * counted).sum(), counted.sum(), None
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
+@pytest.mark.parametrize("lanes", [(2, 1), (1, 2)], ids=str)
+def test_gradients_of_two_calls_add_up(ranks, lanes, per_token):
+    """Only what a call added is reduced: the first call's gradient is whole already, on every lane."""
+    job = TwoModules(ranks, lanes, calculate_per_token_loss=per_token)
+    calls = [range(MICROBATCHES), range(10, 10 + MICROBATCHES)]
+    held = []
+    for indices in calls:
+        job.step(indices, loss=token_loss if per_token else mean_loss)
+        held.append(job.stage.layer.weight.grad)
+    assert held[0] is held[1], "an optimizer, or a graph, may hold the very tensor"
+    reference = [Stage(0, None), Stage(1, None)]
+    for indices in calls:
+        tokens = sum(int(weights(index).sum()) for index in indices)
+        for index in indices:
+            output = reference[1](reference[0](microbatch(index)))
+            loss = (token_loss if per_token else mean_loss)(output, weights(index))[0]
+            (loss / (tokens if per_token else MICROBATCHES)).backward()
+    alike(job.stage, job.own(reference))
+    job.close()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("lanes", [(2, 1), (1, 2)], ids=str)
+def test_a_modules_own_loss_is_a_mean_over_its_own_lanes(ranks, lanes):
+    """Counted by the lanes of the main loss it would weigh twice, or half."""
+    job = TwoModules(ranks, lanes)
+    job.step(range(MICROBATCHES), loss=mean_loss, own_loss=lambda output: output.abs().mean())
+    reference = [Stage(0, None), Stage(1, None)]
+    for index in range(MICROBATCHES):
+        encoded = reference[0](microbatch(index))
+        (((reference[1](encoded)).square().mean() + encoded.abs().mean()) / MICROBATCHES).backward()
+    alike(job.stage, job.own(reference))
+    job.close()
+
+
+@pytest.mark.ranks(3)
+def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_byte(ranks):
+    """Otherwise one module waits in the count of tokens, and the other goes on to the clip."""
+    job = TwoModules(ranks, (2, 1), calculate_per_token_loss=ranks.rank == 2)
+    start = time.monotonic()
+    with pytest.raises((DisagreementError, PipelineError)) as failed:
+        job.step(range(MICROBATCHES), loss=token_loss if ranks.rank == 2 else mean_loss)
+    assert time.monotonic() - start < 15
+    assert "with mean losses" in str(failed.value) or "with per-token losses" in str(failed.value)
+    assert job.stage.layer.weight.grad is None
+    dist.barrier()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", ["random masks", "all on one rank", "weights", "count of the whole sequence"])
+def test_under_context_parallelism_a_sequences_tokens_are_those_of_all_its_ranks(ranks, case):
+    """dp 2 x cp 2: a rank that divided by its own count would be off by up to 2."""
+    grid = HyperCommGrid([2, 2], ["cp", "dp"])
+    grid.create_pgs(["cp", "dp"])
+    grid.create_pg(["dp", "cp"])
+    here = grid.coords(ranks.rank)
+    cp = grid.get_pg("cp")
+    stage = Stage(0, PipelineConfig(check_replicas=True)).to(ranks.device)
+
+    def sequence(index, lane):
+        generator = torch.Generator().manual_seed(100 * lane + index)
+        x = torch.randn(2, 6, WIDTH, dtype=torch.float64, generator=generator)
+        mask = torch.randint(0, 2, (2, 6), generator=generator).double()
+        if case == "all on one rank":
+            mask[:, 3:] = 0
+        return x, mask * torch.rand(2, 6, dtype=torch.float64, generator=generator) * 9 if case == "weights" else mask
+
+    def forward(iterator, model):
+        x, mask = (t.chunk(2, dim=1)[here["cp"]].to(ranks.device) for t in sequence(next(iterator), here["dp"]))
+
+        def loss(output):
+            total, count = (output.square().mean(dim=-1) * mask).sum(), mask.sum()
+            if case == "count of the whole sequence":  # the field's other habit: summed by the loss function itself
+                dist.all_reduce(count, group=cp)
+                total = total * 2
+            return total, count, None
+
+        return model(x), loss
+
+    forward_backward_no_pipelining(
+        forward_step_func=forward,
+        data_iterator=iter(range(MICROBATCHES)),
+        model=stage,
+        pg_collection=ProcessGroupCollection.from_grid(grid),
+        **COMMON,
+    )
+    reference = Stage(0, None).to(ranks.device)
+    for lane in range(2):
+        for index in range(MICROBATCHES):
+            x, mask = (t.to(ranks.device) for t in sequence(index, lane))
+            total = (reference(x).square().mean(dim=-1) * mask).sum()
+            (total / mask.sum().clamp(min=1) / MICROBATCHES / 2).backward()
+    alike(stage, reference)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("monitored", [False, True], ids=["deadline", "monitor"])
+def test_the_other_data_lane_of_a_failed_one_does_not_wait_in_the_reduction(ranks, monitored):
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    deadline = 20.0 if monitored else 3.0
+    monitor = None
+    if monitored:
+        monitor = Monitor(control_store("failed lane"), rank=ranks.rank, ranks=range(4), deadline=deadline)
+    config = PipelineConfig(pipeline_dtype=torch.float64, deadline=deadline, monitor=monitor)
+    communicator = P2PCommunicator(grid.get_pg("pp"), config)
+    here = grid.coords(ranks.rank)
+
+    class Part(Stage):
+        def set_input_tensor(self, received):
+            (self.received,) = received
+
+    stage = Part(here["pp"], config).to(ranks.device)
+
+    def forward(iterator, model):
+        index = next(iterator)
+        if ranks.rank == 3 and index == 1:
+            raise ZeroDivisionError("boom")
+        x = microbatch(index).to(ranks.device) if model.received is None else model.received
+        return model(x), lambda output: (output.square().mean(), None)
+
+    start = time.monotonic()
+    with pytest.raises(PipelineError) as failed:
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward,
+            data_iterator=iter(range(MICROBATCHES)),
+            model=stage,
+            p2p_communicator=communicator,
+            pg_collection=ProcessGroupCollection.from_grid(grid),
+            **COMMON,
+        )
+    assert time.monotonic() - start < (10 if monitored else deadline + 2)
+    if monitored:
+        assert "boom" in str(failed.value)
+        monitor.close()
+    elif here["dp"] == 0:
+        assert "a reduction of gradients did not end within the deadline of 3 s" in str(failed.value)
+    communicator.abort("the test is over")
+
+
+@pytest.mark.ranks(4)
+def test_a_tied_parameter_accumulates_and_an_overflow_on_one_rank_is_everybodys(ranks):
+    """dp 2 x pp 2, the same weight on both stages; the second of three calls overflows on one rank only."""
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    here = grid.coords(ranks.rank)
+
+    class Part(Stage):
+        def set_input_tensor(self, received):
+            (self.received,) = received
+
+    stage = Part(0, None).to(ranks.device)
+    tied = tie_parameters("weight", {here["pp"]: stage.layer.weight}, stages=[0, 1], grids=grid)
+    scaler = LossScaler(LossScale(scale=2.0, growth_interval=100))
+    stage.config = PipelineConfig(
+        pipeline_dtype=torch.float64, deadline=30, tied_parameters=(tied,), grad_scale_func=scaler, check_replicas=True
+    )
+    communicator = P2PCommunicator(grid.get_pg("pp"), stage.config)
+    collection = ProcessGroupCollection.from_grid(grid)
+
+    def call(first, *, overflow=False):
+        def forward(iterator, model):
+            index = next(iterator)
+            x = microbatch(index).chunk(2)[here["dp"]].to(ranks.device) if model.received is None else model.received
+            y = model(x)
+            if overflow and ranks.rank == 1:
+                y.register_hook(lambda gradient: gradient * float("inf"))
+            return y, lambda output: (output.square().mean(), None)
+
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward,
+            data_iterator=iter(range(first, first + MICROBATCHES)),
+            model=stage,
+            p2p_communicator=communicator,
+            pg_collection=collection,
+            **COMMON,
+        )
+
+    call(0)
+    call(10)
+    assert scaler.unscale(stage)
+    reference = [Part(0, None), Part(0, None)]
+    reference[1].layer.weight = reference[0].layer.weight
+    for index in (*range(MICROBATCHES), *range(10, 10 + MICROBATCHES)):
+        output = reference[1](reference[0](microbatch(index)))
+        (output.square().mean() / MICROBATCHES).backward()
+    alike(stage, reference[here["pp"]].to(ranks.device))
+    unique = {id(p): p.grad for part in reference for p in part.parameters()}.values()
+    whole = torch.cat([gradient.flatten() for gradient in unique]).norm()
+    torch.testing.assert_close(clip_grad_norm_(stage, collection, 1e3).cpu(), whole.cpu(), rtol=1e-11, atol=0.0)
+    before = scaler.state.scale
+    stage.zero_grad()
+    stage.config = PipelineConfig(
+        pipeline_dtype=torch.float64, deadline=30, tied_parameters=(tied,), grad_scale_func=scaler
+    )
+    call(20, overflow=True)
+    assert not scaler.unscale(stage), "no rank may step"
+    assert scaler.state.scale == before / 2
+    communicator.close()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_fsdp2_has_averaged_are_not_divided_by_tokens(ranks):
+    """By hand, in a finalizer, they came out half: FSDP2 averages over its lanes, and per-token losses are sums."""
+    from torch.distributed.fsdp import fully_shard
+
+    if ranks.device.type == "cpu":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    else:
+        mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (2,))
+    config = PipelineConfig(calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: None)
+    stage = Stage(0, config).to(ranks.device)
+    fully_shard(stage.layer, mesh=mesh)
+    with pytest.raises(ReductionError, match=r"sharded by fully_shard \(layer\).* too small by the number of lanes"):
+        forward_backward_no_pipelining(
+            forward_step_func=lambda _, model: (model(microbatch(0)), token_loss),
+            data_iterator=None,
+            model=stage,
+            **COMMON,
+        )

@@ -1,0 +1,48 @@
+"""Multi-tensor operations: one call for a list of tensors in place of a Python loop of small kernels.
+
+torch has them as ``torch._foreach_*`` and documents only a part of those; whatever uses them goes through this file,
+and a test pins what they do. Tensors of one list may differ in dtype and device. A DTensor would
+make each of them a collective: pass local shards (`main_grad.local_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def scale_(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply each in place."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | int) -> None:
+    """Divide each in place; narrow floats in float32: a GPU would make the tokens float16, which ends at 65504."""
+    if not isinstance(divisor, torch.Tensor) and divisor == 1:
+        return
+    narrow = isinstance(divisor, torch.Tensor)
+    wide = [tensor for tensor in tensors if not (narrow and tensor.dtype in (torch.float16, torch.bfloat16))]
+    if wide:
+        torch._foreach_div_(wide, divisor)
+    for tensor in tensors:
+        if narrow and tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.copy_(tensor.float().div_(divisor))
+
+
+def add_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Add ``others`` to ``tensors`` in place, pair by pair."""
+    if tensors:
+        torch._foreach_add_(list(tensors), list(others))
+
+
+def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy ``sources`` into ``targets``, pair by pair."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """The vector norm of each, as float64 scalars in one tensor; all lie on one device and have elements."""
+    return torch.stack(torch._foreach_norm(list(tensors), order, dtype=torch.float64))  # noqa: SLF001

@@ -1,0 +1,165 @@
+"""Process groups of a module: its data lanes, its tensor-parallel ranks, and how a rank waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from pipegrid.schedules.arguments import shown
+from pipegrid.schedules.gradients.main_grad import Modules, named_modules
+from pipegrid.transport.opening import resolve_device
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor import Monitor
+
+_SLICE = timedelta(seconds=0.1)
+
+
+class GradientError(ValueError):
+    """Gradients cannot be reduced or clipped with these arguments."""
+
+
+class ReductionTimeoutError(RuntimeError):
+    """A collective over gradients did not end within the deadline."""
+
+
+def collection_of(collections: Any, name: str) -> Any:
+    """The process groups of module ``name``: one collection serves all modules, or there is one per module.
+
+    Raises:
+        GradientError: there are several, but none for this module; or ``collections`` is no collection.
+    """
+    by_name = collections_by_name(collections)
+    if by_name is None:
+        if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
+            raise GradientError(
+                f"collections is {shown(collections)}, which has neither `dp` nor `dp_cp`; give a "
+                "ProcessGroupCollection, or a mapping from module names to them"
+            )
+        return collections
+    if name not in by_name:
+        raise GradientError(
+            f"no process groups for module {name!r}; there are collections for {sorted(by_name)}. Pass modules as a "
+            "mapping with these names"
+        )
+    return by_name[name]
+
+
+def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
+    """The collections of several modules by name; None where there is one for all."""
+    by_name = collections if isinstance(collections, Mapping) else getattr(collections, "modules", None)
+    return by_name if isinstance(by_name, Mapping) else None
+
+
+def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
+    """The group of a module's data lanes, dp x cp; None where it has one lane.
+
+    Raises:
+        GradientError: there is a cp group, but none for dp and cp together.
+    """
+    collection = collection_of(collections, name)
+    group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
+    if group is not None:
+        return group
+    cp = getattr(collection, "cp", None)
+    if cp is not None and cp.size() > 1:
+        raise GradientError(
+            f"module {name!r} has {cp.size()} cp ranks, whose gradients are summed with those of dp, but no dp_cp "
+            'group; make it: grid.create_pg(["dp", "cp"])'
+        )
+    data_parallel: dist.ProcessGroup | None = getattr(collection, "dp", None)
+    return data_parallel
+
+
+def tensor_group(collections: Any, name: str) -> dist.ProcessGroup | None:
+    """The group of a module's tensor-parallel ranks; None where there is none."""
+    group: dist.ProcessGroup | None = getattr(collection_of(collections, name), "tp", None)
+    return group
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """The number of ranks of ``group``; None is one rank."""
+    return 1 if group is None else group.size()
+
+
+def mesh_ranks(parameter: torch.Tensor) -> frozenset[int]:
+    """The ranks that hold the shards of a DTensor; none of another tensor."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return frozenset() if mesh is None else frozenset(mesh.mesh.flatten().tolist())
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> frozenset[int]:
+    """The global ranks of ``group``; none of None."""
+    return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))
+
+
+def device_of(modules: Modules, group: dist.ProcessGroup | None) -> torch.device:
+    """The device of this rank's collectives: its parameters' or, on a rank without any, that of the group's backend."""
+    for _, module in named_modules(modules):
+        for parameter in module.parameters():
+            return parameter.device
+    return resolve_device(None, None, group)[1] if dist.is_initialized() else torch.device("cpu")
+
+
+@frozen
+class Waiting:
+    """How the host waits for collectives over gradients. On CUDA only the current stream waits, not the host.
+
+    Attributes:
+        deadline: seconds for each collective; None leaves it to the group's own timeout.
+        monitor: of the job, whose deadline and failures then end a wait.
+    """
+
+    deadline: float | None = None
+    monitor: Monitor | None = None
+
+    def wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        """Wait for ``work`` on ``tensor``.
+
+        Raises:
+            ReductionTimeoutError: past the deadline.
+            JobFailedError: with a monitor: another rank failed, or its deadline passed.
+        """
+        if self.monitor is not None:
+            self.monitor.wait(work, "a reduction of gradients")
+            return
+        if tensor.is_cuda:
+            work.wait()
+            return
+        start = time.monotonic()
+        while True:
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                if work.is_completed():  # it failed; otherwise the slice has passed
+                    raise
+            else:
+                return
+            if self.deadline is not None and time.monotonic() - start > self.deadline:
+                raise ReductionTimeoutError(
+                    f"a reduction of gradients did not end within the deadline of {self.deadline:.3g} s: a rank of its "
+                    "group has not joined it. That rank may have failed, be slow, or wait itself; rebuild the process "
+                    "groups before the next step"
+                )
+
+
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Callable[[Waiting], None]:
+    """Start an all-reduce in place; the result, called, waits for it.
+
+    ``group`` None is the default process group, or nothing to do in one process without one.
+    """
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if dist.is_initialized() else None
+
+    def wait(waiting: Waiting) -> None:
+        if work is not None:
+            waiting.wait(work, tensor)
+
+    return wait

@@ -1,0 +1,218 @@
+"""What the step functions keep between calls: the runtime of a plan, with its stages.
+
+A runtime costs several steps of a small model to build, and is the same for every call with the same plan,
+communicator and models. It is kept by its first model, weakly: while no step runs, nothing here refers to a model, an
+iterator, a config or a hook, so a model that is dropped goes at once, and its runtime with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipegrid.schedules.gradients.lanes import Waiting
+from pipegrid.schedules.gradients.overlap import last_backwards
+from pipegrid.schedules.gradients.tied import TiedParameters
+from pipegrid.schedules.megatron.config import option
+from pipegrid.schedules.megatron.stage import MegatronStage, StageCall
+from pipegrid.schedules.plan import Action, ActionKind, Plan
+from pipegrid.schedules.runtime import Hook, MessageHook, PipelineRuntime, position_of
+
+_KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches
+
+_PREPARED: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref.WeakKeyDictionary()
+
+
+def prepared_step(
+    plan: Plan,
+    communicator: Any,
+    models: Mapping[int, torch.nn.Module],
+    config: Any,
+    ties: Sequence[TiedParameters],
+    *,
+    hooked: bool,
+) -> PreparedStep:
+    """The runtime of an earlier call with the same arguments, or a new one. ``hooked``: the call has hooks of its own.
+
+    Steps on other communicators are forgotten: a model trains through one at a time.
+    """
+    key = _key(config, ties, hooked=hooked)
+    kept = _PREPARED.setdefault(next(iter(models.values())), [])
+    for prepared in kept:
+        if prepared.serves(plan, communicator, models, key):
+            return prepared
+    kept[:] = [prepared for prepared in kept if prepared.communicator is communicator][1 - _KEPT :]
+    kept.append(PreparedStep(plan, communicator, models, config, key))
+    return kept[-1]
+
+
+def forget(prepared: PreparedStep) -> None:
+    """Build another runtime at the next call: this one has failed."""
+    for kept in _PREPARED.values():
+        kept[:] = [each for each in kept if each is not prepared]
+
+
+def _key(config: Any, ties: Sequence[TiedParameters], *, hooked: bool) -> tuple[object, ...]:
+    """What of a config and of a call is bound into a runtime."""
+    hooks = option(config, "hooks")
+    return (
+        hooked or bool(hooks),
+        any(isinstance(hook, MessageHook) for hook in hooks),
+        tuple(tie.name for tie in ties),
+        bool(option(config, "deallocate_pipeline_outputs")),
+        option(config, "deadline"),
+        option(config, "grad_scale_func") is not None,
+        option(config, "monitor"),
+    )
+
+
+class PreparedStep:
+    """A runtime and its stages, for calls of a step function with one plan, communicator and set of models."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: Any,
+        models: Mapping[int, torch.nn.Module],
+        config: Any,
+        key: tuple[object, ...],
+    ) -> None:
+        self.plan, self.communicator, self._key = plan, communicator, key
+        self._models = {stage: weakref.ref(model) for stage, model in models.items()}
+        position = position_of(plan, models)
+        chunks = _chunk_numbers(plan, models)
+        self.stages = {
+            stage: MegatronStage(
+                plan.graph,
+                stage,
+                window=_window(plan, position),
+                forwards=_forwards(plan, position, stage),
+                vp_stage=chunks.get(stage),
+            )
+            for stage in models
+        }
+        self.last_backwards: Mapping[Action, int] = last_backwards(plan, position)
+        self._hooks, self._config = _CallHooks(), None
+        self._ties: dict[str, TiedParameters] = {}
+        self._output_layers: Sequence[Callable[[], None]] = ()
+        hooked, messages, ties, *_ = key
+        self.runtime = PipelineRuntime(
+            plan,
+            self.stages,
+            communicator,
+            hooks=[_CallMessageHooks(self._hooks) if messages else self._hooks] if hooked else [],
+            reducers={name: partial(self._reduce, name) for name in _names(ties)},
+            deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
+            deadline=option(config, "deadline"),
+            loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
+            monitor=option(config, "monitor"),
+        )
+        self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
+
+    def serves(
+        self, plan: Plan, communicator: Any, models: Mapping[int, torch.nn.Module], key: tuple[object, ...]
+    ) -> bool:
+        """Whether this is the runtime for a call with these arguments."""
+        return (
+            self.communicator is communicator
+            and (self.plan is plan or self.plan == plan)
+            and self._key == key
+            and list(self._models) == list(models)
+            and all(self._models[stage]() is model for stage, model in models.items())
+        )
+
+    def begin(
+        self,
+        calls: Mapping[int, StageCall],
+        config: Any,
+        hooks: Sequence[Hook],
+        ties: Sequence[TiedParameters],
+        output_layers: Sequence[Callable[[], None]],
+    ) -> None:
+        """Take up the arguments of a call."""
+        for stage, call in calls.items():
+            self.stages[stage].begin(call)
+        self._config, self._hooks.current = config, tuple(hooks)
+        self._ties, self._output_layers = {tie.name: tie for tie in ties}, output_layers
+
+    def end(self) -> None:
+        """Let go of them."""
+        for stage in self.stages.values():
+            stage.end()
+        self._config, self._hooks.current = None, ()
+        self._ties, self._output_layers = {}, ()
+
+    def finish_output_layers(self) -> None:
+        """Compute the weight gradients that output layers put aside; again and again does no harm."""
+        for finish in self._output_layers:
+            finish()
+
+    def _reduce(self, name: str) -> None:
+        self.finish_output_layers()  # the REDUCE of a tied weight needs what the output layer has put aside
+        self._ties[name].reduce(self.waiting)
+
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
+        return scaled
+
+
+class _CallHooks:
+    """The hooks of the running call, as one hook of the runtime."""
+
+    def __init__(self) -> None:
+        self.current: tuple[Hook, ...] = ()
+
+    def before(self, action: Action) -> None:
+        for hook in self.current:
+            hook.before(action)
+
+    def after(self, action: Action) -> None:
+        for hook in self.current:
+            hook.after(action)
+
+
+class _CallMessageHooks:
+    """The same, where one of them is a `MessageHook`."""
+
+    def __init__(self, hooks: _CallHooks) -> None:
+        self._hooks = hooks
+        self.before, self.after = hooks.before, hooks.after
+
+    def completed(self, action: Action) -> None:
+        for hook in self._hooks.current:
+            if isinstance(hook, MessageHook):
+                hook.completed(action)
+
+
+def _names(ties: object) -> tuple[str, ...]:
+    return ties if isinstance(ties, tuple) else ()
+
+
+def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
+    """Which chunk of its module each stage is, where a module has several here."""
+    by_module: dict[str, list[int]] = {}
+    for stage in stages:
+        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
+    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
+
+
+def _forwards(plan: Plan, position: int, stage: int) -> tuple[int, ...]:
+    """Per microbatch of ``stage``, how many forwards (of any stage) ``position`` has run before it."""
+    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
+    places = {action.microbatch: place for place, action in enumerate(forwards) if action.stage == stage}
+    return tuple(places[microbatch] for microbatch in range(plan.num_microbatches))
+
+
+def _window(plan: Plan, position: int) -> int:
+    """How many forwards ``position`` runs before its first backward: so many microbatches are in flight."""
+    count = 0
+    for action in plan.actions(position):
+        if action.kind is ActionKind.F:
+            count += 1
+        elif action.kind.is_compute:
+            break
+    return count

@@ -112,5 +112,5 @@ def _by_plan(job: Job, samples: Samples, number: int, *, forward_only: bool) -> 
         runtime.step()
         # The losses are sums over words, so the gradients of all modules are divided by how many there were.
         tokens = sum((stage.tokens for stage in stages.values()), torch.zeros((), dtype=torch.int64))
-        reduce_gradients(job.modules, job.groups, num_tokens=tokens)
+        reduce_gradients(job.modules, job.groups, num_tokens=tokens, deadline=job.config.deadline)
     return [info for stage in stages.values() for info in stage.infos]

@@ -17,6 +17,8 @@ PLANNING = {
     *("zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"),
 }
 RUNNING = {
+    "WithLoss",
+    "fresh_gradients",
     *("Forwarded", "LossScaler", "PipelineError", "PipelineRuntime", "ProfilerRanges", "Stage"),
     *("accumulate_in_main_grad", "clip_grad_norm_", "forward_backward_no_pipelining"),
     *("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving"),
@@ -24,6 +26,7 @@ RUNNING = {
 }
 # What the seeds name, and what has been importable from the package: found in its folder on use.
 FURTHER = {
+    *("ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
     *("AnnouncedShapesError", "Aside", "Counter", "DataEndedError", "DeferralError", "DisagreementError", "Flow"),
     *("GradientError", "Hook", "Lane", "LossError", "LossScaleError", "MainGradError", "MessageHook", "MonitorError"),
     *("PlanFieldError", "PlanMismatchError", "Recorded", "ReductionError", "RuntimeArgumentError", "Span"),

@@ -358,7 +358,7 @@ def test_a_failed_forward_says_where_the_rank_stood():
         return model(microbatch(0)), mean_loss
 
     with pytest.raises(
-        PipelineError, match=r"failed at position 0, step 5 of 8: 0F2: KeyError: 'no such sample'. .* rebuild"
+        PipelineError, match=r"stage 0, microbatch 2: KeyError: 'no such sample'\n.* step 5 of 8: 0F2\n.* rebuild"
     ):
         forward_backward_no_pipelining(
             forward_step_func=step,

@@ -50,8 +50,10 @@ class StepAgreement:
     _connected: bool = field(default=False, init=False)
     _what: str = field(default="", init=False)
 
-    def begin(self, kind: str) -> None:
+    def begin(self, kind: str, agree: str = "") -> None:
         """A step of this ``kind`` ("a step", "an evaluation") begins; nothing was sent for it yet.
+
+        ``agree`` is what else must be alike, in words.
 
         Raises:
             DisagreementError: a neighbour runs something else.
@@ -64,7 +66,9 @@ class StepAgreement:
                 self._handshake = self._calls.run(connecting, self.edges, seconds=max(self.deadline, _CONNECT_SECONDS))
         if self._handshake is None:
             return
-        self._what = f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest})"
+        self._what = (
+            f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
+        )
         try:
             others = self._calls.run(self._handshake.begin, self._what, seconds=self.deadline)
         except RuntimeError as error:

@@ -327,7 +327,7 @@ class PipelineRuntime:
         if self._monitor is not None:
             self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
         try:
-            self._agreement.begin(f"{'a step' if grad else 'an evaluation'}{agree and f' {agree}'}")
+            self._agreement.begin("a step" if grad else "an evaluation", agree)
             with torch.set_grad_enabled(grad):
                 for self._cursor, work in enumerate(program):
                     for bound in work:

@@ -6,7 +6,7 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, get_type_hints
 
@@ -22,6 +22,10 @@ _NoSyncs: TypeAlias = (
 )
 _Syncs: TypeAlias = Callable[[Any], None] | Sequence[Callable[[Any], None] | None] | None
 """One function for all chunks, or with interleaving a list with one for each."""
+
+
+def _as_tuple(value: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(value)
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(P2PConfigError))
@@ -83,13 +87,13 @@ class PipelineConfig(P2PConfig):
     grad_sync_func: _Syncs = None
     param_sync_func: _Syncs = None
     finalize_model_grads_func: Callable[..., None] | None = None
-    tied_parameters: tuple[Any, ...] = field(default=(), converter=tuple)
+    tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: Index = 0
     microbatch_group_size_per_vp_stage: Count | None = None
     overlap_moe_expert_parallel_comm: bool = False
     job_group: Any = None
-    hooks: tuple[Any, ...] = field(default=(), converter=tuple)
+    hooks: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     monitor: Any = None
     check_replicas: bool = False
 

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The packages composed. NCCL among ranks that share a GPU takes milliseconds for each hop: deadlines are generous.
+. "$(dirname "$0")/common.sh"
+BACKEND=${BACKEND:-nccl}
+[ -z "$DRY_RUN" ] || BACKEND=fake_nccl
+tests() { run "$1" "$PYTHON" -m pytest -p pipegrid.testing.plugin -m "not nightly" --backend "$BACKEND" --deadline 300 "${@:2}"; }
+if [ -n "$DRY_RUN" ]; then
+    tests 60 --collect-only -q integration_tests/test_pipeline_steps.py integration_tests/test_vtp_training.py
+    finish
+fi
+tests 220 integration_tests/test_pipeline_steps.py -k "two_real_ranks"
+tests 320 integration_tests/test_pipeline_steps.py integration_tests/test_unequal_lanes.py -k "not two_real_ranks"
+finish

@@ -1,0 +1,57 @@
+"""The scripts of a GPU session: valid shell, and a dry run of each that measures something on a CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "tools/gpu").glob("*.sh"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_valid_shell_documented_and_bounded(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert script.name == "common.sh" or f"| `{script.name}" in (ROOT / "tools/gpu/README.md").read_text()
+    seconds = [int(limit) for limit in re.findall(r"^ *(?:[A-Z_]+='' )?(?:run|tests) (\d+) ", text, re.MULTILINE)]
+    assert sum(seconds) <= 600
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        ("1_facts.sh", "exchange 4 of 1 MB"),
+        ("2_transport.sh", "test_two_ranks_over_nccl"),
+        ("5_one_rank.sh", "split backwards (ZB-H1)"),
+        ("6_trace.sh", "1f1b-rank-1.json"),
+    ],
+)
+def test_a_dry_run_measures_something(tmp_path, script, printed):
+    done = subprocess.run(
+        ["bash", str(ROOT / "tools/gpu" / script)],
+        env={**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert printed in done.stdout
+    assert (tmp_path / script.replace(".sh", ".log")).stat().st_size
+
+
+def test_what_is_packed_holds_the_library_under_the_name_that_the_scripts_look_for(tmp_path):
+    (tmp_path / "some.xz").write_bytes(b"x")
+    subprocess.run(
+        ["bash", str(ROOT / "tools/gpu/pack.sh"), str(tmp_path / "carried"), str(tmp_path / "some.xz")],
+        env={**os.environ, "DRY_RUN": "1"},
+        check=True,
+        capture_output=True,
+    )
+    assert (tmp_path / "carried/libnccl.so.2.xz").exists()

@@ -34,8 +34,8 @@ def sources(tmp_path):
     return tmp_path / "packages"
 
 
-def plant(sources: Path, package: str, line: str) -> None:
-    module = sources / package / "src" / "pipegrid" / package / "planted.py"
+def plant(sources: Path, package: str, line: str, *, folder: str = "") -> None:
+    module = sources / package / "src" / "pipegrid" / package / folder / "planted.py"
     module.write_text(f"{line}\n")
 
 
@@ -64,3 +64,34 @@ def test_a_planted_violation_is_reported(sources, package, line, contract):
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{contract}" in result.stdout
     assert f"pipegrid.{package}.planted" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "folder", "line", "contract"),
+    [
+        ("schedules", "gradients", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),
+        ("schedules", "gradients", "import pipegrid.schedules.runtime", "schedules: from the step functions down"),
+        ("schedules", "monitor", "import pipegrid.schedules.gradients", "schedules: from the step functions down"),
+        ("schedules", "verify", "import pipegrid.schedules.simulate", "schedules: from a plan that runs down"),
+        ("schedules", "generators", "import pipegrid.schedules.lowering", "schedules: from a plan that runs down"),
+        ("schedules", "search", "import torch", "schedules: planning has no torch"),
+        ("bridges", "reshard", "import pipegrid.bridges.bridge", "bridges: from many modules down to a graph"),
+        ("bridges", "vtp", "import pipegrid.bridges.multimodule", "bridges: from many modules down to a graph"),
+    ],
+)
+def test_a_planted_violation_between_folders_is_reported(sources, package, folder, line, contract):
+    plant(sources, package, line, folder=folder)
+    result = lint_imports(sources)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert any(contract in text and text.endswith("BROKEN") for text in result.stdout.splitlines())
+    assert f"pipegrid.{package}.{folder}.planted" in result.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_planted_circle_is_reported(sources, package):
+    folder = sources / package / "src" / "pipegrid" / package
+    (folder / "planted_a.py").write_text(f"import pipegrid.{package}.planted_b\n")
+    (folder / "planted_b.py").write_text(f"def later():\n    import pipegrid.{package}.planted_a\n")
+    result = lint_imports(sources)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "no circles inside packages BROKEN" in result.stdout

@@ -1,6 +1,6 @@
 """Backwards in two halves, freed outputs, and the parts of torch's autograd engine that both need."""
 
-from pipegrid.schedules.autograd.deallocate import free_storage, freeable, require_deallocatable
+from pipegrid.schedules.autograd.deallocate import free_storage, require_deallocatable
 from pipegrid.schedules.autograd.engine import run_backward, shape_of_gradient
 from pipegrid.schedules.autograd.partition import input_path_of
 from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
@@ -12,7 +12,6 @@ __all__ = [
     "backward_inputs",
     "backward_weights",
     "free_storage",
-    "freeable",
     "input_path_of",
     "require_deallocatable",
     "require_splittable",

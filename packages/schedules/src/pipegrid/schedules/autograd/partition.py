@@ -124,8 +124,15 @@ def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) ->
     edges: list[tuple[tuple[int, int], ...]] = []
     found: list[int] = []
     for number, node in enumerate(nodes):  # which grows meanwhile
+        children = node.next_functions
+        if not children:
+            # An accumulator knows the tensor that it is for.
+            if id(getattr(node, "variable", None)) in identities:
+                found.append(number)
+            edges.append(())
+            continue
         below: list[tuple[int, int]] = []
-        for child, output in node.next_functions:
+        for child, output in children:
             if child is None:
                 below.append((_NOWHERE, output))
                 continue
@@ -134,9 +141,6 @@ def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) ->
                 place = numbers[child] = len(nodes)
                 nodes.append(child)
             below.append((place, output))
-        # An accumulator knows the tensor that it is for.
-        if not below and id(getattr(node, "variable", None)) in identities:
-            found.append(number)
         edges.append(tuple(below))
     starts = tuple((numbers[root.node], root.output_nr) for root in roots)
     return nodes, Outline(tuple(map(type, nodes)), tuple(edges), starts, tuple(found))

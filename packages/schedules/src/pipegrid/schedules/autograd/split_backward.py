@@ -73,6 +73,8 @@ def backward_inputs(
         inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
         refuse: called before anything runs with the nodes that make the graph one that cannot be cut.
     """
+    if not inputs:
+        return [], WeightHalf((Call(roots, gradients, ()),) if roots else ())
     nodes, outline = outline_of(roots, inputs)
     parts = divide(outline)
     if parts.refused and refuse is not None:

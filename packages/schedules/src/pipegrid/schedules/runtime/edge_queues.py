@@ -125,7 +125,8 @@ class SendQueue:
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``: post the send."""
         payload, pending = self._kept.pop(microbatch)
-        handle = self.communicator.isend(map_tensors(payload, _detached), edge=self.edge, direction=self.direction)
+        detached = _detached(payload) if isinstance(payload, torch.Tensor) else map_tensors(payload, _detached)
+        handle = self.communicator.isend(detached, edge=self.edge, direction=self.direction)
         self._sent.append((action, handle, pending))
 
     def make_room(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from attrs import frozen
@@ -61,17 +61,37 @@ class PipelineError(RuntimeError):
     """
 
 
+_Call: TypeAlias = Callable[[], None]
+
+
 @frozen
 class _Bound:
-    """An action, and what it does here. ``waits`` are for what it needs from elsewhere."""
+    """An action with its effect here. ``waits`` wait for its inputs and for room to send."""
 
     action: Action
-    run: Callable[[], None]
-    waits: tuple[Callable[[], None], ...] = ()
+    run: _Call
+    waits: tuple[_Call, ...] = ()
 
 
-_Work = tuple[_Bound, ...]
-"""One action, or a batch that is issued together."""
+@frozen
+class _Step:
+    """A step of the program: one action, or a batch whose messages are issued together."""
+
+    actions: tuple[Action, ...]
+    waits: tuple[_Call, ...]
+    runs: tuple[_Call, ...]
+    batched: bool
+
+    @classmethod
+    def of(cls, bounds: Sequence[_Bound], hooks: Sequence[Hook]) -> _Step:
+        """The step of some bound actions, with each hook around every one of them."""
+        runs: list[_Call] = []
+        for bound in bounds:
+            runs += [partial(hook.before, bound.action) for hook in hooks]
+            runs.append(bound.run)
+            runs += [partial(hook.after, bound.action) for hook in hooks]
+        waits = tuple(wait for bound in bounds for wait in bound.waits)
+        return cls(tuple(bound.action for bound in bounds), waits, tuple(runs), len(bounds) > 1)
 
 
 def _goes_forward(action: Action) -> bool:
@@ -139,7 +159,7 @@ class PipelineRuntime:
         self.position = position_of(plan, stages)
         self._communicator = communicator
         self._monitor = monitor
-        self._hooks = (*hooks, *(() if monitor is None or monitor.progress is None else (monitor.progress,)))
+        every = (*hooks, *(() if monitor is None or monitor.progress is None else (monitor.progress,)))
         self._reducers = dict(reducers or {})
         require_runnable(plan, self.position, communicator, self._reducers)
         require_messenger(plan, self.position, communicator)
@@ -148,11 +168,10 @@ class PipelineRuntime:
             number: self._runner(number, stage, deallocate_outputs, reuse_buffers, loss_scale)
             for number, stage in stages.items()
         }
-        self._program: tuple[_Work, ...] = tuple(
-            tuple(map(self._bind, actions_of(step))) for step in plan.positions[self.position]
-        )
-        forwards = (tuple(bound for bound in work if _goes_forward(bound.action)) for work in self._program)
-        self._forwards = tuple(work for work in forwards if work)
+        steps = [[self._bind(action) for action in actions_of(step)] for step in plan.positions[self.position]]
+        forwards = [[bound for bound in bounds if _goes_forward(bound.action)] for bounds in steps]
+        self._program = tuple(_Step.of(bounds, every) for bounds in steps)
+        self._forwards = tuple(_Step.of(bounds, every) for bounds in forwards if bounds)
         outside = {edge for edge, _ in (*self._receives, *self._sends) if edge not in self._local_edges}
         self._rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
@@ -257,7 +276,7 @@ class PipelineRuntime:
             return f"position {self.position}, before its first action"
         if self._cursor >= len(self._running):
             return f"position {self.position}, past its last action"
-        work = " ".join(str(bound.action) for bound in self._running[self._cursor])
+        work = " ".join(map(str, self._running[self._cursor].actions))
         return f"position {self.position}, step {self._cursor + 1} of {len(self._running)}: {work}"
 
     def step(self, *, finish: Callable[[], None] | None = None, agree: str = "") -> None:
@@ -304,55 +323,49 @@ class PipelineRuntime:
         if self._monitor is not None:
             self._monitor.check()
 
-    def _run(
-        self, program: tuple[_Work, ...], *, grad: bool, finish: Callable[[], None] | None = None, agree: str = ""
-    ) -> None:
+    def _run(self, program: tuple[_Step, ...], *, grad: bool, finish: _Call | None = None, agree: str = "") -> None:
         if not self._one_step.acquire(blocking=False):
             raise PipelineError(
                 f"step() or eval() was called while this runtime is in a step, at {self.where}: a runtime runs one "
                 "step at a time, so no stage, hook or other thread may start one inside it"
             )
         try:
-            self._run_alone(program, grad=grad, finish=finish, agree=agree)
+            self._start(program, grad=grad)
+            try:
+                self._agreement.begin("a step" if grad else "an evaluation", agree)
+                with torch.set_grad_enabled(grad):
+                    for self._cursor, step in enumerate(program):
+                        for wait in step.waits:
+                            wait()
+                        if step.batched:
+                            with self._communicator.batch():
+                                for run in step.runs:
+                                    run()
+                        else:
+                            for run in step.runs:
+                                run()
+                    self._cursor = len(program)
+                    for queue in self._sends.values():
+                        queue.settle()
+                    if finish is not None:
+                        finish()
+            except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
+                failed = self._failed(error)
+                if failed is error:
+                    raise
+                raise failed from error
+            if self._monitor is not None:
+                self._monitor.end()
         finally:
             self._one_step.release()
 
-    def _run_alone(
-        self, program: tuple[_Work, ...], *, grad: bool, finish: Callable[[], None] | None, agree: str
-    ) -> None:
+    def _start(self, program: tuple[_Step, ...], *, grad: bool) -> None:
         if self._failure is not None:
             raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
         self._begin(grad=grad)
         self._running, self._cursor = program, -1
         if self._monitor is not None:
             self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
-        try:
-            self._agreement.begin("a step" if grad else "an evaluation", agree)
-            with torch.set_grad_enabled(grad):
-                for self._cursor, work in enumerate(program):
-                    for bound in work:
-                        for wait in bound.waits:
-                            wait()
-                    if len(work) > 1:
-                        with self._communicator.batch():
-                            for bound in work:
-                                self._execute(bound)
-                    elif self._hooks:
-                        self._execute(work[0])
-                    else:
-                        work[0].run()
-                self._cursor = len(program)
-                for queue in self._sends.values():
-                    queue.settle()
-                if finish is not None:
-                    finish()
-        except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
-            failed = self._failed(error)
-            if failed is error:
-                raise
-            raise failed from error
-        if self._monitor is not None:
-            self._monitor.end()
 
     def _begin(self, *, grad: bool) -> None:
         """Drop the state of an earlier step."""
@@ -362,13 +375,6 @@ class PipelineRuntime:
             sends.begin()
         for runner in self._runners.values():
             runner.begin(training=grad)
-
-    def _execute(self, bound: _Bound) -> None:
-        for hook in self._hooks:
-            hook.before(bound.action)
-        bound.run()
-        for hook in self._hooks:
-            hook.after(bound.action)
 
     # Failures
 
@@ -425,7 +431,7 @@ class PipelineRuntime:
         """This rank, and the stage and microbatch that it is at."""
         parts = [] if self._rank is None else [f"rank {self._rank}"]
         if 0 <= self._cursor < len(self._running):
-            action = self._running[self._cursor][0].action
+            action = self._running[self._cursor].actions[0]
             parts.append(f"stage {action.stage}")
             if action.microbatch is not None:
                 parts.append(f"microbatch {action.microbatch}")

@@ -49,7 +49,8 @@ def check_outputs(produced: Any, outgoing: AbstractSet[Edge], stage: int, microb
         StageOutputError: something else, or a payload that is not made of tensors.
         PlanMismatchError: payloads for other edges than the plan's.
     """
-    if not isinstance(produced, Forwarded) or not isinstance(produced.outputs, Mapping):
+    # A dict is the common case, and a Mapping takes longer to recognize.
+    if not isinstance(produced, Forwarded) or not isinstance(produced.outputs, (dict, Mapping)):
         found = produced.outputs if isinstance(produced, Forwarded) else produced
         what = "outputs that are " if isinstance(produced, Forwarded) else ""
         raise StageOutputError(

@@ -13,7 +13,6 @@ from pipegrid.schedules.autograd import (
     WeightHalf,
     backward_inputs,
     backward_weights,
-    freeable,
     input_path_of,
     require_deallocatable,
     require_splittable,
@@ -182,9 +181,9 @@ class StageRunner:
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
         for tensor in tensors.values():
             require_deallocatable(tensor)
-        roots = [*flatten(list(produced.outputs.values())), produced.loss]
-        starts = [root for root in roots if root is not None and root.requires_grad]
-        return PendingFree(len(sent), freeable(list(tensors.values()), starts))
+        roots = {id(root) for root in flatten([*produced.outputs.values(), produced.loss]) if _differentiated(root)}
+        # With several roots the graph of one may have saved another, so none is freed.
+        return PendingFree(len(sent), list(tensors.values()) if len(roots) == 1 else [])
 
     def backward(self, microbatch: int) -> None:
         """``B``: both halves at once."""
@@ -248,8 +247,16 @@ class StageRunner:
         return roots, gradients
 
 
+def _differentiated(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
 def _root(tensor: torch.Tensor | None) -> Root | None:
-    return Root(get_gradient_edge(tensor), tensor.shape) if tensor is not None and tensor.requires_grad else None
+    if tensor is None or not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    edge = get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    return Root(edge, tensor.shape)
 
 
 def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:

@@ -24,7 +24,6 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.bridges.lazy import lazy_names
 from pipegrid.bridges.multimodule import EdgeOptions, Positions, positions_of
 from pipegrid.bridges.reshard import (
     Box,
@@ -44,6 +43,7 @@ from pipegrid.bridges.reshard import (
     routes,
 )
 from pipegrid.bridges.vtp import VTPTopology
+from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator
@@ -96,8 +96,9 @@ __all__ = [
     "routes",
 ]
 
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
+    __all__,
     {
         "BridgeCommunicator": "bridge",
         "BridgeDirection": "colocated",

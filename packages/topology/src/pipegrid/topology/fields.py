@@ -182,6 +182,7 @@ def _converter(attribute: attrs.Attribute[Any], check: Check, what: str, error: 
     return convert
 
 
+@functools.cache
 def _check_of(annotation: Any) -> Check | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -234,6 +235,10 @@ def _optional(inner: Check) -> Check:
     return check
 
 
+class _ItemError(Exception):
+    """An item breaks its rule."""
+
+
 def _items(inner: Check) -> Check:
     def check(value: Any, what: str, error: ErrorType) -> Any:
         # A string lists its characters and a set has no order that all ranks agree on: neither is meant.
@@ -243,7 +248,10 @@ def _items(inner: Check) -> Check:
             except TypeError:  # also of a tensor without axes, which calls itself iterable
                 items = None
             if items is not None:
-                return tuple([inner(item, f"{what}[{at}]", error) for at, item in enumerate(items)])
+                try:
+                    return tuple([inner(item, what, _ItemError) for item in items])
+                except _ItemError:  # once more, with the item's place in the text
+                    return tuple([inner(item, f"{what}[{at}]", error) for at, item in enumerate(items)])
         raise error(f"{what} is {shown(value)}; it must be a list or tuple")
 
     return check

@@ -5,9 +5,9 @@ The names that need torch are loaded on first use, so planning works where torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipegrid.topology.lazy import lazy_names
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import (
@@ -59,16 +59,14 @@ __all__ = [
     "pipeline_lanes",
 ]
 
-_NEED_TORCH = {
-    "Lane": "lane",
-    "Lanes": "opening",
-    "P2PCommunicator": "communicator",
-    "is_single_shape": "payload",
-    "open_lanes": "opening",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    __all__,
+    {
+        "Lane": "lane",
+        "Lanes": "opening",
+        "P2PCommunicator": "communicator",
+        "is_single_shape": "payload",
+        "open_lanes": "opening",
+    },
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge.wiring import BridgeWiring, group_spec, with_lanes
-from pipegrid.bridges.lazy import lazy_names
+from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config, renew_lanes
@@ -45,8 +45,9 @@ _IN_RECEIVE = (
     "whole_message",
 )
 
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
+    __all__,
     {
         **dict.fromkeys(("BridgeCommunicator", "lane_config", "renew_lanes"), "communicator"),
         **dict.fromkeys(_IN_RECEIVE, "receive"),

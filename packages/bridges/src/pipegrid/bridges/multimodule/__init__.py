@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.lazy import lazy_names
 from pipegrid.bridges.multimodule.modules import EdgeOptions
 from pipegrid.bridges.multimodule.positions import Positions, positions_of
+from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EdgeOptions", "MultiModulePipelineCommunicator", "Positions", "RankModuleInfo", "positions_of"]
 
-__getattr__ = lazy_names(
-    __name__, {"MultiModulePipelineCommunicator": "communicator", "RankModuleInfo": "rank_modules"}
+__getattr__, __dir__ = lazy_names(
+    __name__, __all__, {"MultiModulePipelineCommunicator": "communicator", "RankModuleInfo": "rank_modules"}
 )

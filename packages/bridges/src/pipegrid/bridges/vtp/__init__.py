@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.lazy import lazy_names
 from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.vtp.communicator import VTPCommunicator
 
 __all__ = ["VTPCommunicator", "VTPTopology"]
 
-__getattr__ = lazy_names(__name__, {"VTPCommunicator": "communicator"})
+__getattr__, __dir__ = lazy_names(__name__, __all__, {"VTPCommunicator": "communicator"})

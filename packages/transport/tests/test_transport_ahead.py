@@ -129,5 +129,5 @@ def test_renewed_shapes_leave_old_receives_behind(ranks):
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, None, 1025])
 def test_is_a_count(value):
-    with pytest.raises(P2PConfigError, match="receives_ahead is .* an integer from 0 to 1024"):
+    with pytest.raises(P2PConfigError, match="receives_ahead is .* an integer of 0 to 1024"):
         P2PConfig(receives_ahead=value)

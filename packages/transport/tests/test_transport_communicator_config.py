@@ -13,10 +13,8 @@ from pipegrid.transport import (
     P2PConfigError,
     P2PMismatchError,
     P2PUsageError,
-    batch,
-    remote_lane,
-    wire,
 )
+from pipegrid.transport.batch import Submitter
 from pipegrid.transport.handle import Transfer
 
 from .stages import FORWARD, SHAPE, activation, assert_received, config, gradient
@@ -100,29 +98,29 @@ class TestConfiguration:
 class TestBatches:
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize(
-        ("settings", "sizes"),
+        ("settings", "one_batch"),
         [
-            ({"batch_p2p_comm": True}, [2]),
-            ({"batch_p2p_comm": False}, [1, 1]),
-            ({"batch_p2p_comm": False, "strict": True}, [2]),
-            ({"batch_p2p_comm": False, "communicators": "shared"}, [2]),
+            ({"batch_p2p_comm": True}, True),
+            ({"batch_p2p_comm": False}, False),
+            ({"batch_p2p_comm": False, "strict": True}, True),
+            ({"batch_p2p_comm": False, "communicators": "shared"}, True),
         ],
         ids=["batched", "unbatched", "strict", "shared"],
     )
-    def test_a_verb_posts_its_messages_together_as_configured(self, ranks, monkeypatch, settings, sizes):
-        posted = []
+    def test_a_verb_posts_its_messages_together_as_configured(self, ranks, monkeypatch, settings, one_batch):
+        started = []
+        submit = Submitter.submit_pending
 
-        def post(operations):
-            posted.append(len(operations))
-            return wire.post(operations)
+        def submit_pending(submitter, transfers, *, together):
+            started.append((len(transfers), together))
+            submit(submitter, transfers, together=together)
 
-        for module in (batch, remote_lane):
-            monkeypatch.setattr(module, "post", post)
+        monkeypatch.setattr(Submitter, "submit_pending", submit_pending)
         communicator = P2PCommunicator(dist.group.WORLD, config(**settings), tensor_shape=SHAPE)
         for verb in (communicator.send_forward_recv_forward, communicator.send_backward_recv_backward):
-            posted.clear()
+            started.clear()
             verb(activation(ranks.rank), True, SHAPE)
-            assert [size for size in posted if size] == sizes
+            assert started == [(2, one_batch)]
         communicator.close()
 
     @pytest.mark.ranks(2)

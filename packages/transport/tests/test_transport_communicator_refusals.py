@@ -69,7 +69,7 @@ class TestErrors:
             (torch.ones(3, 2).t(), "not contiguous"),
             (torch.ones(2, 3, dtype=torch.float64), "but pipeline_dtype is torch.float32"),
             (torch.ones(2, 3, device="meta"), "moves tensors of device cpu, got one of meta"),
-            (3.0, "a payload holds a float"),
+            (3.0, "a payload contains a float"),
         ],
     )
     def test_what_cannot_be_sent_is_refused_before_anything_is(self, ranks, communicator, tensor, text):
@@ -87,12 +87,12 @@ class TestErrors:
         if ranks.rank == 0:
             ranks.barrier()
             communicator.abort("the loss is nan at step 3")
-            with pytest.raises(P2PLaneDeadError, match="aborted on rank 0: the loss is nan"):
+            with pytest.raises(P2PLaneDeadError, match="the loss is nan at step 3.*aborted on rank 0"):
                 communicator.send_forward(activation(0))
         else:
             handle = communicator.irecv(edge=Edge(0, 1), direction=FORWARD)
             ranks.barrier()
-            with pytest.raises(ConnectionError, match=r"rank 0 ended lane 0>1.*the loss is nan at step 3"):
+            with pytest.raises(ConnectionError, match=r"^the loss is nan at step 3 \(rank 0 ended lane 0>1"):
                 handle.wait()
         ranks.barrier()
 
@@ -162,41 +162,4 @@ class TestWhatIsNone:
         # A text was taken for backward, and sent an activation on the lane of gradients.
         with pytest.raises(P2PUsageError, match=r"it must be Direction\.FORWARD or Direction\.BACKWARD"):
             communicator.isend(activation(0), edge=Edge(0, 1), direction=direction)
-        assert_nothing_moved(communicator)
-
-    @pytest.mark.ranks(1)
-    @pytest.mark.parametrize("flag", ["no", "", 0, None])
-    def test_a_flag(self, ranks, communicator, flag):
-        verbs = {
-            "is_first_stage": [
-                lambda: communicator.recv_forward(SHAPE, flag),
-                lambda: communicator.send_backward(gradient(0), flag),
-                lambda: communicator.send_backward_recv_forward(gradient(0), SHAPE, flag),
-            ],
-            "is_last_stage": [
-                lambda: communicator.recv_backward(SHAPE, flag),
-                lambda: communicator.send_forward(activation(0), flag),
-                lambda: communicator.send_forward_recv_backward(activation(0), SHAPE, flag),
-            ],
-            "recv_prev": [
-                lambda: communicator.send_forward_recv_forward(activation(0), flag, SHAPE),
-                lambda: communicator.send_forward_backward_recv_forward_backward(
-                    activation(0), None, flag, False, SHAPE
-                ),
-            ],
-            "recv_next": [
-                lambda: communicator.send_backward_recv_backward(gradient(0), flag, SHAPE),
-                lambda: communicator.send_forward_backward_recv_forward_backward(
-                    activation(0), None, False, flag, SHAPE
-                ),
-            ],
-            "overlap_p2p_comm": [
-                lambda: communicator.send_forward_recv_forward(activation(0), False, SHAPE, flag),
-                lambda: communicator.send_backward_recv_backward(gradient(0), False, SHAPE, flag),
-            ],
-        }
-        for name, calls in verbs.items():
-            for call in calls:
-                with pytest.raises(P2PUsageError, match=f"{name} is {flag!r}; it must be True or False"):
-                    call()
         assert_nothing_moved(communicator)

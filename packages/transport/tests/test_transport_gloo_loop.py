@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.transport import LaneSpec, open_lanes
-from pipegrid.transport.backends.gloo_loop import BACKEND, one_loop
+from pipegrid.transport.backends.gloo import BACKEND, one_loop
 
 SPECS = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 0, "a"), LaneSpec(1, 0, "b")]
 
@@ -61,8 +61,8 @@ def test_a_group_on_a_loop_is_an_ordinary_group(ranks):
 def test_what_is_behind_a_group_moves_what_the_group_would(ranks):
     """Lanes call it themselves: a message of one side by the group meets a receive of the other by what is behind."""
     with open_lanes(SPECS[:1]) as lanes:
-        communicator = lanes[SPECS[0]].wire.communicator
-        backend, group, peer = communicator.backend, communicator.data, communicator.peer
+        backend = lanes[SPECS[0]].mover._send.__self__
+        group, peer = lanes[SPECS[0]].group, 1 - ranks.rank
         assert isinstance(backend, dist.ProcessGroupGloo)
         assert (backend.rank(), backend.size()) == (group.rank(), group.size())
         for sender, verbs in enumerate((backend, group)):

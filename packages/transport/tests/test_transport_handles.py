@@ -141,6 +141,6 @@ def test_a_callback_that_raises_ends_the_lane(ranks):
             handle = lane.irecv()
             handle.on_done(lambda _: 1 / 0)
             until(lambda: lane.error is not None)
-            with pytest.raises(P2PLaneDeadError, match=r"on_done callback.*raised ZeroDivisionError"):
+            with pytest.raises(P2PLaneDeadError, match=r"ZeroDivisionError: division by zero \(raised by"):
                 lane.irecv()
         ranks.barrier()

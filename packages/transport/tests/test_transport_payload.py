@@ -52,14 +52,20 @@ class TestFlatten:
     @pytest.mark.parametrize(
         ("payload", "text"),
         [
-            (3.0, "holds a float"),
-            (["text"], "holds a str"),
+            (3.0, "contains a float"),
+            (["text"], "contains a str"),
             ({(1, 2): None}, r"the key \(1, 2\)"),
             ({True: None}, "the key True"),
-            ([{"a": {1, 2}}], "holds a set"),
-            (Output(None, None), r"of Output, a kind of tuple .* send tuple\(value\) or value\._asdict\(\), and make"),
-            ([OrderedDict(x=None)], r"of OrderedDict, a kind of dict .* send dict\(value\), and make the OrderedDict"),
-            (torch.Size([2]), r"of Size, a kind of tuple .* send tuple\(value\)"),
+            ([{"a": {1, 2}}], "contains a set"),
+            (
+                Output(None, None),
+                r"Output, a subclass of tuple .* send tuple\(value\) or value\._asdict\(\), and make",
+            ),
+            (
+                [OrderedDict(x=None)],
+                r"OrderedDict, a subclass of dict .* send dict\(value\), and make the OrderedDict",
+            ),
+            (torch.Size([2]), r"a Size, a subclass of tuple .* send tuple\(value\)"),
         ],
     )
     def test_says_what_is_no_payload(self, payload, text):
@@ -166,23 +172,21 @@ class TestShapes:
             ExpectedShape.of(shapes)
 
 
-def buffers_for(payload, expected=None, dtype=None):
-    return receive_buffers(
-        signature_of(*flatten(payload)),
-        None if expected is None else ExpectedShape.of(expected),
-        device=CPU,
-        dtype=dtype,
-    )
+UNREAD = Tally()
+
+
+def buffers_for(payload, expected=None, dtype=None, tally=UNREAD):
+    expected = None if expected is None else ExpectedShape.of(expected)
+    return receive_buffers(signature_of(*flatten(payload)), expected, device=CPU, tally=tally, dtype=dtype)
 
 
 class TestReceiveBuffers:
     @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=5)), max_size=4))
     def test_buffers_are_like_what_was_announced(self, parts):
         payload = [tensors_of(shape, dtype) for dtype, shape in parts]
-        buffers = buffers_for(payload)
-        tally = Tally()
+        buffers = buffers_for(payload, tally=(tally := Tally()))
         for _ in range(2):
-            made = buffers.take(tally)
+            made = buffers.take()
             assert [(b.shape, b.dtype, b.is_contiguous()) for b in made] == [(p.shape, p.dtype, True) for p in payload]
             buffers.keep()  # from now on from templates
         assert tally.allocations == 2
@@ -191,21 +195,20 @@ class TestReceiveBuffers:
         buffers = buffers_for(
             [torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.complex64)]
         )
-        assert [t.requires_grad for t in buffers.payload(buffers.take(Tally()))] == [True, False, True]
+        assert [t.requires_grad for t in buffers.payload(buffers.take())] == [True, False, True]
 
     def test_where_the_sender_marks_some_only_those_do(self):
         buffers = buffers_for({"x": torch.zeros(1, requires_grad=True), "mask": torch.zeros(1)})
-        received = buffers.payload(buffers.take(Tally()))
+        received = buffers.payload(buffers.take())
         assert received["x"].requires_grad
         assert not received["mask"].requires_grad
 
     def test_buffers_given_back_are_used_again_without_their_past(self):
-        buffers = buffers_for(torch.zeros(3))
-        tally = Tally()
-        first = buffers.take(tally)
+        buffers = buffers_for(torch.zeros(3), tally=(tally := Tally()))
+        first = buffers.take()
         (buffers.payload(first) * 2).sum().backward()
-        buffers.free.append(first)
-        again = buffers.payload(buffers.take(tally))
+        buffers.release(first, ())
+        again = buffers.payload(buffers.take())
         assert again.data_ptr() == first[0].data_ptr()
         assert again.is_leaf
         assert again.grad is None
@@ -223,7 +226,7 @@ class TestReceiveBuffers:
     )
     def test_an_expected_shape_that_fits_decides_the_form(self, sent, expected):
         buffers = buffers_for(sent, expected)
-        received = buffers.payload(buffers.take(Tally()))
+        received = buffers.payload(buffers.take())
         if is_single_shape(expected):
             assert received.shape == expected
         else:
@@ -246,7 +249,8 @@ class TestReceiveBuffers:
     def test_where_shapes_vary_only_the_form_counts(self):
         signature = signature_of(*flatten([torch.zeros(2), torch.zeros(3)]))
         for expected, fits in (([(), ()], True), ([(9,), None], True), ([()], False), ((), False)):
-            assert (receive_buffers(signature, ExpectedShape.of(expected), device=CPU, exact=False) is not None) == fits
+            found = receive_buffers(signature, ExpectedShape.of(expected), device=CPU, tally=UNREAD, exact=False)
+            assert (found is not None) == fits
 
     def test_nor_has_another_floating_dtype(self):
         assert buffers_for(torch.zeros(2), dtype=torch.float16) is None

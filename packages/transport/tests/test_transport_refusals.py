@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pipegrid.transport import P2PPayloadError, P2PUsageError, open_lanes, remote_lane
+from pipegrid.transport import P2PPayloadError, P2PUsageError, open_lanes
+from pipegrid.transport import lane as lane_module
 
 from .two_ranks import THERE, config
 
@@ -55,7 +56,7 @@ class TestUse:
         with open_lanes([THERE], config=config()) as lanes:
             for _ in range(3):  # before and after the shape stands
                 if ranks.rank == 0:
-                    with pytest.raises(P2PPayloadError, match="view, whose memory holds something else"):
+                    with pytest.raises(P2PPayloadError, match="view, whose memory differs from its values"):
                         lanes[THERE].isend(wrong)
                     lanes[THERE].isend(right).wait()
                 else:
@@ -70,7 +71,7 @@ class TestUse:
             for value in (1.0, 2.0):
                 if ranks.rank == 0:
                     with monkeypatch.context() as patch, pytest.raises(P2PPayloadError, match="bytes: no view of it"):
-                        patch.setattr(remote_lane, "carried", cannot)
+                        patch.setattr(lane_module, "carried", cannot)
                         lanes[THERE].isend([torch.zeros(2)])
                     lanes[THERE].isend([torch.full((2,), value)]).wait()
                 else:

@@ -7,7 +7,7 @@ import torch
 
 from pipegrid.transport import open_lanes
 
-from .two_ranks import BACK, THERE, Counted, config
+from .two_ranks import BACK, THERE, config, count
 
 
 @pytest.mark.ranks(2)
@@ -21,9 +21,7 @@ def test_a_steady_exchange_is_one_message_each_way_and_no_host_wait(ranks, toget
         mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
         seen = []
         for lane in (mine, theirs):
-            communicator = lane.wire.communicator
-            communicator.backend = Counted(communicator.backend, seen)
-            communicator.control = Counted(communicator.control, seen)
+            count(lane, seen)
 
         def exchange():
             with lanes.batch() if together else contextlib.nullcontext():

@@ -4,13 +4,13 @@ The backend is gloo behind works that behave as NCCL's do (`Polled`): a wait ret
 be asked for. NCCL itself is in `test_transport_gpu`.
 """
 
+import contextlib
 import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pipegrid.transport import (
     LaneSpec,
@@ -20,67 +20,50 @@ from pipegrid.transport import (
     P2PPeerError,
     P2PTimeoutError,
     opening,
-    wire,
 )
-from pipegrid.transport.backends.nccl import StreamedLane
+from pipegrid.transport.backends import GlooMover
 
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0
+PLAIN = dict.fromkeys((THERE, BACK), torch.ones(2))
 
 
 class Polled:
-    """A gloo work that completes by itself; waiting for it waits for nothing."""
+    """A gloo ticket that completes by itself, for every message of a batch; to order after it holds nobody."""
 
-    def __init__(self, work):
-        self.done = False
-        self.thread = threading.Thread(target=self._finish, args=(work,), daemon=True)
-        self.thread.start()
+    def __init__(self, tickets):
+        self.ended = [False] * len(tickets)
+        for index, ticket in enumerate(tickets):
+            threading.Thread(target=self._finish, args=(index, ticket), daemon=True).start()
 
-    def _finish(self, work):
-        try:
-            work.wait(timedelta(seconds=2 * DEADLINE))
-        except RuntimeError:
-            return
-        self.done = True
+    def _finish(self, index, ticket):
+        with contextlib.suppress(RuntimeError):
+            ticket.hold(timedelta(seconds=2 * DEADLINE))
+            self.ended[index] = True
 
-    def wait(self, timeout=None):
-        return True
+    def order(self):
+        pass
 
-    def is_completed(self):
-        return self.done
+    def done(self):
+        return all(self.ended)
 
-
-class Batch(Polled):
-    """The one work of a coalesced batch."""
-
-    def __init__(self, works):
-        self.parts = [Polled(work) for work in works]
-
-    def is_completed(self):
-        return all(part.is_completed() for part in self.parts)
+    def hold(self, timeout):
+        until(self.done)
 
 
 @pytest.fixture
 def streamed(monkeypatch):
-    """`open_lanes` over that backend; the number of transfers in each batch that was issued."""
+    """`open_lanes` over that mover; the number of tensors in each batch that was started."""
     batches = []
-    issue = dist.batch_isend_irecv
 
-    def batch(operations):
-        assert len({operation.group for operation in operations}) == 1
-        batches.append(len(operations))
-        return [Batch(issue(operations))]
+    class StreamMover(GlooMover):
+        streams = polled = True
 
-    connect = opening._connect
+        def start(self, operations):
+            batches.append(sum(len(operation.tensors) for operation in operations))
+            return [Polled(super().start(operations))] * len(operations)
 
-    def connected(*arguments, **options):
-        found, groups = connect(*arguments, **options)
-        for communicator, _ in found.values():
-            communicator.streamed = True
-        return found, groups
-
-    monkeypatch.setattr(wire.dist, "batch_isend_irecv", batch)
-    monkeypatch.setattr(opening, "_connect", connected)
+    monkeypatch.setattr(opening, "GlooMover", StreamMover)
     return batches
 
 
@@ -99,7 +82,7 @@ def until(condition):
 @pytest.mark.parametrize("settings", [{}, {"shapes": "header"}, {"communicators": "shared"}, {"strict": True}], ids=str)
 def test_messages_arrive_and_end_without_a_wait(ranks, streamed, settings):
     with opening.open_lanes([THERE, BACK], config=config(**settings)) as lanes:
-        assert all(isinstance(lane, StreamedLane) for lane in lanes.values())
+        assert all(lane.mover.streams for lane in lanes.values())
         mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
         for n in range(5):
             with lanes.batch():
@@ -145,15 +128,31 @@ def test_a_wait_does_not_hold_the_host(ranks, streamed):
 
 
 @pytest.mark.ranks(2)
-def test_a_next_hop_starts_when_the_message_is_there(ranks, streamed):
-    with opening.open_lanes([THERE, BACK], config=config()) as lanes:
+def test_the_end_is_seen_though_nobody_waits_and_the_next_hop_starts_on_the_plans_thread(ranks, streamed):
+    with opening.open_lanes([THERE, BACK], config=config(), standing=PLAIN) as lanes:
         if ranks.rank == 0:
             lanes[THERE].isend(torch.ones(2))
             received = lanes[BACK].irecv()
             received.synchronize()
             assert received.result().tolist() == [2, 2]
         else:
-            lanes[THERE].irecv().on_done(lambda handle: lanes[BACK].isend(handle.result().detach() + 1))
+            came = []
+            lanes[THERE].irecv().on_done(came.append)
+            until(lambda: came)
+            lanes[BACK].isend(came[0].result().detach() + 1).synchronize()
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_callback_may_not_start_a_transfer(ranks, streamed):
+    """The progress thread of each rank would launch kernels in an order of its own."""
+    with opening.open_lanes([THERE, BACK], config=config(), standing=PLAIN) as lanes:
+        if ranks.rank == 0:
+            lanes[THERE].isend(torch.ones(2)).synchronize()
+        else:
+            lanes[THERE].irecv().on_done(lambda handle: lanes[BACK].isend(torch.ones(2)))
+            until(lambda: lanes[THERE].error is not None)
+            assert "only the thread that runs the plan" in str(lanes[THERE].error)
         ranks.barrier()
 
 
@@ -191,7 +190,7 @@ def test_the_other_sides_last_words_end_a_transfer_that_is_under_way(ranks, stre
             handle = lane.irecv()
             handle.wait()
             ranks.barrier()
-            with pytest.raises(P2PMismatchError, match=r"rank 0 ended lane 0>1.*float32\[3\]"):
+            with pytest.raises(P2PMismatchError, match=r"float32\[3\].*rank 0 ended lane 0>1"):
                 handle.synchronize()
         ranks.barrier()
 

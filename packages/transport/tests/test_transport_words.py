@@ -42,13 +42,13 @@ class TestLabels:
         with pytest.raises(P2PMismatchError, match="with different settings.*pipeline_dtype"):
             open_lanes([LaneSpec(0, 1, "é" * 2048)], config=config(pipeline_dtype=dtype))
 
-    @pytest.mark.parametrize(("label", "size"), [("a" * 4097, 4097), ("é" * 2049, 4098)])
-    def test_past_4096_bytes_are_refused_before_anything_is_opened(self, label, size):
-        with pytest.raises(LaneSpecError, match=f"has {size} bytes in UTF-8.*give one of at most 4096"):
+    @pytest.mark.parametrize("label", ["a" * 4097, "é" * 2049])
+    def test_past_4096_bytes_are_refused_before_anything_is_opened(self, label):
+        with pytest.raises(LaneSpecError, match="it must be a string of at most 4096 bytes in UTF-8"):
             LaneSpec(0, 1, label)
 
     def test_without_bytes_are_refused(self):
-        with pytest.raises(LaneSpecError, match="UTF-8 has no bytes for"):
+        with pytest.raises(LaneSpecError, match="in UTF-8"):
             LaneSpec(0, 1, "half \ud800")
 
 
@@ -66,11 +66,11 @@ class TestLastWords:
             else:
                 handle = lanes[lane].irecv()
                 ranks.barrier()
-                with pytest.raises(P2PPeerError, match="rank 0 ended lane 0>1.there.: .*the disk is full ") as found:
+                with pytest.raises(P2PPeerError, match="the disk is full .*rank 0 ended lane 0>1.there.") as found:
                     handle.wait()
                 assert lanes[lane].error is found.value
                 if character != "\ud800":
-                    told = str(found.value).split("the disk is full ")[1]
+                    told = str(found.value).split("the disk is full ")[1].split(" (rank 0")[0]
                     assert set(told) == {character}
                     assert len(told.encode()) > 1800
                 with pytest.raises(P2PPeerError):
@@ -90,7 +90,7 @@ class TestLastWords:
                     lanes[lane].isend({**first, "x": torch.ones(1)})
             else:
                 assert lanes[lane].irecv(attended=True).result().keys() == first.keys()
-                with pytest.raises(P2PMismatchError, match="rank 0 ended lane 0>1.there.: message 1"):
+                with pytest.raises(P2PMismatchError, match=r"message 1.*\(rank 0 ended lane 0>1.there.\)"):
                     lanes[lane].irecv().wait()
                 assert isinstance(lanes[lane].error, P2PMismatchError)
             ranks.barrier()

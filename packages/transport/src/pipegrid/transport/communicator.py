@@ -1,42 +1,51 @@
-"""The familiar face: the verbs of a pipeline stage, over lanes to the next and from the previous rank."""
+"""The communicator of one pipeline: blocking verbs to the next and the previous rank, and sends along edges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
-from pipegrid.transport.edge import Direction
-from pipegrid.transport.edge_lanes import EdgeLanes
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from pipegrid.transport.config import as_config
+from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
-from pipegrid.transport.handle import Transfer
+from pipegrid.transport.handle import ReceiveTransfer, Transfer
+from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.lane import Lane
+from pipegrid.transport.opening import open_lanes, resolve_device
+from pipegrid.transport.payload import is_single_shape
+from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed
 from pipegrid.transport.spec import LaneSpec
 
 _RECEIVES = ("recv_prev", "recv_next")
-# In the order in which they are started and waited for. Receives first: on the other side, too, everything was posted
-# before anybody waits, and what a receive has to do for its first message should not wait behind a send.
+# In the order in which they are started and waited for. Receives first: the other side, too, has posted everything
+# before it waits, and the first message of a receive should not wait behind a send.
 _NAMES = (*_RECEIVES, "send_next", "send_prev")
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
-class P2PCommunicator(EdgeLanes):
+class P2PCommunicator:
     """Point-to-point traffic between the stages of one pipeline.
 
-    Stage ``s`` lies on rank ``s % P`` of the group's ``P`` ranks, so neighbours are cyclic: the last rank's next
-    one is the first, which interleaved and U-shaped pipelines use. Activations and gradients between the same
-    two ranks travel on lanes of their own and cannot be taken for each other.
+    Stage ``s`` is on rank ``s % P`` of the group's ``P`` ranks, so neighbours are cyclic: the next rank of the last one
+    is the first, which interleaved and U-shaped pipelines use. Activations and gradients between the same two ranks
+    have lanes of their own and cannot be taken for each other.
 
-    All ranks of the group construct it together, with equal arguments; every lane has then carried a message.
+    All ranks of the group construct it together, with equal arguments; on return every lane has carried a message.
 
     Args:
         pp_group: the ranks of the pipeline, in order; None is the whole world.
         config: a `P2PConfig`, or any object with some of its attributes; read once, here.
         placement: rank in the group of each stage, where it is not cyclic (a V: ``(0, 1, 2, 3, 3, 2, 1, 0)``).
-        tensor_shape: the one shape of all messages, in ``pipeline_dtype``: compared between neighbours now, so
-            that no message ever needs a header.
-        device: where tensors live; None is what the group's backend implies.
+        tensor_shape: the one shape of all messages, in ``pipeline_dtype``: compared between neighbours now, so that no
+            message ever needs a header.
+        device: where tensors live; None is the device of the group's backend.
+        traffic: the edges and directions that the plan uses; other lanes are not opened. None opens all.
 
     Raises:
         P2PConfigError: settings that contradict each other, the group or the device; or a group that this rank is
@@ -46,35 +55,187 @@ class P2PCommunicator(EdgeLanes):
         P2PTimeoutError: a rank did not come.
     """
 
-    # The blocking verbs
+    def __init__(
+        self,
+        pp_group: ProcessGroup | None = None,
+        config: Any = None,
+        *,
+        placement: Sequence[int] | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        traffic: Iterable[tuple[Edge, Direction]] | None = None,
+    ) -> None:
+        self.pp_group = group = _group(pp_group)
+        self.config = as_config(config)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._placement = None if placement is None else placed(placement, len(self._ranks))
+        self.rank = dist.get_rank()
+        backend, self._device = resolve_device(None, device, group)
+        specs = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
+        standing = None
+        if tensor_shape is not None:
+            if not is_single_shape(tensor_shape):
+                raise P2PConfigError(
+                    f"tensor_shape is {tensor_shape!r}; it must be one shape, a sequence of sizes of at least 0"
+                )
+            if self.config.pipeline_dtype is None or self.config.shape_mode not in ("agreed", "given"):
+                raise P2PConfigError(
+                    f"tensor_shape {tuple(tensor_shape)} fixes the messages, which needs pipeline_dtype (it is "
+                    f"{self.config.pipeline_dtype}) and shapes that do not vary (they are {self.config.shape_mode!r})"
+                )
+            example = torch.empty(tuple(tensor_shape), dtype=self.config.pipeline_dtype, device="meta")
+            standing = dict.fromkeys(specs, example)
+        self.lanes = open_lanes(specs, config=self.config, backend=backend, device=self._device, standing=standing)
+        self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
+
+    # ---- This rank among the stages
+
+    @property
+    def device(self) -> torch.device:
+        """Where sent tensors must live and received ones do."""
+        return self._device
+
+    @property
+    def next_rank(self) -> int:
+        """The global rank after this one; the first after the last."""
+        return self._ranks[(self.current_stage + 1) % self.total_stages]
+
+    @property
+    def prev_rank(self) -> int:
+        """The global rank before this one; the last before the first."""
+        return self._ranks[(self.current_stage - 1) % self.total_stages]
+
+    @property
+    def total_stages(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self._ranks)
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's place among them, from 0."""
+        return self._ranks.index(self.rank)
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds the first stage of the pipeline."""
+        return self.current_stage == (0 if self._placement is None else self._placement[0])
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank holds the last stage of the pipeline."""
+        return self.current_stage == (self.total_stages - 1 if self._placement is None else self._placement[-1])
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Chunks per rank, as configured."""
+        return self.config.virtual_pipeline_model_parallel_size
+
+    # ---- The asynchronous form
+
+    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Transfer:
+        """Start sending along ``edge`` (forward) or against it (backward). See `Lane.isend`."""
+        return self.lane(edge, direction).isend(payload)
+
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveTransfer:
+        """Start receiving the next message of ``edge`` in that direction. See `Lane.irecv`."""
+        return self.lane(edge, direction).irecv(shapes)
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
+        return self.lanes.batch()
+
+    def lane(self, edge: Edge, direction: Direction) -> Lane:
+        """The lane that carries the traffic of an edge in a direction.
+
+        Raises:
+            P2PUsageError: there is no such edge, it does not touch this rank, or its lane was not opened.
+        """
+        try:
+            found = self._of_edge.get((edge, direction))
+        except TypeError:  # unhashable, as a list in the place of an edge is
+            found = None
+        if found is None:
+            found = self._of_edge[edge, direction] = self._find(edge, direction)
+        return found
+
+    def _find(self, edge: Edge, direction: Direction) -> Lane:
+        if not isinstance(edge, Edge):
+            raise P2PUsageError(f"the edge is {edge!r}; it must be an Edge such as Edge(0, 1)")
+        stages = None if self._placement is None else len(self._placement)
+        if edge.destination != edge.source + 1 or edge.source < 0 or (stages and edge.destination >= stages):
+            many = "" if stages is None else f" of {stages}"
+            raise P2PUsageError(
+                f"edge {edge} does not lead from a stage{many} to the next one; this pipeline is a chain"
+            )
+        source, destination = self._rank_of(edge.source), self._rank_of(edge.destination)
+        spec = direction_lane(source, destination, direction)
+        if spec not in self.lanes:
+            rule = f"edge {edge} runs between ranks {source} and {destination}; this is rank {self.rank}"
+            if self.rank in spec.pair:
+                rule = f"edge {edge} has {spec.label} traffic that is not in the communicator's traffic argument"
+            raise P2PUsageError(rule)
+        return self.lanes[spec]
+
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[stage % self.total_stages if self._placement is None else self._placement[stage]]
+
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
+        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them.
+
+        Raises:
+            P2PUsageError: there is no such edge, or it does not touch this rank.
+        """
+        ranks = set()
+        for edge in edges:
+            ends = self._rank_of(edge.source), self._rank_of(edge.destination)
+            opened = [one for one in Direction if direction_lane(*ends, direction=one) in self.lanes]
+            ranks.add(self.lane(edge, opened[0] if opened else Direction.FORWARD).peer)
+        return self.lanes.neighbours(ranks)
+
+    def renew_shapes(self) -> None:
+        """Let the next message of every lane agree on new shapes; all ranks call it between two steps.
+
+        Raises:
+            P2PUsageError: see `Lane.renew`; no lane was renewed then.
+        """
+        for lane in self.lanes.values():
+            lane.require_renewable()
+        for lane in self.lanes.values():
+            lane.renew()
+
+    def abort(self, reason: str) -> None:
+        """End all lanes at once and tell the neighbours why."""
+        self.lanes.abort(reason)
+
+    def close(self) -> None:
+        """End the lanes and free their groups; see `Lanes.close`. A second call does nothing."""
+        self.lanes.close()
+
+    # ---- The blocking verbs
 
     def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> Any:
         """Receive the next activation from the previous rank; None on the first stage.
 
         Args:
-            tensor_shapes: one shape for one tensor, a list of shapes for a list; None takes what is announced.
+            tensor_shapes: one shape for one tensor, a list of shapes for a list; None takes the message as it was sent.
             is_first_stage: there is nothing to receive.
 
         Raises:
-            P2PConfigError: there is no ``pipeline_dtype``, and dtypes are not agreed on at run time.
-            P2PUsageError: shapes that are no shapes, or missing where they must be given; a flag neither True nor
-                False; or a ``placement`` without this traffic.
+            P2PConfigError: there is no ``pipeline_dtype``, and dtypes are not agreed at run time.
+            P2PUsageError: invalid or missing shapes; or a ``placement`` or ``traffic`` without this lane.
             P2PMismatchError: another shape, dtype or structure was announced; the lane is dead on both sides.
             P2PTimeoutError: nothing came by the deadline; the lane is dead.
-            P2PPeerError: the previous rank died, or gave the lane up.
+            P2PPeerError: the previous rank died, or ended the lane.
             P2PLaneDeadError: the lane has failed before.
         """
-        if _is("is_first_stage", is_first_stage):
+        if is_first_stage:
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
         return self._transfer("forward-recv", "recv_prev", tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
-        """Receive the next gradient from the next rank; None on the last stage.
-
-        Arguments and errors as for `recv_forward`.
-        """
-        if _is("is_last_stage", is_last_stage):
+        """Receive the next gradient from the next rank; None on the last stage. Otherwise as `recv_forward`."""
+        if is_last_stage:
             return None
         self._require_receivable(tensor_shapes, "recv_next")
         return self._transfer("backward-recv", "recv_next", tensor_shapes)
@@ -87,19 +248,16 @@ class P2PCommunicator(EdgeLanes):
             is_last_stage: there is nothing to send.
 
         Raises:
-            P2PPayloadError: something in it cannot be sent as it is; nothing was sent.
-            P2PMismatchError: it is not what was agreed on; nothing was sent, and the lane is dead on both sides.
+            P2PPayloadError: it cannot be sent as it is; nothing was sent.
+            P2PMismatchError: it differs from the agreed shapes; nothing was sent, and the lane is dead on both sides.
             P2PError: otherwise, as for `recv_forward`.
         """
-        if not _is("is_last_stage", is_last_stage):
+        if not is_last_stage:
             self._transfer("forward-send", "send_next", output_tensors)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
-        """Send a gradient to the previous rank; nothing on the first stage.
-
-        Arguments and errors as for `send_forward`.
-        """
-        if not _is("is_first_stage", is_first_stage):
+        """Send a gradient to the previous rank; nothing on the first stage. Otherwise as `send_forward`."""
+        if not is_first_stage:
             self._transfer("backward-send", "send_prev", input_tensor_grads)
 
     def send_forward_recv_backward(
@@ -107,10 +265,10 @@ class P2PCommunicator(EdgeLanes):
     ) -> Any:
         """Send an activation to the next rank and receive a gradient from it; None on the last stage.
 
-        Arguments and errors as for `send_forward` and `recv_forward`. A payload that cannot be sent keeps the receive
-        from being posted, too, and shapes that cannot be received keep the payload.
+        Arguments and errors as for `send_forward` and `recv_forward`. Where one of the two cannot be started, neither
+        is.
         """
-        if _is("is_last_stage", is_last_stage):
+        if is_last_stage:
             return None
         self._require_receivable(tensor_shapes, "recv_next")
         with self._timed("forward-send-backward-recv"):
@@ -123,7 +281,7 @@ class P2PCommunicator(EdgeLanes):
 
         Arguments and errors as for `send_forward_recv_backward`.
         """
-        if _is("is_first_stage", is_first_stage):
+        if is_first_stage:
             return None
         self._require_receivable(tensor_shapes, "recv_prev")
         with self._timed("backward-send-forward-recv"):
@@ -136,29 +294,29 @@ class P2PCommunicator(EdgeLanes):
         tensor_shape: Any = None,
         overlap_p2p_comm: bool = False,
     ) -> Any:
-        """Send an activation on, and receive one from the previous rank.
+        """Send an activation to the next rank, and receive one from the previous rank.
 
         Args:
             output_tensor: None sends nothing.
             recv_prev: whether to receive.
-            tensor_shape: of what is received.
+            tensor_shape: of the received tensor.
             overlap_p2p_comm: return at once, with handles.
 
         Returns:
-            The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the
-            tensor holds data once ``handles["recv_prev"].wait()`` returned, and ``"send_next"`` is the other.
+            The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the tensor
+            holds data once ``handles["recv_prev"].wait()`` has returned; the other handle is ``"send_next"``.
 
         Raises:
             P2PError: as for `send_forward_recv_backward`.
         """
-        if _is("recv_prev", recv_prev):
+        if recv_prev:
             self._require_receivable(tensor_shape, "recv_prev")
         parts = {
             "send_next": None if output_tensor is None else (output_tensor,),
             "recv_prev": (tensor_shape,) if recv_prev else None,
         }
         with self._timed("forward-send-forward-recv"):
-            if _is("overlap_p2p_comm", overlap_p2p_comm):
+            if overlap_p2p_comm:
                 return self._overlapped("recv_prev", **parts)
             return self._exchange(**parts).get("recv_prev")
 
@@ -169,19 +327,19 @@ class P2PCommunicator(EdgeLanes):
         tensor_shape: Any = None,
         overlap_p2p_comm: bool = False,
     ) -> Any:
-        """Send a gradient back, and receive one from the next rank.
+        """Send a gradient to the previous rank, and receive one from the next rank.
 
         Arguments, result and errors as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
         ``"send_prev"``.
         """
-        if _is("recv_next", recv_next):
+        if recv_next:
             self._require_receivable(tensor_shape, "recv_next")
         parts = {
             "send_prev": None if input_tensor_grad is None else (input_tensor_grad,),
             "recv_next": (tensor_shape,) if recv_next else None,
         }
         with self._timed("backward-send-backward-recv"):
-            if _is("overlap_p2p_comm", overlap_p2p_comm):
+            if overlap_p2p_comm:
                 return self._overlapped("recv_next", **parts)
             return self._exchange(**parts).get("recv_next")
 
@@ -193,7 +351,7 @@ class P2PCommunicator(EdgeLanes):
         recv_next: bool,
         tensor_shape: Any = None,
     ) -> tuple[Any, Any]:
-        """Send an activation on and a gradient back, and receive one of each.
+        """Send an activation to the next and a gradient to the previous rank, and receive one of each.
 
         Returns:
             ``(activation, gradient)``, each None where it is not received.
@@ -202,7 +360,7 @@ class P2PCommunicator(EdgeLanes):
             P2PError: as for `send_forward_recv_backward`.
         """
         for wanted, name in ((recv_prev, "recv_prev"), (recv_next, "recv_next")):
-            if _is(name, wanted):
+            if wanted:
                 self._require_receivable(tensor_shape, name)
         with self._timed("forward-backward-send-forward-backward-recv"):
             received = self._exchange(
@@ -213,17 +371,17 @@ class P2PCommunicator(EdgeLanes):
             )
         return received.get("recv_prev"), received.get("recv_next")
 
-    # Under them: transfers by the names of their handles
+    # ---- Below the verbs: transfers by the names of their handles
 
     def _transfer(self, label: str, name: str, value: Any) -> Any:
-        """One transfer from its start to its end; what it received, if it is a receive."""
-        if self.config.timers is None:  # of a small message's latency, a context that does nothing is a part as well
+        """Start a transfer and wait for it; the payload of a receive."""
+        if self.config.timers is None:  # an empty context is a part of a small message's latency
             return self._finish(self._start(name, value))
         with self._timed(label):
             return self._finish(self._start(name, value))
 
     def _exchange(self, **parts: tuple[Any] | None) -> dict[str, Any]:
-        """Start what is given and wait for it; the payloads of the receives."""
+        """Start transfers and wait for them; the payloads of the receives."""
         started = self._start_all(**parts)
         return {name: self._finish(started[name]) for name in _NAMES if name in started}
 
@@ -233,9 +391,9 @@ class P2PCommunicator(EdgeLanes):
         return tensor, started
 
     def _start_all(self, **parts: tuple[Any] | None) -> dict[str, Any]:
-        """Start what is given, each a one-tuple of the payload or the shapes; as one batch, if so configured.
+        """Start transfers, each given as a one-tuple of the payload or the shapes; as one batch, if so configured.
 
-        Not as one batch, either, is anything posted before everything is known to be sound.
+        Nothing is posted before all of them are known to be valid, as one batch or not.
         """
         given = {name: part[0] for name in _NAMES if (part := parts.get(name)) is not None}
         if len(given) < 2:
@@ -249,12 +407,12 @@ class P2PCommunicator(EdgeLanes):
             spec = self._spec(name)
             raise P2PUsageError(
                 f"the placement {self._placement} has no {spec.label} traffic from rank {spec.source} to "
-                f"{spec.destination}; use isend and irecv with an edge"
+                f"{spec.destination}, or traffic= left it out; use isend and irecv with an edge"
             )
         return lane.irecv(value, attended=True) if name in _RECEIVES else lane.isend(value)
 
     def _finish(self, transfer: Any) -> Any:
-        """Wait for a transfer; what it received, if it is a receive."""
+        """Wait for a transfer; the payload of a receive."""
         received = None
         if transfer.sending:
             transfer.wait()
@@ -266,7 +424,7 @@ class P2PCommunicator(EdgeLanes):
 
     @cached_property
     def _of_name(self) -> dict[str, Lane]:
-        """The lanes to and from both neighbours, as far as the placement has them."""
+        """The lanes to and from both neighbours, as far as they were opened."""
         specs = {name: self._spec(name) for name in _NAMES}
         return {name: self.lanes[spec] for name, spec in specs.items() if spec in self.lanes}
 
@@ -281,7 +439,7 @@ class P2PCommunicator(EdgeLanes):
         return LaneSpec(source, destination, direction.name.lower())
 
     def _require_receivable(self, shapes: Any, flag: str) -> None:
-        """The errors of a receive that lacks what it needs, before anything is sent."""
+        """Raise for a receive without the dtype or shape that it needs, before anything is sent."""
         if self._takes_any_receive:
             return
         if self.config.pipeline_dtype is None:
@@ -298,7 +456,7 @@ class P2PCommunicator(EdgeLanes):
 
     @cached_property
     def _takes_any_receive(self) -> bool:
-        """Whether nothing can be lacking: dtypes are agreed with the shapes, or known, and shapes need not be given."""
+        """Whether every receive is valid: dtypes are known, or agreed with the shapes, and shapes need not be given."""
         mode = self.config.shape_mode
         return mode in ("header", "manifest") or (self.config.pipeline_dtype is not None and mode != "given")
 
@@ -316,8 +474,11 @@ def _running(timers: Any, name: str) -> Iterator[None]:
         timers(name).stop()
 
 
-def _is(name: str, value: Any) -> bool:
-    """A flag that a caller gave, if it is one: a text such as "no" would be taken for True."""
-    if value is True or value is False:
-        return bool(value)
-    raise P2PUsageError(f"{name} is {value!r}; it must be True or False")
+def _group(given: Any) -> ProcessGroup:
+    group = dist.group.WORLD if given is None else given
+    if isinstance(group, ProcessGroup):
+        return group
+    raise P2PConfigError(
+        f"pp_group is {given!r}; it must be a process group that this rank ({dist.get_rank()}) is in, or None for the "
+        f"world; torch gives ranks outside a new group another object: make the communicator on its members only"
+    )

@@ -1,23 +1,24 @@
-"""What a communicator can be told. No torch."""
+"""Settings of lanes and communicators. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
-from attrs import field, frozen
+from attrs import frozen
 
+from pipegrid.topology.fields import Count, Rule, checked_fields, integer
 from pipegrid.transport.errors import P2PConfigError
 
 ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
-"""How a receiver learns the shapes and dtypes of what comes.
+"""How a receiver learns the shapes and dtypes of the next message.
 
 ``agreed``
-    The first message of a lane carries a header, and what it says holds for every later message, which then
-    costs one message and no synchronization. Shapes that the receiver gives are checked against it.
+    The first message of a lane carries a header, which holds for all later messages: they cost one message and no
+    synchronization. Shapes given to a receive are checked against it.
 ``given``
-    The same, and a receive must give its shapes.
+    The same, and each receive must give its shapes.
 ``header``
     Every message has a header, on a CPU group.
 ``manifest``
@@ -25,105 +26,101 @@ ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
 """
 
 Communicators: TypeAlias = Literal["separate", "shared"]
-"""``separate``: each lane has a communicator of its own, and order matters within a lane only.
+"""``separate``: each lane has a communicator of its own; order matters within a lane only.
 
-``shared``: all lanes between the same two ranks use one communicator; each exchange is one batch, and the
-batches of the two ranks match pairwise, in order. Takes less of a GPU, and asks more of the plan.
+``shared``: all lanes between two ranks use one communicator; each exchange is one batch, and the batches of the two
+ranks match pairwise, in order. Takes less of a GPU and demands more of the plan.
 """
 
-LONGEST_SECONDS = 365 * 24 * 3600
-# Each costs a buffer and a transfer that is posted for good: more than this is a mistake for something else.
-MOST_AHEAD = 1024
-
-
-def _require(test: Callable[[Any], bool], rule: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not test(value):
-            raise P2PConfigError(f"{attribute.name} is {value!r}; it must be {rule}")
-
-    return validate
-
-
-def _is_dtype(value: Any) -> bool:
-    if value is None:
-        return True
-    import torch  # a dtype in hand means that torch is there
-
-    return isinstance(value, torch.dtype)
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-
-
-def _is_ahead(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_AHEAD
+LONGEST_SECONDS = 365 * 24 * 3600  # beyond a year, clocks that count nanoseconds overflow
+MOST_AHEAD = 1024  # each costs a buffer and a posted transfer for good
 
 
 def is_seconds(value: Any) -> bool:
-    """Whether a value can be a deadline: past a year, clocks that count nanoseconds overflow somewhere below."""
+    """Whether a value is a valid deadline."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_SECONDS
 
 
-_FLAG = _require(lambda value: isinstance(value, bool), "True or False")
-_SECONDS = _require(is_seconds, f"a number of seconds above 0 and of at most {LONGEST_SECONDS} (a year)")
-_COUNT = _require(_is_count, "None or an integer of at least 1")
+def _seconds(value: Any) -> float:
+    if not is_seconds(value):
+        raise ValueError
+    seconds: float = value
+    return seconds
 
 
-@frozen(kw_only=True)
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):  # a config is often another library's object, and "no" would be true
+        raise ValueError  # noqa: TRY004 -- the rule of a field
+    return value
+
+
+def _dtype(value: Any) -> Any:
+    if value is not None:
+        import torch  # a dtype exists, so torch does
+
+        if not isinstance(value, torch.dtype):
+            raise ValueError
+    return value
+
+
+def _timers(value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise ValueError
+    return value
+
+
+Flag: TypeAlias = Annotated[bool, Rule(_flag, "True or False")]
+Deadline: TypeAlias = Annotated[float, Rule(_seconds, f"seconds above 0 and of at most {LONGEST_SECONDS} (a year)")]
+
+
+@frozen(kw_only=True, field_transformer=checked_fields(P2PConfigError))
 class P2PConfig:
     """Settings of lanes and communicators: the documented default of every ``config`` argument.
 
-    Any other object does as well: attributes of the names below are taken from it, and what it lacks has the
-    default below. It is read once, when the communicator is made.
+    Any other object may take its place: attributes of the names below are read from it once, when the communicator is
+    made; missing ones have the defaults below.
 
     Args:
         pipeline_dtype: dtype of floating-point tensors that are sent; None allows any.
         variable_seq_lengths: shapes and dtypes may differ from message to message.
-        batch_p2p_comm: the blocking verbs issue their sends and receives as one batch; with ``strict`` or ``"shared"``
+        batch_p2p_comm: the blocking verbs start their sends and receives as one batch; with ``strict`` or ``"shared"``
             communicators always.
-        batch_p2p_sync: the blocking verbs hold the host until their transfers are done, too. (Never the
-            device: transfers are ordered among the streams that use them.)
-        overlap_p2p_comm: for the schedule that reads it; the communicator serves both kinds of calls.
-        virtual_pipeline_model_parallel_size: chunks per rank, told back by the communicator.
+        batch_p2p_sync: the blocking verbs also hold the host until their transfers are done. (Never the device:
+            transfers are ordered among the streams that use them.)
+        overlap_p2p_comm: read by schedules; the communicator serves both kinds of calls.
+        virtual_pipeline_model_parallel_size: chunks per rank, as the communicator reports them.
         timers: ``timers(name, log_level=2).start()`` and ``timers(name).stop()`` around each blocking verb.
-        shapes: how the receiver learns what to expect. None is ``"header"`` with ``variable_seq_lengths``, else
-            ``"agreed"``. See `ShapeMode`.
-        communicators: a communicator per lane, or one for all lanes of two ranks. See `Communicators`.
+        shapes: how a receiver learns shapes; see `ShapeMode`. None is ``"header"`` with ``variable_seq_lengths``, else
+            ``"agreed"``.
+        communicators: a communicator per lane, or one for all lanes of two ranks; see `Communicators`.
         strict: wait for each batch before the next action, as a rendezvous would. For tests.
-        deadline: seconds after which a transfer that somebody waits for (or a send that was posted) has
-            failed. At most a year, as all times here.
+        deadline: seconds until a send that was posted, or a receive that is waited for, has failed. At most a year, as
+            all times here.
         open_deadline: seconds that all members have to open their lanes.
-        receives_ahead: receives that a lane keeps posted beyond those that were asked for, so that a message finds
-            its buffer ready however late the receiver is. Each costs the memory of one message, also between steps.
-            At most 1024. For messages of one tensor whose shape stands, on gloo, where every lane has a communicator
-            of its own and ``strict`` is off; elsewhere it is ignored.
+        receives_ahead: receives that a lane keeps posted beyond those asked for, so that a message finds its buffer
+            however late the receiver is; at most 1024. Each costs the memory of one message, also between steps.
+            Applies to messages of one tensor with an agreed shape, over gloo with separate communicators and without
+            ``strict``; ignored elsewhere.
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
-
-    Raises:
-        P2PConfigError: a value outside the ranges above, or two settings that contradict each other.
+        staged: payloads travel through host memory over gloo, whatever the group's backend: several ranks per GPU, or
+            GPUs without NCCL. On a group whose backend for CUDA is gloo this is always so.
     """
 
-    pipeline_dtype: Any = field(default=None, validator=_require(_is_dtype, "a torch.dtype or None"))
-    variable_seq_lengths: bool = field(default=False, validator=_FLAG)
-    batch_p2p_comm: bool = field(default=True, validator=_FLAG)
-    batch_p2p_sync: bool = field(default=False, validator=_FLAG)
-    overlap_p2p_comm: bool = field(default=False, validator=_FLAG)
-    virtual_pipeline_model_parallel_size: int | None = field(default=None, validator=_COUNT)
-    timers: Any = field(default=None, validator=_require(lambda value: value is None or callable(value), "callable"))
-    shapes: ShapeMode | None = field(
-        default=None,
-        validator=_require(lambda value: value is None or value in get_args(ShapeMode), f"in {get_args(ShapeMode)}"),
-    )
-    communicators: Communicators = field(
-        default="separate",
-        validator=_require(lambda value: value in get_args(Communicators), f"in {get_args(Communicators)}"),
-    )
-    strict: bool = field(default=False, validator=_FLAG)
-    deadline: float = field(default=300.0, validator=_SECONDS)
-    open_deadline: float = field(default=300.0, validator=_SECONDS)
-    receives_ahead: int = field(default=0, validator=_require(_is_ahead, f"an integer from 0 to {MOST_AHEAD}"))
-    max_ctas: int | None = field(default=4, validator=_COUNT)
+    pipeline_dtype: Annotated[Any, Rule(_dtype, "a torch.dtype or None")] = None
+    variable_seq_lengths: Flag = False
+    batch_p2p_comm: Flag = True
+    batch_p2p_sync: Flag = False
+    overlap_p2p_comm: Flag = False
+    virtual_pipeline_model_parallel_size: Count | None = None
+    timers: Annotated[Any, Rule(_timers, "callable or None")] = None
+    shapes: ShapeMode | None = None
+    communicators: Communicators = "separate"
+    strict: Flag = False
+    deadline: Deadline = 300.0
+    open_deadline: Deadline = 300.0
+    receives_ahead: Annotated[int, integer(0, MOST_AHEAD)] = 0
+    max_ctas: Count | None = 4
+    staged: Flag = False
 
     def __attrs_post_init__(self) -> None:
         if self.variable_seq_lengths and self.shapes in ("given", "agreed"):
@@ -134,7 +131,7 @@ class P2PConfig:
 
     @property
     def shape_mode(self) -> ShapeMode:
-        """How the receiver learns what to expect, with the default resolved."""
+        """``shapes`` with its default resolved."""
         if self.shapes is not None:
             return self.shapes
         return "header" if self.variable_seq_lengths else "agreed"
@@ -144,7 +141,7 @@ def as_config(config: Any) -> P2PConfig:
     """``config`` itself where it is a `P2PConfig`, else its attributes of the same names; None is the default.
 
     Raises:
-        P2PConfigError: an attribute has a value that it cannot have here, or it is no object with attributes at all.
+        P2PConfigError: an attribute has an invalid value, or ``config`` has no attributes to read.
     """
     if config is None:
         return P2PConfig()

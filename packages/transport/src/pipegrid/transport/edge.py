@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import enum
-import operator
-from typing import Any
+from typing import Annotated
 
-from attrs import field, frozen
+from attrs import frozen
 
+from pipegrid.topology.fields import checked_fields, integer
 from pipegrid.transport.errors import P2PUsageError
 
 
-def _as_stage(value: Any) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise P2PUsageError(f"an edge leads from stage to stage, which are integers; got {value!r}")
-
-
-@frozen(order=True, cache_hash=True)  # a runtime looks up lanes by it, for every message
+# The hash is cached: a runtime finds the lane of every message by its edge.
+@frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PUsageError))
 class Edge:
-    """Data flows from stage ``source`` to stage ``destination`` (global numbers); gradients flow back.
+    """Activations flow from stage ``source`` to stage ``destination`` (global numbers), gradients the other way."""
 
-    Raises:
-        P2PUsageError: a stage that is not an integer.
-    """
-
-    source: int = field(converter=_as_stage)
-    destination: int = field(converter=_as_stage)
+    source: Annotated[int, integer()]
+    destination: Annotated[int, integer()]
 
     def __str__(self) -> str:
         return f"{self.source}>{self.destination}"
 
 
 class Direction(enum.Enum):
-    """What travels: activations along an edge, or gradients against it."""
+    """Direction of a message: activations along an edge, or gradients against it."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
-    __hash__ = object.__hash__  # members are single; Enum's own hashes their names, several times as slowly
+    __hash__ = object.__hash__  # members are single; Enum's own hash of the name is several times as slow

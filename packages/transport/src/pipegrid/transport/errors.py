@@ -1,49 +1,49 @@
-"""Every error this package raises on purpose; each says the value, the rule and the remedy. No torch."""
+"""The errors of this package: what, value and rule, and the remedy where it is not obvious. No torch."""
 
 from __future__ import annotations
 
 
 class P2PError(RuntimeError):
-    """Something about point-to-point traffic went wrong; the base of all errors of this package."""
+    """A failure of point-to-point traffic; the base of all errors of this package."""
 
 
 class LaneSpecError(P2PError, ValueError):
-    """The description of a lane is not well formed, or contradicts the world."""
+    """A lane description that is malformed or contradicts the world."""
 
 
 class P2PConfigError(P2PError, ValueError):
-    """A setting has a value it cannot have, or two settings contradict each other."""
+    """A setting with an invalid value, or two settings that contradict each other."""
 
 
 class P2PUsageError(P2PError, ValueError):
-    """A call that this lane, edge, rank or moment does not have: nothing was sent."""
+    """A call that this lane, edge, rank or moment does not offer. Nothing was sent."""
 
 
 class P2PPayloadError(P2PError, ValueError):
-    """A payload that cannot be sent as it is: its kind, layout, dtype or device. Nothing was sent."""
+    """A payload that cannot be sent as it is: its kind, memory, layout, dtype or device. Nothing was sent."""
 
 
 class P2PMismatchError(P2PError):
-    """The two sides of a lane disagree about what travels on it. Raised on both; the lane is dead."""
+    """The two sides of a lane disagree about a message. Raised on both sides; the lane is dead."""
 
 
 class P2PPeerError(P2PError, ConnectionError):
-    """The other side of a lane died, closed the lane, or gave it up for the reason that is told."""
+    """The peer died, closed the lane, or ended it for a cause of its own, which the text gives first."""
 
 
 class P2PLaneDeadError(P2PError):
-    """A lane was used that had failed, or had been closed, before; the text tells of the first failure."""
+    """A lane was used after it had failed or was closed; the text gives the first failure."""
 
 
 class P2PTimeoutError(P2PError, TimeoutError):
-    """A transfer did not end before its deadline; its lane is dead.
+    """A transfer was not done by its deadline; its lane is dead.
 
     Attributes:
         rank: the global rank that waited.
         peer: the global rank on the other side.
         lane: the lane, as text.
         sequence: the number of the message on its lane, from 0.
-        seconds: how long was waited.
+        seconds: the deadline.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class P2PTimeoutError(P2PError, TimeoutError):
         setting: str = "deadline",
     ) -> None:
         super().__init__(
-            f"rank {rank} waited {seconds:.3g} s for {what} message {sequence} of lane {lane}, and rank {peer} "
-            f"did not do its part. Look at where rank {peer} stands: it is slow, stopped, or in another order; "
-            f"if it is only slow, give a longer deadline (P2PConfig.{setting})"
+            f"rank {rank} waited {seconds:.3g} s for {what} message {sequence} of lane {lane}: no answer from rank "
+            f"{peer}, which may itself be waiting for another rank; look at what rank {peer} was doing, or, if it is "
+            f"only slow, give a longer deadline (P2PConfig.{setting})"
         )
         self.rank = rank
         self.peer = peer
@@ -78,3 +78,18 @@ def _rebuild_timeout(text: str, state: dict[str, object]) -> P2PTimeoutError:
     RuntimeError.__init__(error, text)
     error.__dict__.update(state)
     return error
+
+
+def text_of(error: object) -> str:
+    """``str(error)``; the type's name where that is empty or raises."""
+    try:
+        text = str(error)
+    except Exception as failure:  # noqa: BLE001 -- a user's __str__ may raise anything
+        return f"{type(error).__name__} (its text cannot be read: {type(failure).__name__})"
+    return text or type(error).__name__
+
+
+def relayed(text: str, relay: str) -> str:
+    """The text of an error that is passed on: the cause stays first, who passed it on follows in brackets."""
+    first, newline, rest = text.partition("\n")
+    return f"{first} ({relay}){newline}{rest}"

@@ -1,11 +1,11 @@
-"""Our own handles: the state of one transfer, whatever its backend's works can tell."""
+"""Handles: the state of one transfer, independent of what its backend's works can tell."""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import define
 from torch import Tensor
@@ -16,51 +16,83 @@ from pipegrid.transport.errors import P2PUsageError
 if TYPE_CHECKING:
     import torch
 
-    from pipegrid.transport.lane import Lane
     from pipegrid.transport.message import Signature
     from pipegrid.transport.payload import ExpectedShape, ReceiveBuffers
+    from pipegrid.transport.spec import LaneSpec
 
 
 class State(enum.Enum):
-    """Where a transfer stands."""
+    """Where a transfer is: in an open `batch()`, started, or ended."""
 
-    HELD = "held"  # not issued: inside batch()
     PENDING = "pending"
+    ACTIVE = "active"
     DONE = "done"
     FAILED = "failed"
 
 
-# Members of an Enum are looked up slowly.
-_PENDING, _DONE, _FAILED = State.PENDING, State.DONE, State.FAILED
+# Module names: members of an Enum are looked up slowly.
+_PENDING, _ACTIVE, _DONE, _FAILED = State.PENDING, State.ACTIVE, State.DONE, State.FAILED
 _NEVER = math.inf
 
 
-# A handle is made for every message, and its state is asked a dozen times: slots halve what that takes. An `__init__`
-# for each kind, as attrs writes them, lets the interpreter specialise both; one that they share, it can for neither.
+class Waiter(Protocol):
+    """What a handle needs of its lane."""
+
+    @property
+    def spec(self) -> LaneSpec:
+        """The lane's name in errors."""
+        ...
+
+    def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
+        """See `Transfer.wait`."""
+        ...
+
+    def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
+        """See `Transfer.synchronize`."""
+        ...
+
+    def poll(self, transfer: Transfer) -> bool:
+        """See `Transfer.is_completed`."""
+        ...
+
+    def call_back(self, transfer: Transfer, callback: Callable[[Any], None]) -> None:
+        """See `Transfer.on_done`."""
+        ...
+
+    def provide(self, transfer: ReceiveTransfer) -> Any:
+        """The payload of a receive before its data is there: waits for its buffers only."""
+        ...
+
+    def take_back(self, transfer: ReceiveTransfer) -> None:
+        """See `ReceiveTransfer.release`."""
+        ...
+
+
+# A handle is made per message, and its state is read a dozen times: slots halve the cost. Each class has an `__init__`
+# of its own (by attrs), which the interpreter can specialise.
 @define(eq=False, repr=False, weakref_slot=False)
 class Transfer:
-    """A message that goes out on a lane; the handle that its sender gets.
+    """A message that is sent on a lane: the handle of its sender.
 
     Attributes:
-        lane: which lane.
-        sequence: its number on the lane, from 0; -1 until it is issued.
+        lane: the lane.
+        sequence: the message's number on the lane, from 0; -1 until it is started.
         error: why it failed.
     """
 
-    lane: Lane
+    lane: Waiter
     sequence: int = -1
-    state: State = _PENDING
+    state: State = _ACTIVE
     error: BaseException | None = None
-    works: Sequence[Any] | None = None  # once the backend has it
+    ticket: Any = None  # the mover's, once it has the transfer
     tensors: Sequence[Tensor] = ()  # kept while the backend may use them
-    signature: Signature | None = None  # None: what stands on the lane
-    start: Callable[[Any], None] | None = None  # how to issue it, if made the steady way inside a batch
-    # Works of the headers that go before it: kept, or gloo would not deliver them. That they are done follows
-    # from the end of the transfer itself, which the other side posts when it has read them.
+    signature: Signature | None = None  # None: the one that stands on the lane
+    # Works of the headers before it: gloo would not deliver headers whose works are dropped. They are done when the
+    # transfer is, whose receive the other side posts after reading them.
     header_works: Sequence[Any] = ()
-    stream: torch.cuda.Stream | None = None
+    stream: torch.cuda.Stream | None = None  # current when it was posted
     attended: bool = False  # the caller waits for it at once: no thread needs to look after it
-    waited: bool = False  # somebody has waited for it
+    waited: bool = False  # a caller has waited for it
     due: float = _NEVER
     seconds: float = _NEVER
     posted_at: float = _NEVER
@@ -83,33 +115,33 @@ class Transfer:
 
         Raises:
             P2PTimeoutError: not done by then. The lane is dead afterwards.
-            P2PMismatchError: the two sides disagree about what travels.
-            P2PPeerError: the other side died, or gave the lane up.
-            P2PUsageError: called inside the batch() that the transfer is part of, or a timeout that is no time.
+            P2PMismatchError: the two sides disagree about the message.
+            P2PPeerError: the peer died, or ended the lane.
+            P2PUsageError: called inside the batch() that the transfer is part of, or an invalid timeout.
         """
         if timeout is not None:
-            _require_time(timeout)
+            _require_seconds(timeout)
         self.lane.wait_for(self, timeout)
 
     def is_completed(self) -> bool:
-        """Whether the transfer is done, or has failed: whether `wait` would return, or raise, at once.
+        """Whether the transfer is done or has failed: whether `wait` would return, or raise, at once.
 
-        True is always true. Right after the end of a transfer that nobody waits for, False may still be told. The
-        first question may take half a millisecond, over gloo: it hands the transfer to a thread.
+        True is always right; right after the end of a transfer that nobody waits for, False is possible. Over gloo the
+        first question hands the transfer to a thread and may take half a millisecond.
         """
         return self.state is _DONE or self.state is _FAILED or self.lane.poll(self)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Like `wait`, and hold the host as well until the transfer is done."""
+        """Like `wait`, and hold the host until the transfer is done."""
         if timeout is not None:
-            _require_time(timeout)
+            _require_seconds(timeout)
         self.lane.synchronize(self, timeout)
 
     def on_done(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(handle)`` once when the transfer has ended, well or not, without anybody waiting.
+        """Call ``callback(handle)`` once when the transfer has ended, in success or failure, though nobody waits.
 
-        At once where it has ended before; otherwise from the thread that sees it end. A callback that raises ends
-        the lane.
+        At once if it has ended before, else on the thread that sees the end. A callback that raises ends the lane. Over
+        NCCL a callback must not start transfers (see `pipegrid.transport.backends.nccl`).
         """
         self.lane.call_back(self, callback)
 
@@ -120,13 +152,13 @@ class Transfer:
 
 @define(eq=False, repr=False, weakref_slot=False)
 class ReceiveTransfer(Transfer):
-    """A message that comes in; the handle that its receiver gets."""
+    """A message that is received on a lane: the handle of its receiver."""
 
-    expected: ExpectedShape | None = None  # what the caller expects, where it said so
-    buffers: ReceiveBuffers | None = None  # how it becomes a payload, once that is known
+    expected: ExpectedShape | None = None  # by the caller, where given
+    buffers: ReceiveBuffers | None = None  # once the shapes are known
     _payload: Any = None
     _built: bool = False
-    _released: bool = False
+    released: bool = False
 
     sending = False
 
@@ -137,7 +169,7 @@ class ReceiveTransfer(Transfer):
 
     @property
     def payload(self) -> Any:
-        """The payload as it will be, once its buffers are known: without data until the transfer is done."""
+        """The payload once its buffers are known: without data until the transfer is done."""
         if not self._built:
             self.build()
         return self._payload
@@ -159,30 +191,30 @@ class ReceiveTransfer(Transfer):
         The same objects each time.
         """
         self.lane.wait_for(self, None)
-        if self._released:
+        if self.released:
             raise P2PUsageError(f"{self!r} was released, its buffers may hold another message; use it before release()")
         if not self._built:
             self.build()
         return self._payload
 
     def release(self) -> None:
-        """Say that the payload is not needed any more, so that its buffers can take another message.
+        """Declare that the payload is not needed any more: its buffers may take another message.
 
-        Nothing checks that: a tensor of it that is still in use will change. Twice is harmless.
+        Legal once the transfer was waited for; on CUDA the next message comes after the work that is queued on the
+        current stream now. A tensor of the payload that is used later changes. A second call does nothing.
+
+        Raises:
+            P2PUsageError: not waited for, and not done.
         """
-        if self._released:
+        if self.released:
             return
-        if self.state is not _DONE and not self.is_completed():
-            raise P2PUsageError(f"{self!r} cannot be released before it is done; wait for it")
-        self._released = self._built = True
-        self.lane.tally.released += 1
-        if self.buffers is not None and self.state is not _FAILED:
-            self.buffers.free.append(self.tensors)
+        self.lane.take_back(self)
+        self.released = self._built = True
         self._payload = None
         self.tensors = ()
 
 
-def _require_time(timeout: Any) -> None:
+def _require_seconds(timeout: Any) -> None:
     if not is_seconds(timeout):
         raise P2PUsageError(
             f"the timeout of a wait is {timeout!r}; give seconds above 0 and of at most {LONGEST_SECONDS} (a year), "

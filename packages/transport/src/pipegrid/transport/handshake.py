@@ -1,17 +1,23 @@
-"""What ranks at the two ends of lanes tell each other before a step: what they are about to run. No torch.
+"""A handshake before each step: ranks at the two ends of lanes compare what they are about to run. No torch.
 
-It goes over a small store, beside the lanes: each rank writes one key per neighbour and reads one of each. A rank
-writes before it reads, so whoever comes second to a step sees what the first said: two that run different things
-cannot both begin, and nobody waits for anybody.
+It goes over a small store beside the lanes: each rank writes one key per neighbour and reads one of each. A rank writes
+before it reads, so the second to come to a step sees the first one's key: two that run different steps cannot both
+begin, and no rank waits for another.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Protocol
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from attrs import define, field
+
+from pipegrid.transport.errors import P2PPeerError
+
+T = TypeVar("T")
 
 
 class HandshakeStore(Protocol):
@@ -38,11 +44,66 @@ class HandshakeStore(Protocol):
         ...
 
 
+class Deadline:
+    """Calls with a deadline, for a store whose calls have none: its host may be stopped, or gone.
+
+    One thread makes the calls. After a call that did not return, all later ones fail at once.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stuck = ""
+
+    def call(self, what: str, action: Callable[[], T]) -> T:
+        """The result of ``action``.
+
+        Raises:
+            P2PPeerError: it took longer than the deadline, or the connection was lost.
+        """
+        if self._stuck:
+            raise P2PPeerError(self._stuck)
+        outcome: list[Any] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                outcome.append((action(), None))
+            except Exception as error:  # noqa: BLE001 -- raised again by the caller's thread
+                outcome.append((None, error))
+            done.set()
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pipegrid-handshake", daemon=True)
+            self._thread.start()
+        self._calls.put(run)
+        if not done.wait(self._seconds):
+            self._stuck = (
+                f"no answer from the store for {self._seconds:.3g} s {what}; the process that hosts it is stopped or "
+                f"unreachable"
+            )
+            raise P2PPeerError(self._stuck)
+        value, error = outcome[0]
+        if error is not None:
+            raise P2PPeerError(f"the store was lost {what}; look at the process that hosts it ({error})") from error
+        result: T = value
+        return result
+
+    def end(self) -> None:
+        """End the thread, unless the store holds it."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (action := self._calls.get()) is not None:
+            action()
+
+
 @define(eq=False)
 class PeerHandshake:
-    """What this rank and rank ``peer`` have said to each other; ``pair`` names the two ends on both of them.
+    """What this rank and rank ``peer`` have told each other: ``mine`` and ``theirs`` are keys of the store.
 
-    A rank may be some steps ahead of the other, so it says since which step it runs what: as far back as the other is
+    A rank may be some steps ahead of the other, so it says since which step it runs what, as far back as the other is
     known to have come.
     """
 
@@ -56,16 +117,16 @@ class PeerHandshake:
 
     @classmethod
     def between(cls, rank: int, peer: int, pair: str) -> PeerHandshake:
-        """The one of ``rank`` with ``peer`` over a connection that both call ``pair``."""
+        """The handshake of ``rank`` with ``peer`` over a connection that both call ``pair``."""
         return cls(peer, f"{pair}/{rank}", f"{pair}/{peer}")
 
     @property
     def known(self) -> bool:
-        """Whether the other has ever said anything, as far as this rank knows."""
+        """Whether the other has ever written its key, as far as this rank knows."""
         return self._heard > 0
 
     def next(self, what: str) -> str:
-        """This rank is about to run ``what``: the value to write."""
+        """The value to write before this rank runs ``what``."""
         self._step += 1
         if not self._said or self._said[-1][1] != what:
             self._said.append((self._step, what))
@@ -73,7 +134,7 @@ class PeerHandshake:
         return f"[{self._step}, {self._as_text}]"
 
     def difference(self, value: bytes) -> str | None:
-        """What the other runs in this rank's step, where that is something else; None too where it has not come."""
+        """What the other runs in this rank's step, if it differs; None also where the other has not come to it."""
         step, said = json.loads(value)
         self._heard = step
         while len(self._said) > 1 and self._said[1][0] <= step:  # the other will not ask for older ones
@@ -87,25 +148,39 @@ class PeerHandshake:
 
 @define(eq=False)
 class Handshake:
-    """Some of the ranks at the other ends of this rank's lanes."""
+    """The handshakes of this rank with some of the ranks at the other ends of its lanes.
+
+    Attributes:
+        deadline: of each call of the store.
+    """
 
     store: HandshakeStore
     peers: Sequence[PeerHandshake]
+    deadline: Deadline = field(factory=lambda: Deadline(300.0))
 
     def begin(self, what: str) -> dict[int, str]:
-        """Tell them that this rank is about to run ``what``. Waits for nobody.
+        """Tell the neighbours that this rank is about to run ``what``. Waits for no rank.
 
         Every rank calls it once for each step that it runs with these neighbours.
 
         Returns:
-            what each of them runs in this step, of those that have come to it and run something else.
+            what each neighbour runs in this step, of those that have come to it and run something else.
+
+        Raises:
+            P2PPeerError: the store did not answer by the deadline, or was lost.
         """
-        for one in self.peers:
-            self.store.set(one.mine, one.next(what))
-        return self.others()
+        return self.deadline.call("before a step", lambda: self._begin(what))
 
     def others(self) -> dict[int, str]:
-        """As `begin`, for the step that was begun: who has come since and runs something else."""
+        """As `begin`, for the step that was begun: neighbours that have come since and run something else."""
+        return self.deadline.call("in a step", self._others)
+
+    def _begin(self, what: str) -> dict[int, str]:
+        for one in self.peers:
+            self.store.set(one.mine, one.next(what))
+        return self._others()
+
+    def _others(self) -> dict[int, str]:
         here = [one for one in self.peers if one.known or self.store.check([one.theirs])]
         if len(here) > 1 and self.store.has_extended_api():
             values = self.store.multi_get([one.theirs for one in here])

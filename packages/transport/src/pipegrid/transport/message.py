@@ -1,4 +1,4 @@
-"""What a message consists of, without its data: structure, shapes, dtypes. No torch."""
+"""Messages without their data: signatures, headers, and the shapes agreed for a lane. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...] = field(converter=_as_shape)
-    # Who requires grad may change between training and evaluation without a new agreement.
+    # Not compared: what requires grad may change between training and evaluation without new shapes.
     requires_grad: bool = field(default=False, eq=False)
 
     def __str__(self) -> str:
@@ -43,8 +43,7 @@ def _as_specs(value: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 class Signature:
     """A message: the tree of its payload and the tensors at its leaves, in order.
 
-    Two messages with equal signatures can use the same agreement: a receiver that expects one can receive
-    the other.
+    A receiver that expects a message can receive any other of an equal signature.
     """
 
     tree: Tree
@@ -58,8 +57,7 @@ class Signature:
     def gradients(self) -> tuple[bool, ...]:
         """Which received tensors require grad, as far as their dtypes can.
 
-        Where the sender marks some of its tensors and not others, the marks. Where it marks none (evaluation,
-        or tensors that were made by hand), all.
+        The marks of the sender; all of them where the sender marks none (evaluation, or tensors made by hand).
         """
         marks = tuple(spec.requires_grad for spec in self.tensors)
         return marks if any(marks) else (True,) * len(marks)
@@ -87,10 +85,13 @@ def leaves(tree: Tree) -> Iterator[int | None]:
             yield from leaves(child[1] if kind == "dict" else child)
 
 
-def encode(*, sequence: int, standing: bool, signatures: Iterable[Signature]) -> bytes:
-    """The header that announces messages ``sequence``, ``sequence + 1``, ... of a lane, as bytes.
+# ---- Headers
 
-    ``standing``: the one signature holds for all later messages, too.
+
+def encode(*, sequence: int, standing: bool, signatures: Iterable[Signature]) -> bytes:
+    """The header of messages ``sequence``, ``sequence + 1``, ... of a lane, as bytes.
+
+    ``standing``: its one signature holds for all later messages.
     """
     messages = [
         (message.tree, [(spec.dtype, spec.shape, spec.requires_grad) for spec in message.tensors], message.note)
@@ -118,11 +119,17 @@ def _tree(value: Any) -> Tree:
     return kind, tuple(_tree(child) for child in children)
 
 
+# ---- What both ends of a lane know of the messages to come
+
+
 class ShapeContract:
     """Signatures that were announced and not used yet: one that stands for all messages, or one per message.
 
-    Both ends keep one each and go through the same states: the sender when it announces and sends, the
-    receiver when a header arrives and when it posts a receive.
+    Each end keeps one, and both go through the same states: the sender when it announces and sends, the receiver when a
+    header arrives and when it posts a receive.
+
+    Attributes:
+        standing: the signature of all messages from now on; None where each has its own, or none was announced yet.
     """
 
     def __init__(self, lane: LaneSpec, mode: ShapeMode, standing: Signature | None = None) -> None:
@@ -133,7 +140,7 @@ class ShapeContract:
 
     @property
     def stands(self) -> bool:
-        """Whether what the first header says holds for all later messages."""
+        """Whether the first header holds for all later messages."""
         return self._mode in ("agreed", "given")
 
     @property
@@ -142,10 +149,10 @@ class ShapeContract:
         return len(self._table)
 
     def send(self, signature: Signature, sequence: int) -> bool:
-        """Use up what message ``sequence`` was announced as; whether it needs a header of its own.
+        """Use up the announcement of message ``sequence``; return whether the message needs a header of its own.
 
         Raises:
-            P2PMismatchError: the message is not what was announced.
+            P2PMismatchError: the message differs from its announcement.
             P2PUsageError: see `check`; nothing is used up.
         """
         self.check(signature, sequence)
@@ -167,7 +174,7 @@ class ShapeContract:
         return False
 
     def check(self, signature: Signature, sequence: int, *, ahead: int = 0) -> None:
-        """Refuse a message that can be sent neither as announced nor with a header of its own.
+        """Raise for a message that can be sent neither as announced nor with a header of its own.
 
         Args:
             signature: of the message.
@@ -175,8 +182,8 @@ class ShapeContract:
             ahead: messages that will be sent before it, and have used up nothing yet.
 
         Raises:
-            P2PUsageError: every message must be in a manifest, and this one is not; or it requires grad where the
-                receiver was told that nothing does.
+            P2PUsageError: the mode is ``"manifest"`` and no manifest has the message; or a tensor requires grad that
+                was announced without.
         """
         announced = self.standing
         if announced is None and len(self._table) > ahead:
@@ -195,28 +202,28 @@ class ShapeContract:
         ]
         if lost:
             raise P2PUsageError(
-                f"in message {sequence} of lane {self._lane}, {signature}, tensor {lost[0]} requires grad, but rank "
-                f"{self._lane.destination} was told that it does not and would send no gradient back; "
+                f"in message {sequence} of lane {self._lane}, {signature}, tensor {lost[0]} requires grad, but it was "
+                f"announced to rank {self._lane.destination} without, which would send no gradient back; "
                 + (
-                    "call renew() on both sides before what is frozen changes"
+                    "call renew() on both sides before other parameters are frozen or unfrozen"
                     if self.standing
                     else "announce it with a tensor that requires grad"
                 )
             )
 
     def announce(self, signatures: Sequence[Signature], *, standing: bool) -> None:
-        """Take note of what was announced."""
+        """Add announced signatures."""
         if standing:
             self.standing = signatures[0]
         else:
             self._table.extend(signatures)
 
     def receive(self) -> Signature | None:
-        """Use up what the next message was announced as; None where a header has to come first."""
+        """Use up the announcement of the next message; None where its header has not come yet."""
         if self.standing is not None:
             return self.standing
         return self._table.popleft() if self._table else None
 
     def renew(self) -> None:
-        """Forget what stands: the next message has a header again."""
+        """Forget the standing signature: the next message has a header again."""
         self.standing = None

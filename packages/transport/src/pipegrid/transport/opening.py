@@ -1,11 +1,13 @@
-"""Opening lanes: groups among members only, in one order, each proved by a message before anything uses it."""
+"""Opening lanes: groups among members only, in one order, each lane proved by a message before it is used."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import os
 import time
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,12 +26,20 @@ from pipegrid.topology import (
     create_groups,
     destroy_groups,
 )
-from pipegrid.transport.backends.gloo import WaitedLane
-from pipegrid.transport.backends.gloo_loop import one_loop
-from pipegrid.transport.backends.local import LocalLane
-from pipegrid.transport.backends.nccl import StreamedLane
+from pipegrid.transport.backends import (
+    GlooMover,
+    LocalMover,
+    Mover,
+    NcclMover,
+    Operation,
+    StagedMover,
+    lift_timeout,
+    nccl_options,
+    one_loop,
+)
 from pipegrid.transport.batch import Submitter
 from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.connection import Connection, End, abort_together, end_together
 from pipegrid.transport.errors import (
     LaneSpecError,
     P2PConfigError,
@@ -38,18 +48,21 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.handshake import Handshake, PeerHandshake
+from pipegrid.transport.handshake import Deadline, Handshake, PeerHandshake
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import flatten, signature_of
 from pipegrid.transport.progress import Progress
 from pipegrid.transport.spec import LaneSpec
-from pipegrid.transport.wire import Communicator, Wire, post
+from pipegrid.transport.wait_lock import BackgroundThread
+from pipegrid.transport.wire import Wire, timedelta_of
 
 _DROPPED = (
-    ": nothing held what open_lanes() returned (or its communicator) any more, or the process ended; keep it as long "
+    ": nothing held the result of open_lanes() (or its communicator) any more, or the process ended; keep it as long "
     "as its lanes are used, and close() it then"
 )
+# torch hands out 32 streams per device; groups past that share one, and wait for each other.
+_MOST_STREAMS = 28
 
 
 class Lanes(dict[LaneSpec, Lane]):
@@ -59,31 +72,32 @@ class Lanes(dict[LaneSpec, Lane]):
         super().__init__(lanes)
         self._submitter = submitter
         ends = tuple(self.values())
-        self._parts = ends, Progress(ends, submitter), groups
+        watchers = _watch(ends)
+        self._parts = os.getpid(), ends, Progress(ends, submitter), watchers, groups
         self._handshakes: dict[int, PeerHandshake] = {}
-        # At exit, too: threads that wait in the backend must not outlive the interpreter.
+        self._deadline = Deadline(ends[0].config.deadline if ends else 1.0)
+        # Also at exit: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, *self._parts, _DROPPED)
 
     def batch(self, *, together: bool = True) -> AbstractContextManager[None]:
-        """Issue the sends and receives that this thread starts inside as one simultaneous batch, at the end.
+        """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
 
-        In the order of lanes, whatever the order of calls. If the block raises, nothing is issued.
+        Communicators come in the order of calls; within a shared one, messages come in the order of lanes.
 
         Args:
-            together: False issues them one after the other, at the end all the same. Strict mode and shared
-                communicators take no notice: there, two ranks that both send first would wait for each other.
+            together: False starts them one after the other, at the end all the same. Ignored in strict mode and on
+                shared communicators, where two ranks that both send first would wait for each other.
         """
         return self._submitter.batch(together=together)
 
     def abort(self, reason: str) -> None:
-        """End all lanes at once, and tell the other sides why: what this rank does when it fails elsewhere."""
-        for lane in self.values():
-            lane.abort(reason)
+        """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
+        abort_together(tuple(self.values()), reason)
 
     def neighbours(self, ranks: Iterable[int]) -> Handshake:
-        """Those of ``ranks`` at the other ends of lanes, to tell them before a step what this rank runs in it.
+        """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
 
-        Told on a store of the lanes' own, which takes one connection to the default group's store.
+        On a store of the lanes' own, which takes one connection to the default group's store.
         """
         wanted = set(ranks)
         for lane in self.values():
@@ -91,14 +105,18 @@ class Lanes(dict[LaneSpec, Lane]):
                 # Both ends know the group by one name, and no other group ever has it.
                 self._handshakes[lane.peer] = PeerHandshake.between(lane.rank, lane.peer, lane.group.group_name)
         peers = [self._handshakes[rank] for rank in sorted(wanted) if rank in self._handshakes]
-        return Handshake(self._store, peers)
+        return Handshake(self._store, peers, self._deadline)
 
     @cached_property
     def _store(self) -> Any:
         return control_store("neighbours")
 
     def close(self) -> None:
-        """End the lanes and free their groups. Transfers still under way fail. Twice is harmless."""
+        """Wait for transfers that are ordered on a device, then end the lanes and free their groups.
+
+        A transfer over gloo that no caller waited for fails. A second call does nothing.
+        """
+        self._deadline.end()
         if self._finalizer.detach() is not None:
             _close(*self._parts, "")
 
@@ -114,12 +132,46 @@ class Lanes(dict[LaneSpec, Lane]):
         self.close()
 
 
-def _close(ends: Sequence[Lane], progress: Progress, groups: Sequence[Any], why: str) -> None:
-    progress.stop()
+def _watch(ends: Sequence[Lane]) -> list[BackgroundThread]:
+    """A thread per connection of a device group that sees at once when the other side is gone: nobody waits there."""
+    watchers = []
+    for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
+
+        def watch(connection: Connection = connection) -> None:
+            assert connection.wire is not None
+            try:
+                connection.wire.watch()
+            except RuntimeError as error:
+                for lane in connection.lanes:
+                    lane.explain(error, next(iter(lane.queue), None))
+
+        watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{connection.lanes[0].spec}", daemon=True))
+        watchers[-1].start()
+    return watchers
+
+
+def _close(
+    process: int,
+    ends: Sequence[Lane],
+    progress: Progress,
+    watchers: Sequence[BackgroundThread],
+    groups: Sequence[Any],
+    why: str,
+) -> None:
+    if os.getpid() != process:  # a forked child has neither the threads nor the connections
+        return
+    limit = time.monotonic() + max((lane.config.deadline for lane in ends), default=0.0)
     for lane in ends:
-        lane.fail(P2PLaneDeadError(f"lane {lane.spec} was closed on rank {lane.rank}{why}"), kind="closed")
+        lane.drain(limit)
+    progress.stop()
+    texts = [f"lane {lane.spec} was closed on rank {lane.rank}{why}" for lane in ends]
+    end_together(
+        [End(lane, P2PLaneDeadError(text), text) for lane, text in zip(ends, texts, strict=True)], kind="closed"
+    )
     for lane in ends:
         lane.join()
+    for watcher in watchers:
+        watcher.join()
     destroy_groups(groups)
 
 
@@ -134,24 +186,24 @@ def open_lanes(
 ) -> Lanes:
     """Open those lanes of ``specs`` that this rank is an end of; each has carried a message on return.
 
-    All ranks that are ends of a lane must call this with the lane among their specs (and with all lanes of the
-    same two ranks, where lanes share communicators); further lanes cost nothing. Lanes are opened in one order
-    that is the same on every rank.
+    All ranks that are ends of a lane call this with the lane among their specs (and with all lanes of the same two
+    ranks, where lanes share communicators); further lanes cost nothing. All ranks open lanes in one order.
 
     Args:
         specs: lanes, in any order.
         config: a `P2PConfig`, or any object with some of its attributes.
-        backend: ``"gloo"`` or ``"nccl"``; None is the default group's for ``device``.
+        backend: ``"gloo"``, ``"nccl"``, or another one that completes in stream order; None is the default group's for
+            ``device``.
         device: where payloads live; None is the current GPU where the backend is NCCL, else the CPU.
         rank: this rank, where the caller knows it.
-        standing: per lane, a payload like those that will travel (meta tensors do): shapes that are fixed now,
-            compared between the two sides, and need no header ever.
+        standing: per lane, a payload like all that will travel (meta tensors do): shapes that are fixed now, compared
+            between the two sides, and never need a header.
 
     Returns:
         the lanes of this rank: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
 
     Raises:
-        LaneSpecError: a lane given twice, or past the world.
+        LaneSpecError: a lane given twice, or beyond the world.
         P2PConfigError: settings, backend and device that do not go together.
         P2PMismatchError: the two sides of a lane were given different settings or shapes.
         P2PTimeoutError: the other side of a lane did not come.
@@ -162,27 +214,26 @@ def open_lanes(
     backend, place = resolve_device(backend, device)
     mine = [spec for spec in ordered if here in spec.pair]
     fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
-    communicators, groups = _connect(
+    connections, groups = _connect(
         [spec for spec in mine if not spec.is_local], here, backend=backend, device=place, config=settings
     )
     submitter = Submitter(settings)
     lanes: dict[LaneSpec, Lane] = {}
     try:
         for spec in mine:
-            options: dict[str, Any] = {
-                "spec": spec,
-                "rank": here,
-                "config": settings,
-                "submitter": submitter,
-                "standing": fixed.get(spec),
-            }
-            if spec.is_local:
-                lanes[spec] = LocalLane(device=place, **options)
-                continue
-            communicator, index = communicators[spec]
-            wire = Wire(communicator, index)
-            _prove(spec, wire, here, settings, fixed.get(spec))
-            lanes[spec] = (StreamedLane if wire.streamed else WaitedLane)(wire, **options)
+            connection = Connection(LocalMover(place)) if spec.is_local else connections[spec]
+            lane = Lane(
+                spec,
+                rank=here,
+                device=place,
+                config=settings,
+                connection=connection,
+                submit=submitter,
+                standing=fixed.get(spec),
+            )
+            if connection.wire is not None:
+                _prove(lane, connection.wire, len(connection.lanes) - 1, fixed.get(spec))
+            lanes[spec] = lane
     except BaseException:
         destroy_groups(groups)
         raise
@@ -210,7 +261,7 @@ def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> lis
 def resolve_device(
     backend: str | None, device: torch.device | str | None, group: dist.ProcessGroup | None = None
 ) -> tuple[str, torch.device]:
-    """The backend that moves payloads, and the device where they live, from what the group has.
+    """The backend that moves payloads, and the device where they live, from the backends of the group.
 
     Raises:
         P2PConfigError: the group has no backend for the device, or the two do not go together.
@@ -234,7 +285,8 @@ def resolve_device(
                 f"lanes for device {device} need a backend, but the default group offers {offered}; initialise it "
                 f"with one for {device.type}, or name the backend"
             )
-    if (backend, device.type) not in (("gloo", "cpu"), ("nccl", "cuda")):
+    served = ("cpu", "cuda") if backend == "gloo" else dist.Backend.backend_capability.get(backend, ())
+    if device.type not in served or not dist.is_backend_available(backend):
         raise P2PConfigError(
             f"backend {backend!r} with device {device}: gloo moves CPU tensors and nccl CUDA tensors; give the "
             f"device that belongs to the backend"
@@ -244,8 +296,8 @@ def resolve_device(
 
 def _connect(
     specs: Sequence[LaneSpec], rank: int, *, backend: str, device: torch.device, config: P2PConfig
-) -> tuple[dict[LaneSpec, tuple[Communicator, int]], list[Any]]:
-    """A communicator, and an index in it, for each lane of this rank; and all groups that were made."""
+) -> tuple[dict[LaneSpec, Connection], list[Any]]:
+    """A connection for each lane of this rank, and all groups that were made."""
     if not specs:
         return {}, []
     bundles: dict[tuple[object, ...], list[LaneSpec]] = {}
@@ -253,42 +305,52 @@ def _connect(
         key = spec.pair if config.communicators == "shared" else (spec.pair, spec)
         bundles.setdefault(key, []).append(spec)
     data = {_group_spec(bundle, "data"): bundle for bundle in bundles.values()}
-    streamed = backend != "gloo"
-    timeout = timedelta(seconds=config.open_deadline)
+    on_device = backend != "gloo" and not config.staged
     gloo, loop = one_loop()
-    data_backend, options = (backend, _options(backend, config)) if streamed else (gloo, loop)
-    with _meeting(data, rank, config.open_deadline):
-        made = create_groups(data, rank=rank, backend=data_backend, timeout=timeout, pg_options=options)
-    groups = list(made.values())
+    if on_device and len(data) > _MOST_STREAMS:
+        warnings.warn(
+            f"rank {rank} opens {len(data)} communicators, each with a stream; beyond {_MOST_STREAMS} torch shares "
+            f"streams, and transfers wait for each other. Use communicators='shared', or open fewer lanes (traffic=)",
+            stacklevel=3,
+        )
+    groups: list[Any] = []
+    timeout = timedelta(seconds=config.open_deadline)
+
+    def create(wanted: Mapping[GroupSpec, Sequence[LaneSpec]], name: str, options: Any) -> dict[GroupSpec, Any]:
+        with _meeting(wanted, rank, config.open_deadline):
+            made = create_groups(wanted, rank=rank, backend=name, timeout=timeout, pg_options=options)
+        groups.extend(made.values())
+        return made
+
+    found: dict[LaneSpec, Connection] = {}
     try:
-        control = made
-        if streamed:
+        made = create(data, backend, nccl_options(backend, config.max_ctas)) if on_device else create(data, gloo, loop)
+        channels = made
+        if on_device:
             twins = {_group_spec(bundle, "control"): spec for spec, bundle in data.items()}
-            with _meeting({twin: data[spec] for twin, spec in twins.items()}, rank, config.open_deadline):
-                pairs = create_groups(twins, rank=rank, backend=gloo, timeout=timeout, pg_options=loop)
-            groups += pairs.values()
-            control = {twins[twin]: group for twin, group in pairs.items()}
+            created = create({twin: data[spec] for twin, spec in twins.items()}, gloo, loop)
+            channels = {twins[twin]: group for twin, group in created.items()}
+        for group_spec, bundle in data.items():
+            peer = 1 - group_spec.ranks.index(rank)
+            mover: Mover
+            if on_device:
+                lift_timeout(made[group_spec])
+                mover = NcclMover(made[group_spec], peer, device)
+            else:
+                mover = GlooMover(loop.take_backend(made[group_spec]), peer, len(bundle))
+                if config.staged or device.type != "cpu":
+                    mover = StagedMover(mover, device)
+            connection = Connection(mover, Wire(channels[group_spec], peer), made[group_spec])
+            found.update(dict.fromkeys(bundle, connection))
     except BaseException:
         destroy_groups(groups)
         raise
-    found: dict[LaneSpec, tuple[Communicator, int]] = {}
-    for group_spec, bundle in data.items():
-        communicator = Communicator(
-            data=made[group_spec],
-            backend=made[group_spec] if streamed else loop.take_backend(made[group_spec]),
-            control=control[group_spec],
-            peer=1 - group_spec.ranks.index(rank),
-            device=device,
-            streamed=streamed,
-            lanes=len(bundle),
-        )
-        found.update({lane: (communicator, index) for index, lane in enumerate(bundle)})
     return found, groups
 
 
 @contextmanager
 def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds: float) -> Iterator[None]:
-    """What goes wrong while groups are made, as errors of lanes."""
+    """Failures of group creation, as errors of lanes."""
     try:
         yield
     except GroupCreationTimeoutError as error:
@@ -323,36 +385,27 @@ def _group_spec(bundle: Sequence[LaneSpec], use: str) -> GroupSpec:
     return GroupSpec(bundle[0].pair, f"transport/{names}/{use}", shared=False)
 
 
-def _options(backend: str, config: P2PConfig) -> Any:
-    if backend != "nccl" or config.max_ctas is None:
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = config.max_ctas
-    return options
-
-
-def _prove(spec: LaneSpec, wire: Wire, rank: int, config: P2PConfig, standing: Signature | None) -> None:
-    """Compare what both sides were told, then carry one message over the way that payloads go."""
+def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None) -> None:
+    """Compare the settings of both sides, then carry one message over the way that payloads go."""
+    config, spec, rank, peer = lane.config, lane.spec, lane.rank, lane.peer
     told: dict[str, str] = {
         "lane": str(spec),
         "shapes": config.shape_mode,
         "communicators": config.communicators,
+        "staged": str(config.staged),
         "pipeline_dtype": str(config.pipeline_dtype),
         "standing": "none" if standing is None else _shortened(str(standing)),
         "gradients": "all" if standing is None or all(standing.gradients) else _shortened(str(standing.gradients)),
     }
     seconds = config.open_deadline
     start = time.monotonic()
-    peer = spec.destination if rank == spec.source else spec.source
     try:
-        theirs = json.loads(wire.exchange_hello(json.dumps(told).encode(), timedelta(seconds=seconds)))
+        theirs = json.loads(wire.exchange(json.dumps(told).encode(), index, timedelta(seconds=seconds)))
         wire.expect_note()
         _require_same(told, theirs, spec, rank, peer)
-        token = torch.zeros(1, dtype=torch.uint8, device=wire.device)
-        (works,) = post([(wire, [token], rank == spec.source)])
-        if isinstance(works, RuntimeError):
-            raise works
-        wire.finish(works, seconds)
+        token = torch.zeros(1, dtype=torch.uint8, device=lane.device)
+        (ticket,) = lane.mover.start([Operation(rank == spec.source, [token], index, 0)])
+        ticket.hold(timedelta_of(start + seconds - time.monotonic()))
     except P2PMismatchError:
         raise
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Payloads to tensors and back: flatten, check, allocate, and what of it goes over the wire."""
+"""Payloads to tensors and back: flatten, check what can be sent, allocate what is received."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from pipegrid.transport.errors import P2PPayloadError, P2PUsageError
 from pipegrid.transport.message import Signature, TensorSpec, Tree, leaves
 from pipegrid.transport.spec import Tally
+from pipegrid.transport.streams import follow
 
 # Backends send these under their own dtype; the others travel as bytes.
 _WIRE_DTYPES = frozenset({
@@ -28,51 +30,61 @@ for _name in dir(torch):
         _DTYPES[_name] = _value
         _DTYPE_NAMES[_value] = str(_value).removeprefix("torch.")
 
+_DEEPEST = 100  # levels of a payload; a payload that contains itself has no end
+_SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than moving the message
+
+
+# ---- Structure
+
 
 def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
-    """The tensors of ``payload`` in order, and the tree that says where they stood.
+    """The tensors of ``payload`` in order, and the tree of their places.
 
     Raises:
-        P2PPayloadError: something that is not a tensor, None, list, tuple or dict with text or integer keys; or of
-            a class made from one of these, such as a named tuple.
+        P2PPayloadError: something other than a tensor, None, list, tuple or dict with string or integer keys; an
+            instance of a subclass of these, such as a named tuple; or more than 100 levels.
     """
     if isinstance(payload, Tensor):
         return [payload], 0
     tensors: list[Tensor] = []
-    return tensors, _flatten(payload, tensors)
+    return tensors, _flatten(payload, tensors, _DEEPEST)
 
 
-def _flatten(payload: Any, tensors: list[Tensor]) -> Tree:
+def _flatten(payload: Any, tensors: list[Tensor], levels: int) -> Tree:
     if isinstance(payload, Tensor):
         tensors.append(payload)
         return len(tensors) - 1
     if payload is None:
         return None
+    if levels == 0:
+        raise P2PPayloadError(f"a payload has more than {_DEEPEST} levels, or contains itself; send a flatter one")
     if type(payload) in (list, tuple):
-        return "list" if type(payload) is list else "tuple", tuple(_flatten(part, tensors) for part in payload)
+        kind = "list" if type(payload) is list else "tuple"
+        return kind, tuple(_flatten(part, tensors, levels - 1) for part in payload)
     if type(payload) is dict:
         for key in payload:
             if type(key) not in (str, int):
                 raise P2PPayloadError(
-                    f"a dict in a payload has the key {key!r}; keys are texts or integers, so that the other side "
-                    f"can rebuild them"
+                    f"a dict in a payload has the key {key!r}; keys must be strings or integers, which the receiver "
+                    f"can rebuild"
                 )
-        return "dict", tuple((key, _flatten(part, tensors)) for key, part in payload.items())
+        return "dict", tuple((key, _flatten(part, tensors, levels - 1)) for key, part in payload.items())
     for plain in (list, tuple, dict):
         if isinstance(payload, plain):
             name = plain.__name__
             remedy = f"{name}(value)" + (" or value._asdict()" if hasattr(payload, "_asdict") else "")
             raise P2PPayloadError(
-                f"a payload holds an instance of {type(payload).__name__}, a kind of {name} that the other side "
-                f"cannot rebuild; send {remedy}, and make the {type(payload).__name__} there"
+                f"a payload contains a {type(payload).__name__}, a subclass of {name} that the receiver cannot "
+                f"rebuild; send {remedy}, and make the {type(payload).__name__} there"
             )
     raise P2PPayloadError(
-        f"a payload holds a {type(payload).__name__}; it is made of tensors, None, and lists, tuples and dicts of them"
+        f"a payload contains a {type(payload).__name__}; it must consist of tensors, None, and lists, tuples and dicts "
+        f"of them"
     )
 
 
 def unflatten(tree: Tree, tensors: Sequence[Tensor]) -> Any:
-    """The payload with that tree and those tensors."""
+    """The payload of a tree and its tensors."""
     if isinstance(tree, int):
         return tensors[tree]
     if tree is None:
@@ -84,32 +96,36 @@ def unflatten(tree: Tree, tensors: Sequence[Tensor]) -> Any:
     return parts if kind == "list" else tuple(parts)
 
 
-def spec_of(tensor: Tensor) -> TensorSpec:
-    """What a tensor is, without its data."""
-    return TensorSpec(_DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.requires_grad)
-
-
 def signature_of(tensors: Sequence[Tensor], tree: Tree, note: str = "") -> Signature:
-    """What a flattened payload is, without its data."""
-    return Signature(tree, map(spec_of, tensors), note)
+    """The signature of a flattened payload."""
+    specs = (TensorSpec(_DTYPE_NAMES[one.dtype], one.shape, one.requires_grad) for one in tensors)
+    return Signature(tree, specs, note)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """The dtype of a tensor to be."""
+    """The dtype of a tensor spec."""
     return _DTYPES[spec.dtype]
 
 
+# ---- Sending
+
+
 def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None, lane: object) -> None:
-    """Refuse what a lane cannot send as it is.
+    """Raise for a tensor that a lane cannot send as it is.
 
     Raises:
-        P2PPayloadError: another device, a quantized dtype, a conjugate or negative view, a sparse or non-contiguous
-            layout, or a floating-point dtype that is not ``dtype`` (where given).
+        P2PPayloadError: another device, an uninitialized parameter, a quantized dtype, a conjugate or negative view, a
+            sparse or non-contiguous layout, a tensor without memory (freed or fake), or a floating-point dtype other
+            than ``dtype`` (None allows any).
     """
     if tensor.device != device:
         raise P2PPayloadError(
             f"lane {lane} moves tensors of device {device}, got one of {tensor.device}; move it with "
             f".to({str(device)!r}) before sending"
+        )
+    if is_lazy(tensor):
+        raise P2PPayloadError(
+            f"lane {lane} got an uninitialized parameter, which has no shape yet; run its module once before sending"
         )
     if tensor.is_quantized:
         raise P2PPayloadError(
@@ -119,8 +135,8 @@ def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype |
     if tensor.is_conj() or tensor.is_neg():
         view, remedy = ("conjugate", "conj") if tensor.is_conj() else ("negative", "neg")
         raise P2PPayloadError(
-            f"lane {lane} got a {view} view, whose memory holds something else than its values; send "
-            f"tensor.resolve_{remedy}(), so that the copy is yours to see"
+            f"lane {lane} got a {view} view, whose memory differs from its values; send tensor.resolve_{remedy}(), "
+            f"an explicit copy"
         )
     plain = tensor.layout is torch.strided and not tensor.is_nested
     if not (plain and tensor.is_contiguous()):
@@ -128,7 +144,13 @@ def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype |
         raise P2PPayloadError(
             f"lane {lane} got a tensor of shape {shape} that is not contiguous (layout {tensor.layout}, "
             f"strides {list(tensor.stride()) if plain else 'none'}); "
-            f"send tensor.contiguous(), so that the copy is yours to see"
+            f"send tensor.contiguous(), an explicit copy"
+        )
+    if not _has_memory(tensor):
+        raise P2PPayloadError(
+            f"lane {lane} got a tensor of shape {list(tensor.shape)} without memory: its storage was freed (as a "
+            f"sharded parameter's is after use, or an output that was deallocated), or it is a fake tensor; send it "
+            f"before it is freed, or gather it again"
         )
     if dtype is not None and tensor.dtype is not dtype and tensor.dtype.is_floating_point:
         raise P2PPayloadError(
@@ -137,11 +159,17 @@ def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype |
         )
 
 
-def carried(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """What really travels: the tensors that have elements, exotic dtypes as bytes.
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the storage is real (not a fake tensor's) and holds all elements."""
+    storage = tensor.untyped_storage()
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize if tensor.numel() else 0
+    return storage.device == tensor.device and storage.nbytes() >= needed
 
-    A message of no bytes travels as one byte, so that it keeps its place in the order and its meaning as a
-    sign of life.
+
+def carried(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """The tensors that travel for a message: those with elements, uncommon dtypes as bytes.
+
+    A message of no bytes travels as one byte: it keeps its place in the order, and proves that the peer is alive.
     """
     if len(tensors) == 1 and tensors[0].numel() and tensors[0].dtype in _WIRE_DTYPES:
         return tensors if not tensors[0].requires_grad else [tensors[0].detach()]
@@ -149,21 +177,18 @@ def carried(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]
     return wire or [torch.zeros(1, dtype=torch.uint8, device=device)]
 
 
-def travels_as_it_is(spec: TensorSpec) -> bool:
-    """Whether what goes over the wire for such a tensor is just the tensor."""
-    return math.prod(spec.shape) > 0 and dtype_of(spec) in _WIRE_DTYPES
-
-
 def _as_wire(tensor: Tensor) -> Tensor:
-    # Detached: transfers are no part of the graph.
-    tensor = tensor.detach()
+    tensor = tensor.detach()  # a transfer is no part of the graph
     return tensor if tensor.dtype in _WIRE_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+# ---- Receiving
 
 
 def is_single_shape(x: Any) -> bool:
     """Whether ``x`` is one shape: a `torch.Size`, a tuple of integers (``()`` is a scalar's), or a list of them.
 
-    An empty list is no shape but an empty list of shapes.
+    An empty list is an empty list of shapes.
     """
     if isinstance(x, torch.Size):
         return True
@@ -183,14 +208,14 @@ def _is_size(value: Any) -> bool:
 
 @frozen
 class ExpectedShape:
-    """What the caller of a receive expects: one tensor, or a list with a shape or None for each place."""
+    """The shapes that the caller of a receive expects: of one tensor, or a list with None where no tensor comes."""
 
     single: bool
     shapes: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
     def of(cls, shapes: Any) -> ExpectedShape:
-        """A expected from the ``shapes`` of a receive.
+        """The expectation of the ``shapes`` of a receive.
 
         Raises:
             P2PUsageError: neither a shape nor a list or tuple of shapes and None.
@@ -210,39 +235,50 @@ class ExpectedShape:
 
 
 class ReceiveBuffers:
-    """Buffers for messages of one signature, and payloads from them.
+    """Buffers for messages of one signature, and payloads over them.
 
     Attributes:
-        free: buffers that were given back, for the next messages.
+        plain: whether a payload is one tensor that travels under its own dtype.
+        nbytes: bytes of a message.
     """
 
-    def __init__(self, signature: Signature, tree: Tree, device: torch.device) -> None:
+    def __init__(self, signature: Signature, tree: Tree, device: torch.device, tally: Tally) -> None:
         self.signature = signature
-        self.free: list[Sequence[Tensor]] = []
         self._tree = tree
         self._device = device
+        self._tally = tally
         self._leaves = [
             (spec.shape, dtype_of(spec), wanted and (dtype_of(spec).is_floating_point or dtype_of(spec).is_complex))
             for spec, wanted in zip(signature.tensors, signature.gradients, strict=True)
         ]
-        # Allocating like another tensor is several times faster than from a shape; it needs no memory for that.
+        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in self._leaves)
+        self.plain = tree == 0 and self.nbytes > 0 and self._leaves[0][1] in _WIRE_DTYPES
+        # Buffers that were released, each with the events that its next use must come after.
+        self._free: list[tuple[Sequence[Tensor], Sequence[Any]]] = []
+        self._spare: list[list[Tensor]] = []
+        # Allocating like another tensor is several times as fast as from a shape; that one needs no memory.
         self._templates: list[Tensor] = []
 
-    def take(self, tally: Tally) -> list[Tensor]:
-        """Buffers for one message; ``tally`` counts the new ones."""
-        if self.free:
-            return [over_old_memory(tensor) for tensor in self.free.pop()]
-        tally.allocations += 1
-        return self.new()
+    def take(self) -> Sequence[Tensor]:
+        """Buffers for one message, for use on the current stream."""
+        if self._free:
+            tensors, events = self._free.pop()
+            if events:
+                follow(events, self._device)
+            return tensors
+        self._tally.allocations += 1
+        return self._spare.pop() if self._spare else self._new()
 
-    def new(self) -> list[Tensor]:
-        """New buffers for one message: ordinary ones, since a later message that wants gradients may get them."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.new()
-        if self._templates:
-            return [torch.empty_like(template) for template in self._templates]
-        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
+    def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
+        """Take back the buffers of a message; their next use comes after ``events``."""
+        # Without the gradients and the graph of the last message.
+        fresh = [tensors[0].detach()] if len(tensors) == 1 else [tensor.detach() for tensor in tensors]
+        self._free.append((fresh, events))
+
+    def prepare(self) -> None:
+        """Allocate the next small message's buffers now, outside its latency."""
+        if self._templates and self.nbytes <= _SMALL_BYTES and not self._free and not self._spare:
+            self._spare.append(self._new())
 
     def keep(self) -> None:
         """Prepare for many messages of the signature."""
@@ -250,8 +286,17 @@ class ReceiveBuffers:
         for template in self._templates:
             template.untyped_storage().resize_(0)
 
+    def _new(self) -> list[Tensor]:
+        # Never inference tensors: a later message in the same memory may want gradients.
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._new()
+        if self._templates:
+            return [torch.empty_like(template) for template in self._templates]
+        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
+
     def payload(self, tensors: Sequence[Tensor]) -> Any:
-        """The payload with those tensors: the ones that can have gradients require them, as the sender marked."""
+        """The payload over these tensors: those that can have gradients require them, as the sender marked."""
         if self._tree == 0:  # most are one plain tensor
             return tensors[0].requires_grad_() if self._leaves[0][2] else tensors[0]
         for tensor, (_, _, requires_grad) in zip(tensors, self._leaves, strict=True):
@@ -260,40 +305,37 @@ class ReceiveBuffers:
         return unflatten(self._tree, tensors)
 
 
-def over_old_memory(tensor: Tensor) -> Tensor:
-    """A new tensor over one that was given back: without the gradients and the graph of the last message."""
-    return tensor.detach()
-
-
 def receive_buffers(
     signature: Signature,
     expected: ExpectedShape | None,
     *,
     device: torch.device,
+    tally: Tally,
     dtype: torch.dtype | None = None,
     exact: bool = True,
 ) -> ReceiveBuffers | None:
-    """The buffers for an announced message in the form that its receiver expects; None where the two differ.
+    """Buffers for an announced message in the form that its receiver expects; None where the two differ.
 
-    One expected shape gives one tensor, a list of them a list, whether the sender sent a tensor, a list or a tuple.
+    One expected shape gives one tensor, a list of them a list, whether a tensor, a list or a tuple was sent.
 
     Args:
-        signature: what was announced.
-        expected: what the caller expects; None takes it as it is.
+        signature: of the announced message.
+        expected: the caller's expectation; None takes the message as it was sent.
         device: where buffers live.
-        dtype: what its floating-point tensors must be; None allows any.
-        exact: whether the wished shapes must be the announced ones, or only as many of them.
+        tally: counts allocations.
+        dtype: the dtype that floating-point tensors must have; None allows any.
+        exact: whether shapes must agree, or only their number.
     """
     for spec in signature.tensors:
         here = dtype_of(spec)
         if dtype is not None and here.is_floating_point and here is not dtype:
             return None
     if expected is None:
-        return ReceiveBuffers(signature, signature.tree, device)
+        return ReceiveBuffers(signature, signature.tree, device, tally)
     if isinstance(signature.tree, tuple) and signature.tree[0] == "dict":
         return None
     places = list(leaves(signature.tree))
     announced = tuple(None if place is None else signature.tensors[place].shape for place in places)
     if announced != expected.shapes if exact else len(announced) != len(expected.shapes):
         return None
-    return ReceiveBuffers(signature, places[0] if expected.single else ("list", tuple(places)), device)
+    return ReceiveBuffers(signature, places[0] if expected.single else ("list", tuple(places)), device, tally)

@@ -1,70 +1,71 @@
-"""Which lanes a pipeline needs: a pure function of where its stages lie. No torch."""
+"""The lanes that a pipeline needs: a pure function of where its stages are and of the traffic it uses. No torch."""
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipegrid.transport.edge import Direction
+from pipegrid.topology.fields import index_of
+from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import LaneSpecError, P2PUsageError
 from pipegrid.transport.spec import LaneSpec
 
 
 def direction_lane(source_stage_rank: int, destination_stage_rank: int, direction: Direction) -> LaneSpec:
-    """The lane for an edge between stages on those global ranks: gradients go the other way.
+    """The lane of an edge between stages on these global ranks: gradients travel against the edge.
 
     Raises:
-        P2PUsageError: ``direction`` is no `Direction`.
+        P2PUsageError: ``direction`` is not a `Direction`.
     """
-    if not isinstance(direction, Direction):
-        raise P2PUsageError(f"the direction is {direction!r}; it must be Direction.FORWARD or Direction.BACKWARD")
     if direction is Direction.FORWARD:
         return LaneSpec(source_stage_rank, destination_stage_rank, "forward")
-    return LaneSpec(destination_stage_rank, source_stage_rank, "backward")
+    if direction is Direction.BACKWARD:
+        return LaneSpec(destination_stage_rank, source_stage_rank, "backward")
+    raise P2PUsageError(f"the direction is {direction!r}; it must be Direction.FORWARD or Direction.BACKWARD")
 
 
 def placed(placement: Any, count: int) -> tuple[int, ...]:
-    """A placement over ``count`` ranks, checked.
+    """A checked placement: the index of each stage in the ``count`` ranks of the pipeline.
 
     Raises:
-        LaneSpecError: not a sequence of integers, fewer than two stages, or an index that is not below ``count``.
+        LaneSpecError: fewer than two stages, or an index outside the range.
     """
-    stages: tuple[Any, ...] = tuple(placement) if isinstance(placement, Sequence) else ()
-    if isinstance(placement, str) or len(stages) < 2 or not all(_is_index(index, count) for index in stages):
+    stages = (
+        () if isinstance(placement, str) or not isinstance(placement, Sequence) else tuple(map(index_of, placement))
+    )
+    indices = tuple(index for index in stages if index is not None and 0 <= index < count)
+    if len(stages) < 2 or len(indices) < len(stages):
         raise LaneSpecError(
             f"the placement {placement!r} must give each of two or more stages an index from 0 to {count - 1}"
         )
-    return tuple(map(operator.index, stages))
+    return indices
 
 
-def _is_index(value: Any, count: int) -> bool:
-    try:
-        return not isinstance(value, bool) and 0 <= operator.index(value) < count
-    except TypeError:
-        return False
-
-
-def pipeline_lanes(ranks: Sequence[int], *, placement: Sequence[int] | None = None) -> tuple[LaneSpec, ...]:
-    """The lanes of a pipeline on ``ranks`` (global), one per ordered neighbour pair and direction, ascending.
+def pipeline_lanes(
+    ranks: Sequence[int],
+    *,
+    placement: Sequence[int] | None = None,
+    traffic: Iterable[tuple[Edge, Direction]] | None = None,
+) -> tuple[LaneSpec, ...]:
+    """The lanes of a pipeline on ``ranks`` (global): one per ordered neighbour pair and direction, ascending.
 
     Args:
         ranks: the ranks of the pipeline, in order.
-        placement: the index in ``ranks`` of each stage; None is cyclic, with the way from the last rank round to
-            the first.
+        placement: the index in ``ranks`` of each stage; None is cyclic, with the way from the last rank to the first.
+        traffic: the edges and directions that a plan uses; None is all of them.
 
     Raises:
-        LaneSpecError: see `placed`.
+        LaneSpecError: see `placed`; or ``traffic`` has an edge between stages that the placement does not have.
     """
     count = len(ranks)
-    if placement is None:
-        steps = [(index, (index + 1) % count) for index in range(count)]
-    else:
-        steps = list(itertools.pairwise(placed(placement, count)))
-    lanes = {
-        direction_lane(ranks[source], ranks[destination], direction)
-        for source, destination in steps
-        for direction in Direction
-    }
+    stages = tuple(range(count)) if placement is None else placed(placement, count)
+    if traffic is None:
+        last = count if placement is None else len(stages) - 1
+        traffic = [(Edge(stage, stage + 1), direction) for stage in range(last) for direction in Direction]
+    lanes = set()
+    for edge, direction in traffic:
+        if edge.source < 0 or (placement is not None and max(edge.source, edge.destination) >= len(stages)):
+            raise LaneSpecError(f"traffic has edge {edge}, but the placement {placement!r} has {len(stages)} stages")
+        source, destination = (ranks[stages[stage % len(stages)]] for stage in (edge.source, edge.destination))
+        lanes.add(direction_lane(source, destination, direction))
     return tuple(sorted(lanes))

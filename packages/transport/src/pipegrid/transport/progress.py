@@ -1,4 +1,4 @@
-"""The thread beside: sees ends and deadlines of transfers that nobody waits for."""
+"""The thread beside the caller's: sees ends and deadlines of transfers that nobody waits for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from pipegrid.transport.batch import Submitter
-from pipegrid.transport.lane import Lane
+from pipegrid.transport.lane import Lane, Submit
+from pipegrid.transport.wait_lock import BackgroundThread
 
 _TICK_SECONDS = 0.05
 _STREAMED_TICK_SECONDS = 0.002
@@ -16,23 +16,22 @@ _STREAMED_TICK_SECONDS = 0.002
 class Progress:
     """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
 
-    def __init__(self, lanes: Sequence[Lane], submitter: Submitter) -> None:
+    def __init__(self, lanes: Sequence[Lane], submit: Submit) -> None:
         self._lanes = lanes
-        self._submitter = submitter
+        self._submit = submit
         self._stopped = False
-        polled = any(lane.device.type != "cpu" for lane in lanes)
-        self._tick = _STREAMED_TICK_SECONDS if polled else _TICK_SECONDS
-        self._thread = threading.Thread(target=self._run, name="pipegrid-progress", daemon=True)
+        self._tick = _STREAMED_TICK_SECONDS if any(lane.mover.streams for lane in lanes) else _TICK_SECONDS
+        self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        submitter = self._submitter
+        submit = self._submit
         while not self._stopped:
-            submitter.asleep = True
+            submit.asleep = True
             if not any(lane.queue for lane in self._lanes):
-                submitter.wake.wait()
-            submitter.asleep = False
-            submitter.wake.clear()
+                submit.wake.wait()
+            submit.asleep = False
+            submit.wake.clear()
             time.sleep(self._tick)
             now = time.monotonic()
             for lane in self._lanes:
@@ -42,6 +41,6 @@ class Progress:
     def stop(self) -> None:
         """End the thread."""
         self._stopped = True
-        self._submitter.wake.set()
+        self._submit.wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()

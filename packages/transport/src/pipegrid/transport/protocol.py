@@ -1,6 +1,6 @@
 """What a schedule needs of a communicator: the six blocking verbs, and asynchronous sends along edges.
 
-`P2PCommunicator` (one module) and `MultiModulePipelineCommunicator` (many) satisfy it; so may anything else.
+`P2PCommunicator` (one module) and `MultiModulePipelineCommunicator` (several) satisfy it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipegrid.transport.edge import Direction, Edge
 
 Payload: TypeAlias = Any
-"""A tensor, None, or a list, tuple or dict of payloads. What arrives has the structure of what was sent."""
+"""A tensor, None, or a list, tuple or dict of payloads. The received payload has the structure of the sent one."""
 
 
 @runtime_checkable
@@ -23,16 +23,13 @@ class Handle(Protocol):
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
 
-        May be called any number of times. Raises `P2PTimeoutError` past the deadline, and
-        `P2PMismatchError` where the two sides disagree about what travels.
+        May be called any number of times. Raises `P2PTimeoutError` past the deadline, and `P2PMismatchError` where the
+        two sides disagree about the message.
         """
         ...
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once; needs no earlier `wait`.
-
-        Waits for no transfer. The first question may take half a millisecond, where it starts somebody looking.
-        """
+        """Whether `wait` would return at once; needs no earlier `wait` and waits for no transfer."""
         ...
 
 
@@ -50,16 +47,13 @@ class ReusableReceive(ReceiveHandle, Protocol):
     """A receive whose buffers can take another message."""
 
     def release(self) -> None:
-        """Give the buffers back: what was received, and views of it, may hold another message from now on."""
+        """Give the buffers back: the payload, and views of it, may hold another message from now on."""
         ...
 
 
 @runtime_checkable
 class PipelineCommunicator(Protocol):
-    """Traffic between neighbouring stages.
-
-    Shapes may be given, and must be where the communicator was built for fixed shapes without agreement.
-    """
+    """Traffic between neighbouring stages. Shapes are optional unless the communicator was opened with ``"given"``."""
 
     @property
     def is_pp_first_stage(self) -> bool:
@@ -96,33 +90,33 @@ class PipelineCommunicator(Protocol):
         ...
 
     def batch(self) -> AbstractContextManager[None]:
-        """Issue the sends and receives started inside as one simultaneous batch."""
+        """Start the sends and receives of the block as one simultaneous batch."""
         ...
 
     def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> Payload:
-        """The next activation, or None on a first stage."""
+        """Receive the next activation; None on a first stage."""
         ...
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Payload:
-        """The next gradient, or None on a last stage."""
+        """Receive the next gradient; None on a last stage."""
         ...
 
     def send_forward(self, output_tensors: Payload, is_last_stage: bool = False) -> None:
-        """Send an activation on; nothing on a last stage."""
+        """Send an activation to the next stage; nothing on a last stage."""
         ...
 
     def send_backward(self, input_tensor_grads: Payload, is_first_stage: bool = False) -> None:
-        """Send a gradient back; nothing on a first stage."""
+        """Send a gradient to the previous stage; nothing on a first stage."""
         ...
 
     def send_forward_recv_backward(
         self, output_tensors: Payload, tensor_shapes: Any = None, is_last_stage: bool = False
     ) -> Payload:
-        """Both at once, with the next stage."""
+        """Send an activation to the next stage and receive a gradient from it."""
         ...
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Payload, tensor_shapes: Any = None, is_first_stage: bool = False
     ) -> Payload:
-        """Both at once, with the previous stage."""
+        """Send a gradient to the previous stage and receive an activation from it."""
         ...

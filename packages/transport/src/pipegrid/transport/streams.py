@@ -1,4 +1,7 @@
-"""CUDA streams, where there are any: on a CPU everything here is nothing."""
+"""The one door to CUDA streams and events. On a device without streams every function here does nothing.
+
+Tests replace `cuda` and `has_streams` to run the same code over virtual streams on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+cuda: Any = torch.cuda
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on the device runs in streams, beside the host."""
+    return device.type == "cuda"
+
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that this thread works on; None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    """The current stream of this thread; None on a device without streams."""
+    stream: torch.cuda.Stream | None = cuda.current_stream(device) if has_streams(device) else None
+    return stream
 
 
 @contextmanager
 def working_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work on a stream that was current elsewhere: in whatever thread this is, as if it were there."""
+    """Make ``stream`` the current stream of this thread; None changes nothing."""
     if stream is None:
         yield
         return
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+    with cuda.device(stream.device), cuda.stream(stream):
         yield
 
 
 def mark(device: torch.device) -> Sequence[Any]:
-    """Where the current stream stands, as one event; no event on a CPU."""
+    """Record an event on the current stream; no event on a device without streams."""
     stream = current_stream(device)
     return () if stream is None else (stream.record_event(),)
 
@@ -34,12 +45,17 @@ def mark(device: torch.device) -> Sequence[Any]:
 def follow(events: Sequence[Any], device: torch.device) -> None:
     """Order the current stream after events."""
     for event in events:
-        torch.cuda.current_stream(device).wait_event(event)
+        cuda.current_stream(device).wait_event(event)
 
 
 def used_here(tensors: Sequence[Tensor], made_on: torch.cuda.Stream | None) -> None:
-    """Tell the allocator that tensors of another stream are used on the current one, too."""
+    """Tell the allocator that tensors allocated on the stream ``made_on`` are also used on the current stream."""
     for tensor in tensors if made_on is not None else ():
-        here = torch.cuda.current_stream(tensor.device)
+        here = cuda.current_stream(tensor.device)
         if here != made_on:
             tensor.record_stream(here)
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Host memory for a copy of ``tensor``: pinned where the device has streams."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))

@@ -1,9 +1,8 @@
-"""Who waits in the backend for a lane: one thread at a time.
+"""Which thread waits in the backend for a lane: one at a time, the leader; the others follow.
 
-A work of a backend can be waited for once, by one thread, so somebody has to take the turn. A caller that waits
-anyway takes it: the common case costs no hop between threads. The lane's own thread takes it where nobody waits
-and somebody wants to know: it is started when a handle is asked whether it is done, when a header must be received
-before a buffer can be posted, or when sends pile up unwaited.
+A work of a backend can be waited for once, by one thread. A caller that waits anyway becomes the leader, so the common
+case needs no hop between threads. The lane's own thread leads where nobody waits and something must be seen: a handle
+was asked whether it is done, a header must be received before a buffer can be posted, or sends pile up.
 """
 
 from __future__ import annotations
@@ -19,18 +18,23 @@ from pipegrid.transport.handle import State, Transfer
 _GRACE_SECONDS = 0.0005
 
 
+class BackgroundThread(threading.Thread):
+    """A thread of this package: it never starts transfers on device groups."""
+
+
 class WaitLock:
-    """WaitLock at waiting for the head of a lane.
+    """The lock of the thread that waits for a lane, and those that follow it.
 
     Args:
         lock: guards the states of the lane's transfers.
         name: of the lane's own thread.
-        step: waits for one thing, for the sake of a transfer or (None) of nobody in particular.
-        has_wanted: whether something up to a sequence number is still to be waited for.
+        step: waits for one thing, on behalf of a transfer or (None) of the lane's own thread.
+        has_work: whether the lane's own thread has something to wait for, up to a sequence number.
 
     Attributes:
-        turn: held by the thread whose turn it is. Whoever releases it calls `pass_on` afterwards, if ``contended``.
-        contended: whether somebody may be waiting for the turn.
+        leader: held by the thread that waits in the backend; its holder calls `wake` after releasing it, if
+        ``contended``.
+        contended: whether a thread may be waiting for the lead.
     """
 
     def __init__(
@@ -38,18 +42,18 @@ class WaitLock:
         lock: threading.Lock,
         name: str,
         step: Callable[[Transfer | None], None],
-        has_wanted: Callable[[int], bool],
+        has_work: Callable[[int], bool],
     ) -> None:
-        self.turn = threading.Lock()
+        self.leader = threading.Lock()
         self.contended = False
         self._lock = lock
         self._name = name
         self._step = step
-        self._has_wanted = has_wanted
-        self._changed = threading.Condition(lock)  # those who wait for a turn, or for another thread's to end theirs
+        self._has_work = has_work
+        self._changed = threading.Condition(lock)  # followers
         self._called = threading.Condition(lock)  # the lane's own thread
-        self._waiters = 0
-        self._wanted = -1
+        self._followers = 0
+        self._watched = -1  # the lane's own thread sees transfers up to this number
         self._thread: threading.Thread | None = None
         self._over = False
 
@@ -59,24 +63,24 @@ class WaitLock:
         Args:
             transfer: of this lane.
             posted: do not wait for the end.
-            left: seconds left to wait for another thread's turn; it ends the lane where there are none.
+            left: seconds left to follow another thread; ends the lane where there are none.
         """
         while _is_open(transfer, posted=posted):
-            if self.turn.acquire(blocking=False):
+            if self.leader.acquire(blocking=False):
                 try:
                     while _is_open(transfer, posted=posted):
                         self._step(transfer)
                 finally:
                     self._release()
             else:
-                self._wait(transfer, left(transfer), posted=posted)
+                self._follow(transfer, left(transfer), posted=posted)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Have the turn, as soon as it is free, for what is done inside."""
-        while not self.turn.acquire(blocking=False):
-            with self._waiting():
-                if self.turn.locked():
+    def lead(self) -> Iterator[None]:
+        """Be the leader, as soon as there is none, inside the block."""
+        while not self.leader.acquire(blocking=False):
+            with self._following():
+                if self.leader.locked():
                     self._changed.wait()
         try:
             yield
@@ -84,66 +88,66 @@ class WaitLock:
             self._release()
 
     def _release(self) -> None:
-        self.turn.release()
+        self.leader.release()
         if self.contended:
-            self.pass_on()
+            self.wake()
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        # Contended before it is asked whether the turn is taken: whoever releases it asks in the other order, so
-        # that one of the two notices.
+    def _following(self) -> Iterator[None]:
+        # Contended is set before the leader is looked at; a leader that leaves looks in the other order, so that one of
+        # the two notices.
         with self._lock:
-            self._waiters += 1
+            self._followers += 1
             self.contended = True
             try:
                 yield
             finally:
-                self._waiters -= 1
-                self.contended = self._waiters > 0 or self._wanted >= 0
+                self._followers -= 1
+                self.contended = self._followers > 0 or self._watched >= 0
 
-    def _wait(self, transfer: Transfer, seconds: float, *, posted: bool) -> None:
-        with self._waiting():
-            if self.turn.locked() and _is_open(transfer, posted=posted):
+    def _follow(self, transfer: Transfer, seconds: float, *, posted: bool) -> None:
+        with self._following():
+            if self.leader.locked() and _is_open(transfer, posted=posted):
                 self._changed.wait(seconds)
 
-    def pass_on(self) -> None:
-        """Wake those who wait for the turn."""
+    def wake(self) -> None:
+        """Wake the followers: the leader has left."""
         with self._lock:
             self._wake()
 
     def notify(self) -> None:
-        """A transfer has ended. Under the lock."""
+        """Wake the followers: a transfer has ended. Under the lock."""
         if self.contended:
             self._wake()
 
     def _wake(self) -> None:
-        if self._waiters:
+        if self._followers:
             self._changed.notify_all()
-        if self._wanted >= 0:
+        if self._watched >= 0:
             self._called.notify()
 
-    def want(self, transfer: Transfer) -> None:
-        """Have the end of ``transfer`` seen by the lane's own thread."""
+    def watch(self, transfer: Transfer) -> None:
+        """Have the lane's own thread see the end of ``transfer``."""
         with self._lock:
             if self._over:
                 return
-            self._wanted = max(self._wanted, transfer.sequence)
+            self._watched = max(self._watched, transfer.sequence)
             self.contended = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look_after, name=self._name, daemon=True)
+                self._thread = BackgroundThread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._called.notify()
 
     def ask(self, transfer: Transfer) -> None:
-        """See to it that the end of ``transfer`` is seen; give it a moment the first time."""
-        asked_before = self._wanted >= transfer.sequence
-        self.want(transfer)
+        """Like `watch`, with a moment's patience the first time."""
+        asked_before = self._watched >= transfer.sequence
+        self.watch(transfer)
         if not asked_before:
-            with self._waiting():
-                self._changed.wait_for(lambda: transfer.state is not State.PENDING, _GRACE_SECONDS)
+            with self._following():
+                self._changed.wait_for(lambda: transfer.state is not State.ACTIVE, _GRACE_SECONDS)
 
-    def _look_after(self) -> None:
-        while self._next_turn():
+    def _run(self) -> None:
+        while self._lead_when_needed():
             try:
                 self._step(None)
             except P2PError:
@@ -151,30 +155,30 @@ class WaitLock:
             finally:
                 self._release()
 
-    def _next_turn(self) -> bool:
-        """Take the turn when there is something to do with it; False when the lane is over."""
+    def _lead_when_needed(self) -> bool:
+        """Become the leader when there is something to wait for; False when the lane is over."""
         with self._lock:
             while not self._over:
-                if not self._has_wanted(self._wanted):
-                    self._wanted = -1
-                    self.contended = self._waiters > 0
-                elif self.turn.acquire(blocking=False):
+                if not self._has_work(self._watched):
+                    self._watched = -1
+                    self.contended = self._followers > 0
+                elif self.leader.acquire(blocking=False):
                     return True
                 self._called.wait()
         return False
 
     def end(self) -> None:
-        """The lane is over: so is its thread, once nothing holds it in the backend."""
+        """End the lane's own thread, once nothing holds it in the backend."""
         with self._lock:
             self._over = True
             self._called.notify()
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Return when the lane's own thread, if any, is over."""
+        """Return when the lane's own thread, if any, has ended."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
 
 def _is_open(transfer: Transfer, *, posted: bool) -> bool:
-    return transfer.state is State.PENDING and not (posted and transfer.works is not None)
+    return transfer.state is State.ACTIVE and not (posted and transfer.ticket is not None)

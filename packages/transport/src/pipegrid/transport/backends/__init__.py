@@ -1,1 +1,32 @@
-"""What differs between backends: how a transfer starts and how its end is learned."""
+"""Movers: how payloads travel, one small class per kind of backend.
+
+| backend for the lane's device | mover | completion |
+| --- | --- | --- |
+| gloo, on a CPU | `GlooMover` | a host wait by one thread |
+| gloo, on a GPU; or `P2PConfig.staged` | `StagedMover` | the same, then a copy in the receiver's stream |
+| any other (nccl) | `NcclMover` | in stream order; polled |
+| none: both ends are one rank | `LocalMover` | a copy in the sender's stream |
+"""
+
+from __future__ import annotations
+
+from pipegrid.transport.backends.base import Mover, Operation, Ticket
+from pipegrid.transport.backends.gloo import BACKEND, GlooMover, Loop, one_loop
+from pipegrid.transport.backends.local import LocalMover
+from pipegrid.transport.backends.nccl import NcclMover, lift_timeout, nccl_options
+from pipegrid.transport.backends.staged import StagedMover
+
+__all__ = [
+    "BACKEND",
+    "GlooMover",
+    "LocalMover",
+    "Loop",
+    "Mover",
+    "NcclMover",
+    "Operation",
+    "StagedMover",
+    "Ticket",
+    "lift_timeout",
+    "nccl_options",
+    "one_loop",
+]

@@ -1,118 +1,88 @@
-"""A lane from a rank to itself: copies in a queue, with the same rules as between ranks."""
+"""A rank to itself: copies, first in first out. A send is done at once, a receive when its send has come."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
-from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.lane import Lane
-from pipegrid.transport.message import Signature
-from pipegrid.transport.payload import flatten, signature_of
+from pipegrid.transport.backends.base import Operation
 from pipegrid.transport.streams import current_stream, follow, mark, used_here
 
 
-class LocalLane(Lane):
-    """See `Lane`. A send is done at once; a receive is done when its send has come."""
+class LocalTicket:
+    """See `Ticket`."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._copies: deque[tuple[Signature, list[Tensor], Sequence[Any], torch.cuda.Stream | None]] = deque()
-        self._changed = threading.Condition(self._lock)
+    def __init__(self, mover: LocalMover, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.stream = current_stream(mover.device)
+        self.matched = False
+        self.events: Sequence[Any] = mark(mover.device)  # of a receive, before the copy: the buffers are free
+        self._mover = mover
 
-    def admit(self, transfer: Transfer) -> None:
-        """Copy a send into the queue, or note a receive; then match the heads."""
-        self.require_alive()
-        try:
-            if isinstance(transfer, ReceiveTransfer):
-                transfer.sequence, transfer.state = self.received, State.PENDING
-                self.queue.append(transfer)
-                self.received += 1
-            else:
-                transfer.sequence = self.sent
-                self._copy(transfer)
-                self.sent += 1
-            self._match()
-        except P2PMismatchError as error:
-            self.fail(error, kind="mismatch")
-            raise
+    def hold(self, timeout: timedelta) -> None:
+        """See `Ticket.hold`: until the send has come; the copy itself is ordered by `order`."""
+        with self._mover.changed:
+            self._mover.changed.wait_for(lambda: self.matched or self._mover.aborted, timeout.total_seconds())
+        if not self.matched:
+            raise RuntimeError(f"no send came in {timeout.total_seconds():.3g} s")
 
-    def launch(self, transfer: Transfer) -> None:
-        """See `Lane.launch`: it is done."""
+    def done(self) -> bool:
+        """See `Ticket.done`."""
+        return self.matched
 
-    def _notify(self) -> None:
-        self._changed.notify_all()
+    def order(self) -> None:
+        """See `Ticket.order`."""
+        follow(self.events, self._mover.device)
 
-    def _copy(self, transfer: Transfer) -> None:
-        signature = transfer.signature or signature_of(transfer.tensors, 0)
-        if self._outgoing.send(signature, transfer.sequence):
-            self.tally.headers += 1
-        copies = [tensor.detach().clone() for tensor in transfer.tensors]
-        self._copies.append((signature, copies, mark(self.device), current_stream(self.device)))
-        transfer.state = State.PENDING
-        self.tally.messages += 1
-        self.tally.bytes += sum(copy.numel() * copy.element_size() for copy in copies)
-        self._ended(transfer, State.DONE)
 
-    def _match(self) -> None:
-        while self._copies and self.queue:
-            signature, copies, made, stream = self._copies[0]
-            receive = self.queue[0]
-            if not isinstance(receive, ReceiveTransfer):
-                raise P2PUsageError(f"{receive!r} is queued as a receive; report this as a fault of the lane")
-            receive.buffers = self._buffers_of(receive, signature)
-            receive.tensors = copies
-            self.tally.messages += 1
-            self._copies.popleft()
-            receive.works, receive.stream = made, stream
-            self._ended(receive, State.DONE)
+class LocalMover:
+    """See `Mover`."""
 
-    def announce(self, payloads: Sequence[Any]) -> None:
-        """See `Lane.announce`."""
-        self._require_announceable()
-        with self.submitter.lock:
-            self.require_alive()
-            self._outgoing.announce([signature_of(*flatten(payload)) for payload in payloads], standing=False)
+    streams = False
+    polled = True
 
-    def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
-        """See `Lane.wait_for`."""
-        if transfer.state is State.PENDING:
-            self._set_due(transfer, timeout)
-            with self._changed:
-                while transfer.state is State.PENDING and time.monotonic() < transfer.due:
-                    self._changed.wait(max(0.0, transfer.due - time.monotonic()))
-            if transfer.state is State.PENDING:
-                self.fail(self._timed_out(transfer), kind="timeout")
-        self._refuse(transfer)
-        follow(transfer.works or (), self.device)
-        used_here(transfer.tensors, transfer.stream)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.changed = threading.Condition()
+        self.aborted = False
+        self._copies: deque[tuple[list[Tensor], Sequence[Any], Any]] = deque()
+        self._receives: deque[LocalTicket] = deque()
 
-    def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
-        """See `Lane.synchronize`."""
-        self.wait_for(transfer, timeout)
-        for event in transfer.works or ():
-            self.tally.host_syncs += 1
-            event.synchronize()
+    def start(self, operations: Sequence[Operation]) -> Sequence[LocalTicket]:
+        """See `Mover.start`."""
+        tickets = []
+        with self.changed:
+            for sending, tensors, _, _ in operations:
+                ticket = LocalTicket(self, tensors)
+                tickets.append(ticket)
+                if sending:
+                    copies = [tensor.detach().clone() for tensor in tensors]
+                    self._copies.append((copies, mark(self.device), current_stream(self.device)))
+                    ticket.matched = True
+                else:
+                    self._receives.append(ticket)
+            while self._copies and self._receives:
+                self._copy(self._receives.popleft(), *self._copies.popleft())
+            self.changed.notify_all()
+        return tickets
 
-    def provide(self, transfer: ReceiveTransfer) -> Any:
-        """See `Lane.provide`."""
-        self.wait_for(transfer, None)
-        return transfer.payload
+    def _copy(self, receive: LocalTicket, copies: Sequence[Tensor], made: Sequence[Any], stream: Any) -> None:
+        follow((*made, *receive.events), self.device)
+        used_here(copies, stream)
+        used_here(receive.tensors, receive.stream)
+        for buffer, copy in zip(receive.tensors, copies, strict=True):
+            buffer.detach().copy_(copy)
+        receive.events, receive.matched = mark(self.device), True
 
-    def poll(self, transfer: Transfer) -> bool:
-        """See `Lane.poll`."""
-        return transfer.state not in (State.HELD, State.PENDING)
-
-    def join(self) -> None:
-        """See `Lane.join`: there is none."""
-
-    def _cut(self, error: P2PError, kind: str) -> None:
-        del error, kind
-        self._copies.clear()
+    def abort(self) -> None:
+        """See `Mover.abort`."""
+        with self.changed:
+            self.aborted = True
+            self._copies.clear()
+            self.changed.notify_all()

@@ -1,83 +1,141 @@
-"""A lane over a backend that orders streams: NCCL."""
+"""NCCL and whatever else completes in stream order: a wait orders the current stream, completion can only be polled.
+
+Tags are ignored; messages of one communicator make progress together only as one coalesced batch, which this module
+brackets itself: `torch.distributed.batch_isend_irecv` does so for `ProcessGroup` proper only. Two communicators that
+are active at the same time deadlock if their kernels are launched in different orders on different ranks, so only one
+thread may start messages: the one that runs the plan.
+
+Torch's own watchdog ends the process some time after a work is older than its group's timeout. `lift_timeout` puts that
+far beyond any deadline of ours, which ends a lane with a typed error first; ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` turns
+the watchdog's end off, ``TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`` bounds its own hangs.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
-from pipegrid.transport.errors import P2PError
-from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.payload import ReceiveBuffers
-from pipegrid.transport.remote_lane import RemoteLane
-from pipegrid.transport.streams import current_stream, used_here, working_on
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport.backends.base import Operation
+from pipegrid.transport.errors import P2PUsageError
+from pipegrid.transport.wait_lock import BackgroundThread
 
 _POLL_SECONDS = 0.0001
+_WATCHDOG = timedelta(days=7)
 
 
-class StreamedLane(RemoteLane):
-    """See `RemoteLane`. A wait orders the current stream and returns; the progress thread polls for ends.
+def nccl_options(backend: str, max_ctas: int | None) -> Any:
+    """Options of a lane's NCCL group: a stream of high priority, and few thread blocks; None for other backends."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options
 
-    Only headers are waited for, by one thread at a time (see `WaitLock`).
+
+def lift_timeout(group: Any) -> None:
+    """Put the timeout of a group's works, which was its creation's, far beyond the deadlines of lanes."""
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(_WATCHDOG)
+    else:  # torch before 2.12
+        dist.distributed_c10d._set_pg_timeout(_WATCHDOG, group)  # noqa: SLF001
+
+
+class NcclTicket:
+    """See `Ticket`: all messages of a batch share its work."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def order(self) -> None:
+        """See `Ticket.order`."""
+        for work in self._works:
+            work.wait()
+
+    def done(self) -> bool:
+        """See `Ticket.done`. A failed work is completed as well, so its error is asked for."""
+        for work in self._works:
+            if not work.is_completed():
+                return False
+            _raise_failure(work)
+        return True
+
+    def hold(self, timeout: timedelta) -> None:
+        """See `Ticket.hold`."""
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.done():
+            if time.monotonic() > end:
+                raise RuntimeError(f"not done after {timeout.total_seconds():.3g} s")
+            time.sleep(_POLL_SECONDS)
+
+
+def _raise_failure(work: Any) -> None:
+    """Raise the error of a completed work, if it has one."""
+    try:
+        result = work.get_future_result()
+    except (RuntimeError, NotImplementedError, AttributeError):  # not every backend has one
+        result = None
+    if result is not None and result.done():
+        status = result.wait()
+        if isinstance(status, int) and status != 0:
+            raise RuntimeError(
+                f"the backend reports status {status} for a completed work (1: timeout, 2: lost, 3: other)"
+            )
+    else:
+        work.wait()  # of a completed work: returns at once, or raises
+
+
+class NcclMover:
+    """See `Mover`.
+
+    Args:
+        group: the process group.
+        peer: the other rank, as rank in the group.
+        device: where tensors live.
     """
 
-    def _admit_receive(self, transfer: ReceiveTransfer) -> None:
-        transfer.stream = current_stream(self.device)
-        super()._admit_receive(transfer)
+    streams = True
+    polled = True
 
-    def _sends_stand(self) -> None:
-        """Nothing to prepare: each send is a batch of its own."""
+    def __init__(self, group: Any, peer: int, device: torch.device) -> None:
+        self._group = group
+        self._peer = peer
+        self._device = device
 
-    def _receives_stand(self, buffers: ReceiveBuffers) -> None:
-        """Nothing to prepare: each receive is a batch of its own."""
+    def start(self, operations: Sequence[Operation]) -> Sequence[NcclTicket]:
+        """See `Mover.start`.
 
-    def _post_late(self, ready: Sequence[Transfer]) -> None:
-        with working_on(ready[0].stream):
-            super()._post_late(ready)
-
-    def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
-        """See `Lane.wait_for`."""
-        self._until(transfer, timeout, posted=True)
-        self._refuse(transfer)
-        for work in transfer.works or ():
-            work.wait()
-        used_here(transfer.tensors, transfer.stream)
-
-    def _step(self, waited: Transfer | None) -> None:
-        first = next(iter(self._deferred), None)
-        if first is None:
-            return
+        Raises:
+            P2PUsageError: called by a thread of this package, as from an `on_done` callback.
+        """
+        if isinstance(threading.current_thread(), BackgroundThread):
+            raise P2PUsageError(
+                "a transfer of a device group was started outside the thread that runs the plan (from an on_done "
+                "callback?): communicators whose kernels are launched in different orders on different ranks deadlock; "
+                "start it from the thread that waits"
+            )
+        group, peer = self._group, self._peer
+        group._start_coalescing(self._device)  # noqa: SLF001
         try:
-            self._take_header(self._timeout_of(waited))
-        except P2PError:
-            raise
-        except RuntimeError as error:
-            self.explain(error, waited or first)
+            works = []
+            for sending, tensors, _, _ in operations:
+                verb = group.send if sending else group.recv
+                for tensor in tensors:
+                    works.append(verb([tensor], peer, 0))  # noqa: PERF401 -- a comprehension is a frame more
+        finally:
+            whole = group._end_coalescing(self._device)  # noqa: SLF001
+        ticket = NcclTicket(works if whole is None else (whole,))
+        return [ticket] * len(operations)
 
-    def _has_wanted(self, wanted: int) -> bool:
-        return bool(self._deferred) and self._deferred[0].sequence <= wanted
-
-    def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
-        """See `Lane.synchronize`."""
-        self.wait_for(transfer, timeout)
-        self.tally.host_syncs += 1
-        while not self.poll(transfer):
-            time.sleep(_POLL_SECONDS)
-        self._refuse(transfer)
-
-    def poll(self, transfer: Transfer) -> bool:
-        """See `Lane.poll`."""
-        if transfer.state is State.PENDING and self.error is not None:
-            self._ended(transfer, State.FAILED, self.error)
-        if transfer.state is not State.PENDING:
-            return transfer.state is not State.HELD
-        return bool(transfer.works) and all(work.is_completed() for work in transfer.works or ())
-
-    def sweep(self, now: float) -> None:
-        """See `Lane.sweep`; take what has ended off the queue, and look for the other side's last words."""
-        queue = self.queue.copy()
-        while queue and self.poll(queue[0]):
-            self._ended(queue.popleft(), State.DONE)
-        if queue and self.wire.has_note():
-            self.explain(RuntimeError("the other side ended the lane"), queue[0])
-        else:
-            super().sweep(now)
+    def abort(self) -> None:
+        """See `Mover.abort`."""
+        self._group.abort()

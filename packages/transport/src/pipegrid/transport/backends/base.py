@@ -1,0 +1,61 @@
+"""The interface between a lane and its backend: operations in, tickets out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Operation(NamedTuple):
+    """The tensors of one message, to send or to receive into.
+
+    Attributes:
+        sending: or receiving.
+        tensors: contiguous, on the lane's device.
+        lane: the lane's index among those of its communicator.
+        epoch: how often the lane's shapes were renewed; messages of different epochs never meet.
+    """
+
+    sending: bool
+    tensors: Sequence[Tensor]
+    lane: int
+    epoch: int
+
+
+class Ticket(Protocol):
+    """A message that a backend has. Its methods raise RuntimeError where the backend failed."""
+
+    def hold(self, timeout: timedelta) -> None:
+        """Hold the host until the message is done; once, by one thread at a time."""
+        ...
+
+    def done(self) -> bool:
+        """Whether the message is done: any time where the mover is ``polled``, else after `hold`."""
+        ...
+
+    def order(self) -> None:
+        """Order the current stream after the message; where the mover is not ``streams``, after `hold`."""
+        ...
+
+
+class Mover(Protocol):
+    """Moves the messages of one communicator.
+
+    Attributes:
+        streams: messages complete in stream order, so that a wait need not hold the host.
+        polled: `Ticket.done` can be asked any time.
+    """
+
+    streams: bool
+    polled: bool
+
+    def start(self, operations: Sequence[Operation]) -> Sequence[Ticket]:
+        """Start messages as one simultaneous batch; a ticket for each. RuntimeError where the connection is gone."""
+        ...
+
+    def abort(self) -> None:
+        """End all messages under way, as far as `Wire.cut` does not; may block until device kernels have ended."""
+        ...

@@ -1,0 +1,121 @@
+"""What the lanes of one communicator share, and how several of them end together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from attrs import define, field
+from torch.distributed import ProcessGroup
+
+from pipegrid.transport.backends import Mover
+from pipegrid.transport.errors import P2PError, P2PLaneDeadError, relayed, text_of
+from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.wait_lock import BackgroundThread
+from pipegrid.transport.wire import Wire, timedelta_of
+
+# Until a note must have been taken, by kind. A loaded machine may hold up a peer that is alive, and the type of its
+# error depends on a mismatch's note; the others go to peers that did not answer for a whole deadline, or that end too.
+_TELL_SECONDS = {"mismatch": 5.0, "aborted": 2.0}
+_TELL_OTHERS_SECONDS = 1.0
+_ABORT_SECONDS = 5.0  # until groups must have been aborted, which on a device waits for kernels
+
+
+class LaneEnd(Protocol):
+    """What an end needs of a lane."""
+
+    spec: LaneSpec
+    rank: int
+    connection: Connection
+
+    def take_error(self, error: P2PError) -> bool:
+        """Note why the lane ends; False where it has ended before."""
+        ...
+
+    def finish(self, error: P2PError) -> None:
+        """Fail the transfers under way."""
+        ...
+
+
+@define(eq=False)
+class Connection:
+    """What the lanes of one communicator share.
+
+    Attributes:
+        mover: moves their payloads.
+        wire: moves headers and notes; None where both ends are one rank.
+        group: the process group of the payloads; None where both ends are one rank.
+        lanes: this rank's ends.
+    """
+
+    mover: Mover
+    wire: Wire | None = None
+    group: ProcessGroup | None = None
+    lanes: list[Any] = field(factory=list)
+
+
+class End(NamedTuple):
+    """A lane that ends, the error of its transfers, and the text for its other side."""
+
+    lane: LaneEnd
+    error: P2PError
+    text: str
+
+
+def abort_together(lanes: Sequence[LaneEnd], reason: str) -> None:
+    """End lanes at once, and tell all other sides why before any connection is cut."""
+    reason = text_of(reason)
+    texts = [relayed(reason, f"lane {lane.spec} was aborted on rank {lane.rank}") for lane in lanes]
+    ends = [End(lane, P2PLaneDeadError(text), reason) for lane, text in zip(lanes, texts, strict=True)]
+    end_together(ends, kind="aborted")
+
+
+def end_together(ends: Sequence[End], *, kind: str) -> None:
+    """End lanes; ``kind`` goes to their other sides.
+
+    All other sides are told, then all connections cut, then all groups aborted at the same time: on a device, an abort
+    may wait for kernels of groups that are not aborted yet. Each part is bounded. The other lanes of a communicator end
+    with the first cause on it.
+    """
+    over: list[tuple[LaneEnd, P2PError]] = []
+    connections: dict[int, tuple[Connection, str]] = {}
+    siblings = [End(lane, end.error, end.text) for end in ends for lane in end.lane.connection.lanes]
+    for lane, error, text in (*ends, *siblings):
+        if lane.take_error(error):
+            over.append((lane, error))
+            connections.setdefault(id(lane.connection), (lane.connection, text))
+    if kind != "lost":
+        limit = time.monotonic() + _TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS)
+        wired = [(connection.wire, text) for connection, text in connections.values() if connection.wire is not None]
+        for work in [wire.post_note(kind, text) for wire, text in wired]:
+            _finish(work, limit)
+    for connection, _ in connections.values():
+        if connection.wire is not None:
+            connection.wire.cut()
+    # A lane that is closed has nothing under way on a device.
+    _abort([connection.mover for connection, _ in connections.values() if kind != "closed" or connection.wire is None])
+    for lane, error in over:
+        lane.finish(error)
+
+
+def _finish(work: Any, limit: float) -> None:
+    if work is not None:
+        try:
+            work.wait(timedelta_of(limit - time.monotonic()))
+        except RuntimeError:  # a connection that is gone tells the other side as well
+            return
+
+
+def _abort(movers: Sequence[Mover]) -> None:
+    threads = [
+        BackgroundThread(target=mover.abort, name="pipegrid-abort", daemon=True) for mover in movers if mover.streams
+    ]
+    for thread in threads:
+        thread.start()
+    for mover in movers:
+        if not mover.streams:
+            mover.abort()
+    limit = time.monotonic() + _ABORT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, limit - time.monotonic()))

@@ -69,6 +69,7 @@ def test_a_send_ends_with_its_receive_and_a_receive_is_nan_until_its_data_is_the
         ranks.barrier()
         until(work.is_completed)
         assert work.is_success()
+        assert work.get_future_result().wait() == 0
         dist.send(torch.ones(4, dtype=torch.int32), 1)
     else:
         ranks.barrier()
@@ -184,6 +185,7 @@ def test_aborts_one_by_one_hang_and_concurrent_ones_do_not(ranks):
         first.join(10)
         assert not first.is_alive()
         assert all("was aborted" in str(work.exception()) for work in works)
+        assert [work.get_future_result().wait() for work in works] == [2, 2, 2]
         with pytest.raises(dist.DistBackendError, match="was aborted on rank 0"):
             groups[0].send([torch.zeros(2)], 1, 0)
     ranks.barrier()

@@ -98,8 +98,15 @@ class FakeWork(_Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """A future of no value, done at the entry's end."""
+        return self._future(lambda: None)
+
+    def get_future_result(self) -> Any:
+        """A future of the work's status, done at the entry's end: NCCL's are 0 for success, 2 for a lost connection."""
+        return self._future(lambda: 0 if self.entry.error is None else 2)
+
+    def _future(self, value: Callable[[], Any]) -> Any:
         future: Any = torch.futures.Future()
-        self.entry.when_ended(lambda: future.set_result(None))
+        self.entry.when_ended(lambda: future.set_result(value()))
         return future
 
 

@@ -2,7 +2,7 @@
 
 With several chunks per rank, a limit on a rank couples distant stages, and cutting the chain is no longer a chain of
 independent choices. The relaxation gives every stage the whole limit of its rank to itself; `partition` solves that
-exactly. Where its solution overdraws a rank by ``e`` at some peak (so many microbatches in flight per chunk), every
+exactly. Where its solution overdraws a rank by ``e`` at some peak (numbers of microbatches in flight per chunk), every
 partition that keeps the limit must have less memory in at least one of the ``m`` chunks that hold any, by at least
 ``e / m`` (if each were above that, their sum would be above the limit). So the node branches into ``m`` children, each
 with such a cap on one chunk. A child is a relaxation again, so its exact optimum bounds everything below it.
@@ -10,7 +10,7 @@ with such a cap on one chunk. A child is a relaxation again, so its exact optimu
 The search runs twice with the same branching: for the least bottleneck, then, under that ceiling, for the largest
 smallest stage. Each time it dives from the best open node along its best children to a solution, or to a node that
 cannot lead to a better one, and goes on from the best node then open (dives look at the bound first and at the
-overdraft first in turn). When it has opened so many nodes it stops, and the best open node is still a proven bound:
+overdraft first in turn). At its bound of nodes it stops, and the best open node is still a proven bound:
 the search says how far the solution can be from the optimum. With one chunk per rank the relaxation is the problem
 itself: the root ends the search.
 """

@@ -26,7 +26,7 @@ partitions: light early stages, which is where 1F1B keeps most microbatches in f
 **Time.** Each raise moves a cut by at least one place and costs ``O(log n)``. A probe that succeeds starts where the
 last success stopped, so all successes together make at most ``sum(top - bottom)`` raises, the number of places
 between `leftmost` and `rightmost`, never more than ``n S`` and mostly far fewer. A probe that fails can make as many
-for itself, hence the order of the probes: one that takes more than so many steps is given up and its floor set aside
+for itself, hence the order of the probes: one that exceeds a number of steps is given up and its floor set aside
 as doubtful; when only doubtful floors are left, the least of them is tried to the end, and either it fails, which
 settles all the others, or it succeeds, and patience doubles. So a long failure is paid for once.
 
@@ -72,7 +72,7 @@ class Chain:
         return len(self.low) - 1
 
     def memory(self, start: int, end: int, flying: int) -> int:
-        """Memory of the layers from ``start`` up to ``end`` with so many microbatches in flight."""
+        """Memory of the layers from ``start`` up to ``end`` with ``flying`` microbatches in flight."""
         return self.fixed[end] - self.fixed[start] + flying * (self.moving[end] - self.moving[start])
 
 
@@ -238,7 +238,7 @@ def _raise_cuts(
     """Raise the cuts to the least solution above them.
 
     Returns:
-        True when they are there, False when one has to pass ``top``, None after so many ``steps``.
+        True when they are there, False when one has to pass ``top``, None after ``steps`` raises.
     """
     cost, cuts, stages = chain.cost, rising.cuts, chain.stages
     checked = [-1] * (stages + 1)  # for each cut, where it was when the begin of the stage before it was checked

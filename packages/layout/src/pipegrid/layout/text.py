@@ -21,7 +21,7 @@ def write(stages: Sequence[tuple[str, ...]], grammar: LayoutGrammar) -> str:
     for stage in stages:
         if stage not in texts:
             texts[stage] = write_stage(stage, grammar)
-    # Every stage but the last is written with its separator, which makes them repeatable as they stand.
+    # Every stage but the last is written with its separator, so that a run of them is one repeat.
     closed = [f"{texts[stage]}|" for stage in stages[:-1]]
     return _join([*_fold([_repeat(text, len(list(run))) for text, run in groupby(closed)]), texts[stages[-1]]])
 

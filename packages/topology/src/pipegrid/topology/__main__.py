@@ -1,7 +1,7 @@
 """`python -m pipegrid.topology describe --world 16 images:tp=1,dp=8 language:tp=2,pp=2,dp=2`.
 
-A module is ``name[@offset]:dim=size,dim=size,...``, the fastest dimension first. Exit status 2 says that the
-modules do not fit, and why.
+A module is ``name[@offset]:dim=size,dim=size,...``, the fastest dim first. The exit status is 2 if the modules do not
+fit, with the reason.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ def _module(text: str) -> tuple[str, int | None, dict[str, int]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipegrid.topology", description="Rank grids, planned.")
+    parser = argparse.ArgumentParser(prog="python -m pipegrid.topology", description="Plans of rank grids.")
     commands = parser.add_subparsers(required=True)
     show = commands.add_parser(
-        "describe", help="place modules and draw the world as a table, ranks x modules", epilog=__doc__
+        "describe", help="place modules and print the world as a table, ranks x modules", epilog=__doc__
     )
-    show.add_argument("--world", type=int, required=True, metavar="N", help="how many ranks there are")
+    show.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     show.add_argument(
         "--together",
         action="append",
         default=[],
         metavar="A,B",
         type=lambda text: text.split(","),
-        help="modules that stand on the same ranks; may be given several times",
+        help="modules on the same ranks; may occur several times",
     )
-    show.add_argument("--max-rows", type=int, default=64, metavar="N", help="above: a row per stretch of ranks")
+    show.add_argument(
+        "--max-rows", type=int, default=64, metavar="N", help="a larger world has a row per stretch of ranks"
+    )
     show.add_argument("modules", nargs="+", metavar="MODULE", help="name[@offset]:dim=size,dim=size,...")
     return parser
 

@@ -1,17 +1,17 @@
-"""Every error this package raises on purpose; each says the value, the rule and the remedy."""
+"""The errors of this package; each text has the value, the rule and, where it is not obvious, the remedy."""
 
 from __future__ import annotations
 
 
 class _ReadableKeyError(KeyError):
-    """A KeyError whose text is its message, not the quoted representation of it."""
+    """A KeyError whose `str` is its message, without quotes."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class GridShapeError(ValueError):
-    """Something that is no grid, or whose shape, dimension names or numbers are not those of one."""
+    """A shape, dimension names or a number that no grid has."""
 
 
 class GridSpanError(RuntimeError):
@@ -19,7 +19,7 @@ class GridSpanError(RuntimeError):
 
 
 class WorldSizeUnknownError(RuntimeError):
-    """Nothing says how many ranks the world has, or which of them this process is."""
+    """The world size, or the rank of this process, is unknown."""
 
 
 class CoordinateError(ValueError):
@@ -27,11 +27,11 @@ class CoordinateError(ValueError):
 
 
 class UnknownDimensionError(ValueError):
-    """A dimension was named that the grid or the view does not have, or the same one twice."""
+    """The grid or the view has no such dimension; or one occurs twice among the arguments."""
 
 
 class UnknownViewError(_ReadableKeyError):
-    """A view was named that the grid does not have."""
+    """The grid has no such view."""
 
 
 class ViewError(ValueError):
@@ -43,15 +43,15 @@ class GroupSpecError(ValueError):
 
 
 class GroupExistsError(_ReadableKeyError):
-    """A grid was asked to make a group that it has already made."""
+    """The grid has the group already."""
 
 
 class GroupMissingError(_ReadableKeyError):
-    """A grid was asked for a group that nobody made."""
+    """The grid does not have the group yet."""
 
 
 class GroupCreationTimeoutError(RuntimeError):
-    """Some members of a group did not come to create it before the deadline."""
+    """Some members of a group did not come to create it, or did not connect, before the deadline."""
 
 
 class PlacementError(ValueError):
@@ -63,4 +63,4 @@ class RoleError(ValueError):
 
 
 class RankNotInGridError(RuntimeError):
-    """The rank takes part in none of the grids it was asked about."""
+    """The rank is in none of the grids."""

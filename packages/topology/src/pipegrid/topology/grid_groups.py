@@ -87,7 +87,7 @@ def _of_view(request: GroupRequest) -> str:
 def create_held(
     wanted: Mapping[tuple[GridGroups, GroupRequest], tuple[GroupSpec | None, GroupOptions]],
 ) -> None:
-    """Create and hold the wanted groups of several grids, in one order; None stands for a rank outside the grid.
+    """Create and hold the wanted groups of several grids, in one order; None is a rank outside the grid.
 
     Raises:
         GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.

@@ -34,7 +34,7 @@ class GroupSpec:
     """A process group to create: its global ``ranks`` in group-rank order, and a ``label`` that says what for.
 
     Specs with the same ranks (in the same order) share one real group, unless ``shared`` is False: lanes and
-    bridges need traffic that nothing else can delay, so each of those has a group of its own, told apart by
+    bridges need traffic that nothing else can delay, so each of those has a group of its own, identified by
     its label.
 
     Raises:
@@ -235,7 +235,7 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
             step=step,
         )
 
-    alone = compat.is_fake(options.backend)  # a fake group talks to nobody, and its store cannot count
+    alone = compat.is_fake(options.backend)  # a fake group has no peers, and its store cannot count
     if alone:
         sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
     else:

@@ -1,6 +1,6 @@
 """The rank of this process and the size of the world: an argument, the default process group, or the launcher.
 
-No torch: `torch.distributed` is asked only where it is imported already; elsewhere no default group can exist.
+No torch: a default process group can exist only where `torch.distributed` is imported already.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ pipe = MultiModulePipelineCommunicator({"images": images, "language": language},
 
 
 class Stage(torch.nn.Linear):
-    def set_input_tensor(self, received):  # what arrived, by the module it comes from
+    def set_input_tensor(self, received):  # activations by source module
         self.received = list(received.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pipegrid.schedules.timeline.recorder import Recorder
 from pipegrid.schedules.timeline.recording import Recording
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.timeline import TimelineError
+from pipegrid.schedules.verify import verify
 from pipegrid.transport.edge import Edge
 
 
@@ -293,3 +295,25 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(interrupt, network, memo
     for verb in (runtime.step, runtime.eval):
         with pytest.raises(PipelineError, match=rf"failed before: .*{interrupt.__name__}.* [Rr]ebuild"):
             verb()
+
+
+def test_a_proof_is_taken_as_it_is_and_a_plan_is_proved_once():
+    plan = lower(one_f_one_b(1, 2))
+    proof = verify(plan)
+    stage = SimpleNamespace(forward=lambda microbatch, inputs: Forwarded({}, torch.ones((), requires_grad=True) * 2))
+    runtime = PipelineRuntime(proof, {0: stage}, None)
+    assert runtime.proof is proof
+    assert runtime.plan is plan
+    runtime.step()
+    assert PipelineRuntime(plan, {0: stage}, None).proof == proof
+
+
+def test_a_proof_for_other_lanes_than_the_communicators_is_made_anew(network, memory_communicator):
+    proof = verify(lower(one_f_one_b(2, 2)))
+
+    class Shared(memory_communicator):
+        config = SimpleNamespace(communicators="shared")
+
+    communicator = Shared(network, 2, 1)
+    stage = SimpleNamespace(forward=lambda microbatch, inputs: Forwarded({}, inputs.popitem()[1].sum()))
+    assert PipelineRuntime(proof, {1: stage}, communicator).proof.lanes == "shared"

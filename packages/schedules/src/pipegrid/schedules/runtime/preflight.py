@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.schedules.arguments import as_number, require, require_function, require_items, shown
-from pipegrid.schedules.errors import PlanError, PlanMismatchError, ReductionError, RuntimeArgumentError
+from pipegrid.schedules.arguments import require, require_items, shown
+from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import actions_of, require_plan
 from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.stage import modules_of
-from pipegrid.schedules.verify import own_faults
+from pipegrid.schedules.verify import Proof, verify
+from pipegrid.topology.fields import Seconds, checked
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan
@@ -21,19 +22,17 @@ if TYPE_CHECKING:
     from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 _HOOK = "a hook has before(action) and after(action)"
-_MONITOR = "give a Monitor(store, rank=..., ranks=...), or None"
 
 
-def check_arguments(
-    plan: Any, stages: Any, hooks: Any, reducers: Any, loss_scale: Any, deadline: Any, monitor: Any
-) -> None:
-    """Refuse what is of another kind.
+def check_arguments(plan: Any, stages: Any, hooks: Any, loss_scale: Any, deadline: Any) -> None:
+    """Raise for the arguments of a runtime whose mistakes would show only inside a step.
 
     Raises:
-        RuntimeArgumentError: which, and what is wanted in its place.
+        RuntimeArgumentError: which argument, and what to give in its place.
     """
     error = RuntimeArgumentError
-    require_plan(plan, error=error)
+    if not isinstance(plan, Proof):
+        require_plan(plan, error=error)
     require("stages", stages, Mapping, "give a dict of this rank's stages by global number", error=error)
     for number, stage in stages.items():
         if not callable(getattr(stage, "forward", None)):
@@ -43,24 +42,31 @@ def check_arguments(
     for index, hook in enumerate(require_items("hooks", hooks, object, f"give a list; {_HOOK}", error=error)):
         if not isinstance(hook, Hook) or not callable(hook.before) or not callable(hook.after):
             raise RuntimeArgumentError(f"hook {index} is {shown(hook)}; {_HOOK}")
-    if reducers is not None:
-        require("reducers", reducers, Mapping, "give a dict of functions by group (or stage)", error=error)
-    for name, reduce in (reducers or {}).items():
-        require_function(f"the reducer for {name!r}", reduce, "give a function of no arguments", error=error)
-    if loss_scale is not None:
-        require_function("loss_scale", loss_scale, "give a function from a loss to the scaled loss", error=error)
+    if loss_scale is not None and not callable(loss_scale):
+        raise RuntimeArgumentError(f"loss_scale is {shown(loss_scale)}; give a function from a loss to the scaled loss")
     if deadline is not None:
-        as_number("deadline", deadline, "give a positive number of seconds, or None", above=0.0, error=error)
-    for verb in () if monitor is None else ("begin", "end", "failed"):
-        if isinstance(monitor, type) or not callable(getattr(monitor, verb, None)):
-            raise RuntimeArgumentError(f"monitor is {shown(monitor)}; {_MONITOR}")
+        checked(deadline, Seconds, "deadline", error)
+
+
+def prove(plan: Plan | Proof, communicator: Any) -> Proof:
+    """The proof of a plan for the lanes of ``communicator``: the given one, or made here.
+
+    Raises:
+        PlanError: the plan has faults.
+    """
+    kind: Literal["separate", "shared"] = getattr(getattr(communicator, "config", None), "communicators", "separate")
+    if not isinstance(plan, Proof):
+        return verify(plan, lanes=kind)
+    if plan.lanes == kind or not plan.plan.lanes:
+        return plan
+    return verify(plan.plan, rendezvous=plan.rendezvous, lanes=kind, batches=plan.batches)
 
 
 def position_of(plan: Plan, stages: Iterable[int]) -> int:
     """The position of ``plan`` that holds exactly ``stages``.
 
     Raises:
-        PlanMismatchError: there is none; the message lists what each position holds. Or it is no plan.
+        PlanMismatchError: there is none; the message lists what each position holds. Or it is not a plan.
     """
     require_plan(plan, error=PlanMismatchError)
     remedy = "give the numbers of this rank's stages"
@@ -79,13 +85,12 @@ def reducer_name(action: Action) -> int | str:
 
 
 def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Collection[int | str]) -> None:
-    """Refuse a plan with something in it, at ``position``, that cannot be run.
+    """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
 
     Raises:
         PlanMismatchError: computes alone, a ``REDUCE`` without its reducer, a plan and a communicator that disagree on
             which edges carry gradients, messages but no communicator, a reducer for a group or stage that the plan
             does not reduce, or as `check_collectives`.
-        PlanError: the steps of the position do not have what they need, or not in time, whatever the others do.
     """
     if plan.lanes and not plan.has_communication:
         raise PlanMismatchError(
@@ -113,19 +118,13 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
         if unknown:
             raise PlanMismatchError(
                 f"there are reducers for {unknown}, but the plan has a REDUCE only for {sorted(map(str, reduced))}: "
-                "nobody would call them. Give the plan its groups (with_reduce, or lower(plan, tied=...)), or leave "
+                "no action would call them. Give the plan its groups (with_reduce, or lower(plan, tied=...)), or leave "
                 "them out"
             )
-    faults = own_faults(plan, position)
-    if faults:
-        raise PlanError(
-            f"the plan cannot be run at position {position}; verify(plan) before running it, which finds this as well:",
-            faults=faults,
-        )
 
 
 def require_messenger(plan: Plan, position: int, communicator: Any) -> None:
-    """Refuse a communicator that cannot send and receive, where the position has messages.
+    """Raise unless a position with messages has a communicator that sends and receives.
 
     Raises:
         RuntimeArgumentError: which verb it lacks.
@@ -146,7 +145,7 @@ def _reduces(action: Action) -> bool:
 
 
 def _require_same_gradients(plan: Plan, without: Collection[Edge] | None) -> None:
-    """Refuse a gradient on an edge declared ``without`` backward, and an edge that waits for one which never comes."""
+    """Raise for a gradient along an edge declared ``without`` backward, and for a declared one that is never sent."""
     if without is None or not plan.gradient_edges:
         return
     for edge in plan.graph.stage_edges:
@@ -176,7 +175,7 @@ class CollectiveCommunicator(Protocol):
 
 
 def check_collectives(plan: Plan, position: int, communicator: Any) -> None:
-    """Refuse a plan whose collectives are not those that the communicator's modules need.
+    """Raise unless the plan's collectives are those that the communicator's modules need.
 
     Raises:
         PlanMismatchError: an edge that the communicator serves as a collective, without a group that carries it; a
@@ -191,7 +190,7 @@ def check_collectives(plan: Plan, position: int, communicator: Any) -> None:
         if found and isinstance(step, tuple):
             raise PlanMismatchError(
                 f"position {position} has {found[0]} in a batch; it waits until data has arrived, for which the rest "
-                "of the batch would have to be issued: let it stand alone"
+                "of the batch would have to be issued: make it a step of its own"
             )
     if collectives and not isinstance(communicator, CollectiveCommunicator):
         raise PlanMismatchError(
@@ -201,8 +200,8 @@ def check_collectives(plan: Plan, position: int, communicator: Any) -> None:
     for action in collectives:
         if action.edge is None:
             raise PlanMismatchError(
-                f"position {position} has {action}, which moves nothing along an edge; a runtime does not know what it "
-                "is for: leave it out, or name the edge"
+                f"position {position} has {action}, which moves nothing along an edge, so a runtime has nothing to "
+                "execute for it: leave it out, or name the edge"
             )
 
 
@@ -222,9 +221,9 @@ def _check_shared(plan: Plan, held: Collection[int], needed: Collection[Edge]) -
 
 
 def require_right_wrappers(plan: Plan, position: int, stages: Mapping[int, Any]) -> None:
-    """Refuse a `DistributedDataParallel` in a stage whose backwards do not follow their own forwards at once.
+    """Raise for a `DistributedDataParallel` in a stage whose backwards do not directly follow their own forwards.
 
-    It prepares in each forward for the one backward that it takes to come next, and knows none in halves.
+    It prepares in each forward for the next backward, which it takes for that forward's own, and has none in halves.
 
     Raises:
         ReductionError: there is one; the message names it, and what to do in its place.

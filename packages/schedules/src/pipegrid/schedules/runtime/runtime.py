@@ -25,6 +25,7 @@ from pipegrid.schedules.runtime.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.preflight import (
     check_arguments,
     position_of,
+    prove,
     reducer_name,
     require_messenger,
     require_right_wrappers,
@@ -32,6 +33,7 @@ from pipegrid.schedules.runtime.preflight import (
 )
 from pipegrid.schedules.runtime.stage import Forwarded, Stage
 from pipegrid.schedules.runtime.stage_runner import StageRunner
+from pipegrid.schedules.verify import Dataflow, Proof, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
@@ -120,29 +122,30 @@ class PipelineRuntime:
     """Runs one position of a plan, step after step.
 
     Args:
-        plan: lowered and verified; the same on every rank.
+        plan: a lowered plan, which is verified here, or the `Proof` that `verify` returned for it; the same on every
+            rank. The proof must be of the communicator's kind of lanes (separate or shared).
         stages: this rank's stages by global number: exactly those that one position of the plan holds.
         communicator: moves payloads along the plan's edges.
         hooks: called around every action, in order.
-        reducers: what a ``REDUCE`` does (tied parameters), by its group, or by stage where it has none.
-        deallocate_outputs: free the storage of an activation once it is sent, even where somebody still holds it.
-        reuse_buffers: a buffer that took an activation takes another one as soon as the backward of its microbatch is
-            done here, so that the plan's peak is all that is ever allocated. What a stage received must not be kept
-            beyond that, nor a view of it (in a log, say). Bridges between modules allocate all the same.
+        reducers: the effect of a ``REDUCE`` (tied parameters), by its group, or by stage where it has none.
+        deallocate_outputs: free the storage of an activation after its send, even if other objects still hold it.
+        reuse_buffers: the buffer of a received activation takes another one after the backward of its microbatch, so
+            the plan's peak is all that is ever allocated. A stage must not keep what it received beyond that, nor a
+            view of it (in a log, for example). Bridges between modules allocate all the same.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
-        monitor: publishes where this rank stands, and says of a failure whose was the first.
+        monitor: publishes this rank's place in the plan, enforces deadlines and relays failures.
 
     Raises:
-        RuntimeArgumentError: something is not of the kind that is described above.
+        RuntimeArgumentError: an argument cannot be used.
         PlanMismatchError: no position holds exactly these stages; the plan has not been lowered, has actions that
             cannot be run, or messages without a communicator; the reducers are not those that it asks for.
-        PlanError: the plan was not verified, and this position would not find what it needs; every fault is listed.
+        PlanError: the plan has faults, all of which are listed.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | Proof,
         stages: Mapping[int, Stage],
         communicator: PipelineCommunicator,
         *,
@@ -154,8 +157,9 @@ class PipelineRuntime:
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
     ) -> None:
-        check_arguments(plan, stages, hooks, reducers, loss_scale, deadline, monitor)
-        self.plan = plan
+        check_arguments(plan, stages, hooks, loss_scale, deadline)
+        proved = plan if isinstance(plan, Proof) else None
+        self.plan = plan = plan.plan if isinstance(plan, Proof) else plan
         self.position = position_of(plan, stages)
         self._communicator = communicator
         self._monitor = monitor
@@ -163,16 +167,21 @@ class PipelineRuntime:
         self._reducers = dict(reducers or {})
         require_runnable(plan, self.position, communicator, self._reducers)
         require_messenger(plan, self.position, communicator)
-        self._open_queues(stages, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
+        self.proof = prove(proved or plan, communicator)
+        flows = dataflow_of(plan)
+        self._open_queues(flows, stages, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
         self._runners = {
-            number: self._runner(number, stage, deallocate_outputs, reuse_buffers, loss_scale)
+            number: self._runner(
+                number, stage, flows, deallocate=deallocate_outputs, reuse=reuse_buffers, loss_scale=loss_scale
+            )
             for number, stage in stages.items()
         }
         steps = [[self._bind(action) for action in actions_of(step)] for step in plan.positions[self.position]]
         forwards = [[bound for bound in bounds if _goes_forward(bound.action)] for bounds in steps]
         self._program = tuple(_Step.of(bounds, every) for bounds in steps)
         self._forwards = tuple(_Step.of(bounds, every) for bounds in forwards if bounds)
-        outside = {edge for edge, _ in (*self._receives, *self._sends) if edge not in self._local_edges}
+        local = {queue.edge for queue in self._receives.values() if queue.local}
+        outside = {edge for edge, _ in (*self._receives, *self._sends)} - local
         self._rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
             plan, communicator, tuple(sorted(outside)), self._rank, deadline or deadline_of(communicator)
@@ -185,43 +194,41 @@ class PipelineRuntime:
 
     # What is bound at construction
 
-    def _open_queues(self, stages: Mapping[int, Stage], deadline: float | None, hooks: Sequence[MessageHook]) -> None:
-        """A `RecvQueue` per edge and direction that arrives here, a `SendQueue` per one that leaves a stage here."""
+    def _open_queues(
+        self, flows: Dataflow, stages: Mapping[int, Stage], deadline: float | None, hooks: Sequence[MessageHook]
+    ) -> None:
+        """A `RecvQueue` per flow that a stage here consumes, a `SendQueue` per flow that one produces."""
         self._receives: dict[tuple[Edge, Direction], RecvQueue] = {}
         self._sends: dict[tuple[Edge, Direction], SendQueue] = {}
-        self._local_edges: set[Edge] = set()
-        for edge in self.plan.graph.stage_edges:
-            ways = [(edge.source, edge.destination, Direction.FORWARD)]
-            if edge in self.plan.gradient_edges:
-                ways.append((edge.destination, edge.source, Direction.BACKWARD))
-            if edge.source in stages and edge.destination in stages and edge not in self.plan.collective_edges:
-                self._local_edges.add(edge)
-            for source, destination, direction in ways:
-                common = (edge, direction, self._communicator, deadline, hooks)
-                local = edge in self._local_edges
-                if destination in stages:
-                    self._receives[edge, direction] = RecvQueue(*common, local=local)
-                if source in stages:
-                    self._sends[edge, direction] = SendQueue(
-                        *common, local=self._receives[edge, direction] if local else None
-                    )
+        for flow in flows.flows:
+            way = flow.edge, flow.direction
+            local = flow.producer in stages and flow.consumer in stages and flow.group is None
+            common = (*way, self._communicator, deadline, hooks)
+            if flow.consumer in stages:
+                self._receives[way] = RecvQueue(*common, local=local)
+            if flow.producer in stages:
+                self._sends[way] = SendQueue(*common, local=self._receives[way] if local else None)
 
     def _runner(
         self,
         number: int,
         stage: Stage,
+        flows: Dataflow,
+        *,
         deallocate: bool,
         reuse: bool,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> StageRunner:
-        edges = self.plan.graph.stage_edges
-        into, out = [e for e in edges if e.destination == number], [e for e in edges if e.source == number]
-        gradients = self.plan.gradient_edges
+        forward, backward = Direction.FORWARD, Direction.BACKWARD
+        arriving = [self._receives[flow.edge, forward] for flow in flows.inputs(number, forward)]
+        leaving = [self._sends[flow.edge, forward] for flow in flows.outputs(number, forward)]
+        gradients_in = [self._receives[flow.edge, backward] for flow in flows.inputs(number, backward)]
+        gradients_out = [self._sends[flow.edge, backward] for flow in flows.outputs(number, backward)]
         trains = number not in self.plan.forward_only
-        arriving = [self._receives[edge, Direction.FORWARD] for edge in into]
         # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
         # one that was handed over on this position may be needed longer, by the W of the stage that has it.
-        returned = all(edge in gradients and edge not in self._local_edges for edge in out)
+        answered = {queue.edge for queue in gradients_in}
+        returned = all(queue.edge in answered and queue.local is None for queue in leaving)
         for queue in arriving:
             queue.lends = reuse and trains and returned and not queue.local
         return StageRunner(
@@ -229,9 +236,9 @@ class PipelineRuntime:
             stage,
             self.plan.num_microbatches,
             arriving=arriving,
-            leaving=[self._sends[edge, Direction.FORWARD] for edge in out],
-            gradients_in=[self._receives[edge, Direction.BACKWARD] for edge in out if edge in gradients],
-            gradients_out=[self._sends[edge, Direction.BACKWARD] for edge in into if edge in gradients],
+            leaving=leaving,
+            gradients_in=gradients_in,
+            gradients_out=gradients_out,
             trains=trains,
             splits=any(a.kind is ActionKind.I and a.stage == number for a in self.plan.actions(self.position)),
             deallocate=deallocate,

@@ -2,7 +2,6 @@
 
 from pipegrid.schedules.verify.creation import check_creation
 from pipegrid.schedules.verify.dataflow import Dataflow, EdgeFlow, dataflow_of
-from pipegrid.schedules.verify.position import own_faults
 from pipegrid.schedules.verify.verify import Proof, as_limit, verify
 
-__all__ = ["Dataflow", "EdgeFlow", "Proof", "as_limit", "check_creation", "dataflow_of", "own_faults", "verify"]
+__all__ = ["Dataflow", "EdgeFlow", "Proof", "as_limit", "check_creation", "dataflow_of", "verify"]

@@ -11,9 +11,8 @@ from attrs import Factory, define
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan import Action, ActionKind, Lane, Plan, Step
 from pipegrid.schedules.verify.deadlock import Program
-from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import missing, unknown_microbatch, why_no_rule, why_refused
-from pipegrid.schedules.verify.table import ActionRule, Blocking, PositionTable
+from pipegrid.schedules.verify.table import ActionRule, PositionTable
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
 
@@ -243,12 +242,6 @@ class PositionVerifier:
             self._refuse(index, action, rule)
         self.flags[done] = 1
         return True
-
-
-def own_faults(plan: Plan, position: int) -> list[Fault]:
-    """The faults of one position's steps, whatever those of the others are; `verify` finds more."""
-    table = PositionTable(EventIds(plan), position, Blocking(rendezvous=False))
-    return PositionVerifier(table, plan.positions[position]).faults
 
 
 def _members(plan: Plan, name: str | None) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def test_an_error_on_one_rank_is_every_ranks_first_failure(ranks):
 def test_a_rank_that_dies_leaves_its_last_word(ranks):
     ranks.plan_fault(Fault("kill", rank=2, at="F3"))
     text, seconds = step(ranks)
-    assert "rank 2: position 2, step" in text
+    assert "rank 2: position 2, " in text
     assert "last heard" in text
     assert seconds < LANE_DEADLINE
 

@@ -271,7 +271,7 @@ class Plan:
         for edge in self.graph.stage_edges:
             if edge in self.collective_edges:
                 continue
-            for source, destination in message_routes(self, edge):
+            for source, destination in _message_routes(self, edge):
                 found.add(Lane(source, destination, Direction.FORWARD))
                 if edge in self.gradient_edges:
                     found.add(Lane(destination, source, Direction.BACKWARD))
@@ -286,7 +286,7 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:12]
 
 
-def message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
+def _message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
     """The pairs of positions (source, destination) between which an activation on ``edge`` is a message.
 
     Every position of the source stage sends to every position of the destination stage, itself excepted. A

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
-from pipegrid.schedules.plan import Action, ActionKind, Plan, message_routes
+from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.simulate import Simulation, simulate
 from pipegrid.schedules.timeline.recording import Recording
 from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, TimelineError, amount
+from pipegrid.schedules.verify import dataflow_of
+from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
 from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction, Edge
 
@@ -131,56 +134,30 @@ def _of_recording(recording: Recording) -> Timeline:
 
 
 def _flows(plan: Plan, rows: Sequence[tuple[int, Sequence[tuple[int, Action]]]]) -> list[Flow]:
-    """Arrows from each send to its receive; in a plan of computes alone, from maker to user.
+    """Arrows from each send to its receive; in a plan of computes alone, from producer to consumer.
 
     ``rows`` holds (position, (index of the span, action) ...). Where a position has several rows (replicas),
     the k-th row of the sender meets the k-th of the receiver, round and round.
     """
-    touches = _touches(plan)
-    starts: dict[tuple[Edge, Direction, int, int], list[int]] = {}
-    finishes: dict[tuple[Edge, Direction, int, int], list[int]] = {}
+    spans: dict[tuple[int, ActionKind, int, Edge | None, int], list[int]] = defaultdict(list)
     for position, actions in rows:
         for index, action in actions:
-            if action.microbatch is None:
-                continue
-            key = (action.kind, action.stage, action.edge)
-            for edge, direction, begins in touches.get(key, ()):
-                book = starts if begins else finishes
-                book.setdefault((edge, direction, action.microbatch, position), []).append(index)
+            if action.microbatch is not None:
+                spans[position, action.kind, action.stage, action.edge, action.microbatch].append(index)
     flows = []
-    for (edge, direction, microbatch, position), sources in starts.items():
-        for upstream, downstream in message_routes(plan, edge):
-            ends = (upstream, downstream) if direction is Direction.FORWARD else (downstream, upstream)
-            if ends[0] == position:
-                found = finishes.get((edge, direction, microbatch, ends[1]), [])
-                flows += [Flow(sources[k % len(sources)], index) for k, index in enumerate(found)]
+    for flow in dataflow_of(plan).crossing:
+        edge, computes = None, _COMPUTES[flow.direction]
+        first, last = computes, computes
+        if plan.communicates:
+            edge, (send, receive) = flow.edge, MESSAGE_KINDS[flow.direction]
+            first, last = (send,), (receive,)
+        for sender, receiver in flow.routes:
+            for microbatch in range(plan.num_microbatches):
+                begins = [i for kind in first for i in spans.get((sender, kind, flow.producer, edge, microbatch), ())]
+                ends = [i for kind in last for i in spans.get((receiver, kind, flow.consumer, edge, microbatch), ())]
+                flows += [Flow(begins[k % len(begins)], index) for k, index in enumerate(ends) if begins]
     return flows
 
 
-_Kind = tuple[ActionKind, int, Edge | None]
-_Touch = tuple[Edge, Direction, bool]
-
-
-def _touches(plan: Plan) -> dict[_Kind, list[_Touch]]:
-    """Per kind, stage and edge of an action: the messages that begin (True) or end (False) with it."""
-    found: dict[_Kind, list[_Touch]] = {}
-
-    def add(kind: ActionKind, stage: int, edge: Edge, direction: Direction, *, begins: bool) -> None:
-        key = (kind, stage, edge if plan.communicates else None)
-        found.setdefault(key, []).append((edge, direction, begins))
-
-    forward, backward = Direction.FORWARD, Direction.BACKWARD
-    for edge in plan.graph.stage_edges:
-        if plan.communicates:
-            add(ActionKind.SEND_F, edge.source, edge, forward, begins=True)
-            add(ActionKind.RECV_F, edge.destination, edge, forward, begins=False)
-            add(ActionKind.SEND_B, edge.destination, edge, backward, begins=True)
-            add(ActionKind.RECV_B, edge.source, edge, backward, begins=False)
-            continue
-        add(ActionKind.F, edge.source, edge, forward, begins=True)
-        add(ActionKind.F, edge.destination, edge, forward, begins=False)
-        if edge in plan.gradient_edges:
-            for kind in (ActionKind.B, ActionKind.I):
-                add(kind, edge.destination, edge, backward, begins=True)
-                add(kind, edge.source, edge, backward, begins=False)
-    return found
+_COMPUTES = {Direction.FORWARD: (ActionKind.F,), Direction.BACKWARD: (ActionKind.B, ActionKind.I)}
+"""Per direction, the kinds of compute that make the data of a flow, and that need it."""

@@ -73,6 +73,11 @@ MISTAKES = [
         "number of decoder layers is None; it must be an integer of at least 0",
     ),
     (lambda: LAYOUT.validate_counts({"x": 1}), "'x' is not a kind of layer"),
+    (lambda: PipelineParallelLayerLayout("v|v", 2, grammar={"v": "vision"}), "grammar is {'v': 'vision'}; it must be"),
+    (
+        lambda: balance([1, 1], 2, grammar="v"),
+        "grammar is 'v'; it must be LayoutGrammar(symbols={'v': 'vision'}), or None",
+    ),
     (lambda: LayoutGrammar(symbols=["v"]), "symbols must map a letter to a kind of layer, got ['v']"),
     (lambda: LayoutGrammar(symbols={"vv": "vision"}), "symbol 'vv' must be one ASCII letter"),
     (lambda: LayoutGrammar(symbols={"v": ""}), "symbol 'v': kind of layer '' must be a name"),

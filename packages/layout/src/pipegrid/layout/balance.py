@@ -10,7 +10,7 @@ import attrs
 from pipegrid.layout.branch_and_bound import Found, RankLimit, overdrafts, own_caps, search
 from pipegrid.layout.errors import LayoutInfeasibleError
 from pipegrid.layout.fields import integer, sizes_of_pipeline
-from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.in_flight import Peaks, peaks_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout, check_ends, check_mtp
 from pipegrid.layout.partition import Chain, best_partition, rightmost
@@ -86,7 +86,7 @@ def balance(
         LayoutInfeasibleError: no layout keeps the limit; names the tightest stage.
         LayoutError: the input is malformed, or the order of the layers breaks a position rule.
     """
-    grammar = grammar or LayoutGrammar()
+    grammar = grammar_of(grammar)
     pp, vpp = sizes_of_pipeline(pp, vpp)
     stages = pp * vpp
     nodes = max(4 * stages, _WORK // stages) if nodes is None else integer(nodes, "nodes", least=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import MAX_LAYERS, integer, sizes_of_pipeline
-from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout
 
 
@@ -41,7 +41,7 @@ def even(
     pp, vpp = sizes_of_pipeline(pp, vpp)
     stages = pp * vpp
     num_layers = integer(num_layers, "num_layers", least=0, most=MAX_LAYERS)
-    grammar = grammar or LayoutGrammar()
+    grammar = grammar_of(grammar)
     kind = grammar.kind(layer_type)
     for name, given, counted in (("first", first, account_for_embedding), ("last", last, account_for_loss)):
         if given is not None and counted:

@@ -121,6 +121,18 @@ class LayoutGrammar:
         return ", ".join(f"{symbol} {kind!s}" for symbol, kind in self.symbols.items())
 
 
+def grammar_of(grammar: LayoutGrammar | None) -> LayoutGrammar:
+    """The grammar; the standard one for None.
+
+    Raises:
+        LayoutError: it is something else, such as a dict of symbols.
+    """
+    grammar = LayoutGrammar() if grammar is None else grammar
+    if not isinstance(grammar, LayoutGrammar):
+        raise LayoutError(f"grammar is {grammar!r:.60}; it must be LayoutGrammar(symbols={{'v': 'vision'}}), or None")
+    return grammar
+
+
 def _nearest(name: object, kinds: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), list(kinds), n=1)
     return f" (did you mean '{near[0]!s}'?)" if near else ""

@@ -13,7 +13,7 @@ import attrs
 
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import integer
-from pipegrid.layout.grammar import LayerType, LayoutGrammar
+from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.parser import parse
 from pipegrid.layout.text import align, merge_equal, name_layers, write, write_stage
 
@@ -60,7 +60,7 @@ class PipelineParallelLayerLayout:
         *,
         grammar: LayoutGrammar | None = None,
     ) -> None:
-        grammar = grammar or LayoutGrammar()
+        grammar = grammar_of(grammar)
         stages = parse(layout, grammar) if isinstance(layout, str) else _listed(layout, grammar)
         pp = integer(pipeline_model_parallel_size, "pipeline_model_parallel_size", least=1)
         if len(stages) % pp:
@@ -87,7 +87,7 @@ class PipelineParallelLayerLayout:
         Raises:
             LayoutSyntaxError: the string does not follow the grammar.
         """
-        return [list(stage) for stage in parse(layout_str, grammar or LayoutGrammar())]
+        return [list(stage) for stage in parse(layout_str, grammar_of(grammar))]
 
     @staticmethod
     def get_num_stages_from_str(layout_str: str, *, grammar: LayoutGrammar | None = None) -> int:
@@ -96,7 +96,7 @@ class PipelineParallelLayerLayout:
         Raises:
             LayoutSyntaxError: the string does not follow the grammar.
         """
-        return len(parse(layout_str, grammar or LayoutGrammar()))
+        return len(parse(layout_str, grammar_of(grammar)))
 
     @property
     def input_data(self) -> str | list[list[str]]:

@@ -101,7 +101,7 @@ class ProcessGroupCollection:
         unknown = [*(name for name in names if name not in known), *(name for name in others if name not in fields)]
         if unknown:
             raise RoleError(
-                f"unknown groups {unknown}; those of a grid are {list(known)}, and besides there are "
+                f"unknown groups {unknown}; those of a grid are {list(known)}, the others "
                 f"{[name for name in fields if name not in known]}"
             )
         found: dict[str, Any] = dict(others)
@@ -151,12 +151,12 @@ class MultiModuleProcessGroupCollection:
 
         Args:
             grids: module name to grid.
-            names: the groups that must be there, as for one grid.
-            expert_views: module name to the view that has its expert dimensions.
+            names: of required groups, as for one grid.
+            expert_views: module name to the view with its expert dims.
 
         Raises:
             RoleError: a view for a module without a grid.
-            GroupMissingError: a named group was not made.
+            GroupMissingError: a named group has not been created.
         """
         views = {} if expert_views is None else expert_views
         if not views.keys() <= grids.keys():

@@ -137,24 +137,22 @@ def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
 HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "until I")
 
 
-def comparison_cells(rows: Sequence[Row], *, unit: str = "") -> list[tuple[str, ...]]:
-    """The cells of a table of ``rows`` under `HEADINGS`. Peaks are live microbatches, marked where over the cap."""
-    return [
-        (
-            row.name,
-            time_text(row.makespan, unit),
-            f"{100 * row.bubble_of_makespan:.1f}%",
-            f"{100 * row.bubble_of_span:.1f}%",
-            amount(row.peak_until_weight) + ("" if row.fits else " (over)"),
-            amount(row.peak_until_input),
-        )
-        for row in rows
-    ]
-
-
 def comparison_table(rows: Sequence[Row], *, unit: str = "") -> str:
     """``rows`` of `compare` as a text table. Peaks are live microbatches; schedules over the memory cap are marked."""
-    cells = [HEADINGS, *comparison_cells(rows, unit=unit)]
+    cells = [
+        HEADINGS,
+        *(
+            (
+                row.name,
+                time_text(row.makespan, unit),
+                f"{100 * row.bubble_of_makespan:.1f}%",
+                f"{100 * row.bubble_of_span:.1f}%",
+                amount(row.peak_until_weight) + ("" if row.fits else " (over)"),
+                amount(row.peak_until_input),
+            )
+            for row in rows
+        ),
+    ]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
     lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
     lines.insert(1, "-" * len(lines[0]))

@@ -1,5 +1,7 @@
 """When a rank dies, stops, is late or in another order: the right error on every surviving rank, in time."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -328,3 +330,50 @@ def test_a_peer_that_dies_while_lanes_are_opened(ranks):
     with pytest.raises((P2PTimeoutError, P2PPeerError), match="rank 1|a rank was lost while rank 0 opened lanes 0>1"):
         open_lanes([THERE], config=config(open_deadline=2.0))
     assert time.monotonic() - began < LATEST
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("communicators", ["separate", "shared"])
+def test_the_cause_of_an_abort_reaches_every_lane_and_stays_first(ranks, communicators):
+    specs = [THERE, BACK, LaneSpec(0, 1, "more")]
+    with open_lanes(specs, config=config(communicators=communicators)) as lanes:
+        if ranks.rank == 0:
+            ranks.barrier()
+            lanes.abort("rank 0, stage 1: DataEndedError: no more samples\nand where it was")
+        else:
+            ranks.barrier()
+            for spec in (THERE, specs[2]):
+                error = caught(lambda spec=spec: lanes[spec].irecv().wait())
+                assert str(error).startswith("rank 0, stage 1: DataEndedError: no more samples (rank 0 ended lane 0>1")
+        ranks.barrier()
+
+
+class NoTextError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.ranks(1)
+def test_an_error_whose_text_cannot_be_read_ends_the_lane_all_the_same(ranks):
+    def fail(handle):
+        raise NoTextError
+
+    here = LaneSpec(0, 0)
+    with open_lanes([here], config=config()) as lanes:
+        lanes[here].isend(torch.ones(1)).on_done(fail)
+        assert "NoTextError (its text cannot be read: RuntimeError)" in str(lanes[here].error)
+
+
+@pytest.mark.ranks(2)
+def test_a_forked_child_ends_without_closing_lanes_of_its_parent(ranks):
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        if ranks.rank == 0:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                lanes.close()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            lanes[THERE].isend(torch.ones(2)).wait()
+        else:
+            assert lanes[THERE].irecv().result().tolist() == [1, 1]

@@ -27,9 +27,10 @@ PAYLOADS = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("communicators", ["separate", "shared"])
 @pytest.mark.parametrize("shapes", ["agreed", "header"])
-def test_every_payload_arrives_as_it_was_sent(ranks, shapes, communicators):
+@pytest.mark.parametrize("staged", [False, True])
+def test_every_payload_arrives_as_it_was_sent(ranks, shapes, communicators, staged):
     specs = {name: LaneSpec(0, 1, name) for name in PAYLOADS}
-    with open_lanes(specs.values(), config=config(shapes=shapes, communicators=communicators)) as lanes:
+    with open_lanes(specs.values(), config=config(shapes=shapes, communicators=communicators, staged=staged)) as lanes:
         for name, payload in PAYLOADS.items():
             for _ in range(3):
                 if ranks.rank == 0:

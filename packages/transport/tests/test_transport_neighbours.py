@@ -1,11 +1,14 @@
 """Handshake tell each other what they run: whoever comes second to a step sees a difference, and nobody waits."""
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
-from pipegrid.transport.handshake import Handshake, PeerHandshake
+from pipegrid.transport import Edge, P2PCommunicator, P2PConfig, P2PPeerError
+from pipegrid.transport.handshake import Deadline, Handshake, PeerHandshake
 
 
 class Plain:
@@ -97,3 +100,28 @@ def test_the_neighbours_of_an_edge_are_the_ranks_at_its_ends(ranks, communicator
     ranks.barrier()
     for communicator in (first, second):
         communicator.close()
+
+
+def test_a_store_that_does_not_answer_is_a_typed_error_by_the_deadline_and_later_at_once():
+    released = threading.Event()
+    store = Plain(dist.HashStore())
+    store.set = lambda *_: released.wait(30.0)
+    stuck = Handshake(store, [PeerHandshake.between(0, 1, "pair")], Deadline(0.2))
+    for limit in (5.0, 0.1):
+        began = time.monotonic()
+        with pytest.raises(P2PPeerError, match=r"no answer from the store for 0\.2 s before a step"):
+            stuck.begin("a step")
+        assert time.monotonic() - began < limit
+    released.set()
+    stuck.deadline.end()
+
+
+def test_a_store_that_is_gone_is_a_typed_error():
+    store = Plain(dist.HashStore())
+
+    def gone(*_):
+        raise dist.DistNetworkError("connection reset")
+
+    store.set = gone
+    with pytest.raises(P2PPeerError, match=r"the store was lost before a step.*connection reset"):
+        Handshake(store, [PeerHandshake.between(0, 1, "pair")], Deadline(5.0)).begin("a step")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.transport import (
     LaneSpec,
     LaneSpecError,
@@ -55,6 +56,20 @@ class TestOpening:
         given = mine if ranks.rank == 0 else everything[:: -1 if ranks.rank == 1 else 1]
         with open_lanes(given, config=config()) as lanes:
             assert set(lanes) == set(mine)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("backend", ["gloo", "fake_nccl"])
+    def test_beside_a_default_group_that_is_bound_to_a_gpu(self, ranks, backend):
+        """As `init_process_group(device_id=)` leaves it; groups of CPU tensors have no use for that device."""
+        if backend == "fake_nccl":
+            register(FakeDevice(serial=False))
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        with open_lanes([THERE], config=config(), backend=backend) as lanes:
+            if ranks.rank == 0:
+                lanes[THERE].isend(torch.ones(2)).wait()
+            else:
+                assert lanes[THERE].irecv().result().tolist() == [1, 1]
+            ranks.barrier()
 
     @pytest.mark.ranks(2)
     def test_twice_gives_lanes_of_their_own(self, ranks):

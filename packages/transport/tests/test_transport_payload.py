@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from pipegrid.transport import P2PPayloadError, P2PUsageError, is_single_shape
 from pipegrid.transport.payload import (
@@ -178,6 +179,52 @@ UNREAD = Tally()
 def buffers_for(payload, expected=None, dtype=None, tally=UNREAD):
     expected = None if expected is None else ExpectedShape.of(expected)
     return receive_buffers(signature_of(*flatten(payload)), expected, device=CPU, tally=tally, dtype=dtype)
+
+
+class TestWithoutMemory:
+    """Tensors that gloo would read beyond their end, or that have no shape."""
+
+    def check(self, tensor):
+        check_sendable(tensor, device=CPU, dtype=None, lane="0>1")
+
+    @pytest.mark.parametrize("offset", [0, 2])
+    def test_a_freed_storage(self, offset):
+        tensor = torch.ones(4)
+        view = tensor[offset:]
+        self.check(view)
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(P2PPayloadError, match="without memory: its storage was freed"):
+            self.check(view)
+
+    def test_a_fake_tensor(self):
+        with FakeTensorMode(), pytest.raises(P2PPayloadError, match="or it is a fake tensor"):
+            self.check(torch.ones(4))
+
+    def test_an_uninitialized_parameter(self):
+        with pytest.raises(P2PPayloadError, match="uninitialized parameter, which has no shape yet"):
+            self.check(torch.nn.LazyLinear(2).weight)
+
+    def test_a_tensor_of_no_elements_needs_none(self):
+        self.check(torch.ones(0, 3))
+
+
+@pytest.mark.parametrize("levels", [101, 900])
+def test_a_payload_has_at_most_100_levels(levels):
+    payload = torch.ones(1)
+    for _ in range(100):
+        payload = [payload]
+    assert len(flatten(payload)[0]) == 1
+    for _ in range(levels - 100):
+        payload = [payload]
+    with pytest.raises(P2PPayloadError, match="more than 100 levels, or contains itself"):
+        flatten(payload)
+
+
+def test_a_payload_does_not_contain_itself():
+    payload = []
+    payload.append(payload)
+    with pytest.raises(P2PPayloadError, match="or contains itself"):
+        flatten(payload)
 
 
 class TestReceiveBuffers:

@@ -379,9 +379,11 @@ class Lane:
                 f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
                 f"there is nothing to renew"
             )
-        if self.rank == self.spec.destination and self.queue:
+        # A receive that a stream is ordered after needs no shapes any more.
+        under_way = [one for one in self.queue if not one.sending and not (self.mover.streams and one.waited)]
+        if under_way:
             raise P2PUsageError(
-                f"lane {self.spec} has {len(self.queue)} receives under way; wait for them before renew()"
+                f"lane {self.spec} has {len(under_way)} receives under way; wait for them before renew()"
             )
 
     def abort(self, reason: str) -> None:
@@ -455,7 +457,13 @@ class Lane:
         self._expect_header()
 
     def _expect_header(self) -> None:
-        if self._header is None and self.wire is not None:
+        known = self._incoming.outstanding
+        if (
+            self._header is None
+            and self.wire is not None
+            and len(self._deferred) > known
+            and not self._incoming.standing
+        ):
             self._header = self.wire.receive_header(self._index)
 
     def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
@@ -548,7 +556,7 @@ class Lane:
         self.tally.headers += 1
         with self._submit.lock:
             self._header = None
-            first = self._deferred[0]
+            first = self._deferred[self._incoming.outstanding]
             if sequence != first.sequence:
                 self.fail(
                     P2PMismatchError(
@@ -646,9 +654,10 @@ class Lane:
         transfer.waited = True
         try:
             transfer.ticket.order()
+            transfer.ticket.done()  # raises, if it has failed by now
         except RuntimeError as error:
             self.explain(error, transfer)
-            self._raise_failure(transfer)
+        self._raise_failure(transfer)
         used_here(transfer.tensors, transfer.stream)
 
     def synchronize(self, transfer: Transfer, timeout: float | None) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.transport.backends.base import Operation
-from pipegrid.transport.errors import P2PUsageError
+from pipegrid.transport.errors import P2PUsageError, text_of
 from pipegrid.transport.wait_lock import BackgroundThread
 
 _POLL_SECONDS = 0.0001
@@ -79,19 +79,17 @@ class NcclTicket:
 
 
 def _raise_failure(work: Any) -> None:
-    """Raise the error of a completed work, if it has one."""
+    """Raise the error of a completed work, if it has one: NCCL has a future of its status, others an exception."""
     try:
         result = work.get_future_result()
-    except (RuntimeError, NotImplementedError, AttributeError):  # not every backend has one
-        result = None
-    if result is not None and result.done():
-        status = result.wait()
-        if isinstance(status, int) and status != 0:
-            raise RuntimeError(
-                f"the backend reports status {status} for a completed work (1: timeout, 2: lost, 3: other)"
-            )
-    else:
-        work.wait()  # of a completed work: returns at once, or raises
+    except (RuntimeError, AttributeError):
+        error = work.exception()
+        if error is not None:
+            raise RuntimeError(text_of(error)) from error
+        return
+    status = result.wait() if result.done() else 0
+    if isinstance(status, int) and status != 0:
+        raise RuntimeError(f"a work of the backend ended with status {status} (1: timeout, 2: lost, 3: other)")
 
 
 class NcclMover:

@@ -29,6 +29,9 @@ def unpack(flat: torch.Tensor, boxes: Iterable[Box], out: torch.Tensor) -> None:
     """Copy what `pack` made into the boxes of ``out``, in its dtype."""
     offset = 0
     for box in boxes:
+        if box.numel == len(flat):
+            out[box.slices].copy_(flat.view(box.shape))
+            return
         out[box.slices].copy_(flat[offset : offset + box.numel].view(box.shape))
         offset += box.numel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -71,6 +71,10 @@ class BridgeCommunicator:
     header on a CPU group, so lanes, sequences and packed samples may change from microbatch to microbatch, and
     a lane may have no rows. Gradients then belong to activations in the order in which those were sent, counting
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
+
+    Attributes:
+        is_source: whether this rank gives activations.
+        is_destination: whether this rank gets activations.
 
     Args:
         src_grid: grid of the module that makes the tensor.
@@ -185,6 +189,7 @@ class BridgeCommunicator:
         self.dst = with_lanes(self.src, self.dst, str(self))
         self.rank = dist.get_rank()
         self._role = BridgeRole(str(self), self.src, self.dst, src_grid, dest_grid, self.rank)
+        self.is_source, self.is_destination = self._role.is_source, self._role.is_destination
         settings = as_config(config)
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
@@ -209,6 +214,8 @@ class BridgeCommunicator:
         self._landing = {
             direction: self._landing_queue(direction, backend, settings.deadline) for direction in Direction
         }
+        batches = settings.strict or settings.communicators == "shared" or not holds_host(backend, self.device)
+        self._together = self.batch if batches else nullcontext
         self._lanes: Lanes | None = None
         self._lane_to: dict[Direction, dict[int, Lane]] = {}
         self._lane_from: dict[Direction, dict[int, Lane]] = {}
@@ -291,16 +298,6 @@ class BridgeCommunicator:
         return self._groups[spec]
 
     # -- who am I ---------------------------------------------------------------------------------------
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this rank gives activations."""
-        return self._role.is_source
-
-    @property
-    def is_destination(self) -> bool:
-        """Whether this rank gets activations."""
-        return self._role.is_destination
 
     def _takes_part(self, side: Literal["source", "destination"], verb: str) -> bool:
         """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
@@ -596,7 +593,7 @@ class BridgeCommunicator:
         pieces = [(lanes[peer], pack(tensor, sends.get(peer, ()), dtype)) for peer in peers]
         if len(pieces) == 1:
             return BridgeSend((pieces[0][0].isend(pieces[0][1], note=note),))
-        with self.batch():
+        with self._together():
             return BridgeSend([lane.isend(flat, note=note) for lane, flat in pieces])
 
     def _summed(self, tensor: torch.Tensor, ranks: Sequence[int], direction: Direction) -> torch.Tensor:
@@ -610,9 +607,7 @@ class BridgeCommunicator:
 
     def _receives(self, peers: Iterable[int], direction: Direction) -> dict[int, ReceiveHandle]:
         lanes, peers = self._lane_from[direction], tuple(peers)
-        if len(peers) == 1:
-            return {peers[0]: lanes[peers[0]].irecv()}
-        with self.batch():
+        with self._together():
             return {peer: lanes[peer].irecv() for peer in peers}
 
     def _filled(

@@ -27,9 +27,13 @@ Landed: TypeAlias = tuple[torch.Tensor, Sequence[Completing]]
 def remaining(timeout: float | None) -> Callable[[], float | None]:
     """A countdown: the rest of ``timeout`` in seconds, at least a millisecond."""
     if timeout is None:
-        return lambda: None
+        return _no_limit
     end = time.monotonic() + timeout
     return lambda: max(end - time.monotonic(), 1e-3)
+
+
+def _no_limit() -> None:
+    return None
 
 
 class BridgeSend:
@@ -154,6 +158,7 @@ class LandingQueue:
 class BridgeReceive:
     """A tensor on its way to this rank: messages of several lanes, then the completion among copies.
 
+    Where there is nothing to complete, a receive keeps no order with others and lands when it is waited for.
     One thread makes the receives of a queue; any may wait for them. On CUDA the thread that waits may do so on one
     stream and use the tensor on another.
 
@@ -168,6 +173,7 @@ class BridgeReceive:
 
     __slots__ = (
         "_allocated",
+        "_alone",
         "_blocks",
         "_completing",
         "_done",
@@ -209,9 +215,11 @@ class BridgeReceive:
         # Without the lock: in strict mode this blocks, while another thread may be landing an earlier receive.
         self._handles: Mapping[int, ReceiveHandle] | None = post()
         self._missing = 0
-        with queue.lock:
-            queue.waiting.append(self)
-        self._watch()
+        self._alone = not queue.copies and self._handles is not None and not queue.waiting
+        if not self._alone:
+            with queue.lock:
+                queue.waiting.append(self)
+            self._watch()
 
     def post(self) -> bool:
         """Post the receives on the lanes, where that was not possible before; whether they are posted."""
@@ -246,11 +254,20 @@ class BridgeReceive:
         """
         if self._done:
             return
-        left = remaining(timeout)
-        while not self._landed:
-            self._ask_first(left)
+        if timeout is None and self._alone and not self._landed:
+            for handle in (self._handles or {}).values():
+                handle.wait()
+            left: Callable[[], float | None] = _no_limit
+        else:
+            left = remaining(timeout)
+            while not self._landed and not self._alone:
+                self._ask_first(left)
+            if self._alone:
+                self._wait_for_messages(left)
         with self._finishing:
             if not self._done:
+                if not self._landed:
+                    self.land()
                 self._finish(left)
 
     def result(self) -> torch.Tensor:
@@ -267,13 +284,17 @@ class BridgeReceive:
         """
         if self._done:
             return True
+        if self._alone:
+            return self._landed or all(handle.is_completed() for handle in (self._handles or {}).values())
         self._queue.land_arrived(asked=False)
         return self._landed and all(step.is_completed() for step in self._completing)
 
     def let_land(self) -> None:
         """Wait until the messages have landed."""
+        if self._alone:
+            self.wait()
         while not self._landed:
-            self._ask_first(remaining(None))
+            self._ask_first(_no_limit)
         if self._error is not None:
             raise self._error
 
@@ -284,9 +305,12 @@ class BridgeReceive:
         queue = self._queue
         with queue.lock:
             first = queue.waiting[0] if queue.waiting else self
-        for handle in (first._handles or {}).values():  # noqa: SLF001 -- same class
-            handle.wait(left())
+        first._wait_for_messages(left)  # noqa: SLF001 -- same class
         queue.land_arrived(asked=True)
+
+    def _wait_for_messages(self, left: Callable[[], float | None]) -> None:
+        for handle in (self._handles or {}).values():
+            handle.wait(left())
 
     def has_arrived(self, *, asked: bool) -> bool:
         """Whether all messages are there, and landing them does not block (where it is not ``asked`` for)."""
@@ -302,28 +326,34 @@ class BridgeReceive:
         """Put the messages in their places and start the completion. An error is kept for the thread that waits."""
         queue, handles = self._queue, self._handles or {}
         try:
-            with torch.no_grad(), working_on(queue.stream):
-                if queue.stream is not None:
-                    follow(self._allocated, queue.device)
-                self.tensor, self._completing = self._land(handles)
-                used_here([self.tensor], queue.stream)
-                self._marks, self._landed_on = mark(queue.device), current_stream(queue.device)
+            with torch.no_grad():
+                if queue.device.type == "cpu":
+                    self.tensor, self._completing = self._land(handles)
+                else:
+                    self._land_on_stream(handles)
         except Exception as error:  # noqa: BLE001 -- this may be a lane's thread: the thread that waits raises it
             self._error = error
         finally:
             self._handles = {}
             self._landed = True
 
+    def _land_on_stream(self, handles: Mapping[int, ReceiveHandle]) -> None:
+        queue = self._queue
+        with working_on(queue.stream):
+            follow(self._allocated, queue.device)
+            self.tensor, self._completing = self._land(handles)
+            used_here([self.tensor], queue.stream)
+            self._marks, self._landed_on = mark(queue.device), current_stream(queue.device)
+
     def _finish(self, left: Callable[[], float | None]) -> None:
         if self._error is not None:
             raise self._error
-        queue = self._queue
+        queue, tensor = self._queue, self.tensor
+        assert tensor is not None
         follow(self._marks, queue.device)
         if self._completing:
             queue.finish(self._completing, left())
             used_here([step.buffer for step in self._completing], self._landed_on)
-        tensor = self.tensor
-        assert tensor is not None
         used_here([tensor], self._landed_on)
         if self._requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
             tensor.requires_grad_()

@@ -57,12 +57,12 @@ class BridgeWiring:
             for direction in self.directions
         }
 
-    @property
+    @cached_property
     def receivers(self) -> tuple[int, ...]:
         """The ranks that may get a part of this rank's activation, ascending."""
         return tuple(there for here, there in self.routes[Direction.FORWARD] if here == self.rank)
 
-    @property
+    @cached_property
     def senders(self) -> tuple[int, ...]:
         """The ranks that may give this rank a part of its activation, ascending."""
         return tuple(there for there, here in self.routes[Direction.FORWARD] if here == self.rank)

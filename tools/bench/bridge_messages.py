@@ -1,0 +1,188 @@
+"""A bridge's messages against bare isend/irecv of the same pieces, over the same groups.
+
+    python tools/bench/bridge_messages.py [--rounds 40]
+
+An activation [sequence, batch, hidden] there and its gradient back, one microbatch after another: through a
+`BridgeCommunicator` (shapes agreed), and by hand: `dist.isend` and `dist.irecv` of the same pieces, cut out and put
+together where lanes split the batch, waits and nothing else.
+Both run by turns in the same processes on the same groups, in blocks; a ratio is that of two neighbouring blocks'
+medians, and the figure is the median of the ratios, with its quartiles. Bound: 1.25.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from pipegrid.bridges import BridgeCommunicator
+from pipegrid.topology import HyperCommGrid
+from pipegrid.transport import Direction, P2PConfig
+
+BOUND = 1.25
+MESSAGES = 24  # microbatches of a block
+
+
+@frozen
+class Case:
+    """Data lanes of both sides, and the bytes of one message."""
+
+    source: int
+    destination: int
+    nbytes: int
+
+    @property
+    def world(self) -> int:
+        """Ranks of both sides."""
+        return self.source + self.destination
+
+
+CASES = [Case(a, b, nbytes) for nbytes in (16 * 1024, 256 * 1024, 2 * 1024 * 1024) for a, b in ((1, 1), (2, 1), (1, 2))]
+
+
+class ByBridge:
+    """A microbatch there and back by the bridge's verbs."""
+
+    def __init__(self, bridge: BridgeCommunicator, mine: torch.Tensor) -> None:
+        self._bridge, self._mine = bridge, mine
+
+    def __call__(self) -> None:
+        """Once."""
+        bridge = self._bridge
+        if bridge.is_source:
+            sending = bridge.isend_forward(self._mine)
+            receiving = bridge.irecv_backward()
+        else:
+            bridge.irecv_forward().result()  # type: ignore[union-attr]
+            sending, receiving = bridge.isend_backward(self._mine), None
+        if receiving is not None:
+            receiving.result()
+        sending.wait()  # type: ignore[union-attr]
+
+
+class ByHand:
+    """The same messages by `dist.isend` and `dist.irecv`."""
+
+    def __init__(self, bridge: BridgeCommunicator, mine: torch.Tensor) -> None:
+        self._mine, rank = mine, bridge.rank
+        self._first = bridge.is_source
+        peers = bridge.dst.ranks if self._first else bridge.src.ranks
+        self._count, self._shape = len(peers), mine.chunk(len(peers), dim=1)[0].shape
+        there, back = (Direction.FORWARD, Direction.BACKWARD)[:: 1 if self._first else -1]
+        self._to = [(bridge.lane(rank, peer, there).group, peer) for peer in peers]
+        self._from = [(bridge.lane(peer, rank, back).group, peer) for peer in peers]
+
+    def __call__(self) -> None:
+        """Once."""
+        sent = self._send() if self._first else []
+        parts = [torch.empty(self._shape) for _ in self._from]
+        receiving = [
+            dist.irecv(part, src=peer, group=group) for part, (group, peer) in zip(parts, self._from, strict=True)
+        ]
+        for work in receiving:
+            work.wait()  # type: ignore[union-attr]
+        if self._count > 1:
+            torch.cat(parts, dim=1)
+        for work in sent or self._send():
+            work.wait()
+
+    def _send(self) -> list[Any]:
+        parts = self._mine.chunk(self._count, dim=1)
+        return [
+            dist.isend(part.contiguous(), dst=peer, group=group)
+            for part, (group, peer) in zip(parts, self._to, strict=True)
+        ]
+
+
+def _block(action: Callable[[], None]) -> float:
+    """The median seconds of a microbatch."""
+    dist.barrier()
+    seconds = []
+    for _ in range(MESSAGES):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _rank(rank: int, case: Case, path: str, rounds: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=FileStore(path, case.world), rank=rank, world_size=case.world)
+    bridge = BridgeCommunicator(
+        HyperCommGrid([case.source], ["dp"], world_size=case.world),
+        HyperCommGrid([case.destination], ["dp"], rank_offset=case.source, world_size=case.world),
+        {"s": 0, "b": 1, "h": 2},
+        config=P2PConfig(deadline=120.0),
+    )
+    lanes = max(case.source, case.destination)
+    rows = lanes // (case.source if bridge.is_source else case.destination)
+    mine = torch.ones(case.nbytes // 4 // 1024, rows, 1024)
+    by_bridge, by_hand = ByBridge(bridge, mine), ByHand(bridge, mine)
+    for _ in range(3):
+        by_bridge()
+        by_hand()
+    pairs = []
+    for turn in range(rounds):
+        order = (by_bridge, by_hand) if turn % 2 else (by_hand, by_bridge)
+        found = {action: _block(action) for action in order}  # type: ignore[arg-type]
+        pairs.append((found[by_bridge], found[by_hand]))
+    if rank == 0:
+        results.put(pairs)
+    dist.barrier()
+    bridge.destroy()
+    dist.destroy_process_group()
+
+
+def _measure(case: Case, rounds: int) -> list[tuple[float, float]]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "store")
+        workers = [
+            context.Process(target=_rank, args=(rank, case, path, rounds, results), daemon=True)
+            for rank in range(case.world)
+        ]
+        for worker in workers:
+            worker.start()
+        pairs: list[tuple[float, float]] = results.get(timeout=300.0)
+        for worker in workers:
+            worker.join()
+    return pairs
+
+
+def main() -> int:
+    """Measure and print; 1 where a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(f"{'lanes':<12}{'KB/message':>11}{'bridge us':>11}{'bare us':>10}{'ratio':>8}   quartiles, bound {BOUND}")
+    good = True
+    for case in CASES:
+        pairs = _measure(case, options.rounds)
+        ratios = [ours / bare for ours, bare in pairs]
+        lower, ratio, upper = statistics.quantiles(ratios, n=4)
+        good &= ratio <= BOUND
+        ours, bare = (1e6 * statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{f'{case.source} -> {case.destination}':<12}{case.nbytes / 1024:>11.0f}{ours:>11.0f}{bare:>10.0f}"
+            f"{ratio:>8.2f}   [{lower:.2f}, {upper:.2f}]{'' if ratio <= BOUND else '  missed'}",
+            flush=True,
+        )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -135,7 +135,7 @@ def _rank(rank: int, case: Case, path: str, rounds: int, results: Any) -> None:
     pairs = []
     for turn in range(rounds):
         order = (by_bridge, by_hand) if turn % 2 else (by_hand, by_bridge)
-        found = {action: _block(action) for action in order}  # type: ignore[arg-type]
+        found = {action: _block(action) for action in order}
         pairs.append((found[by_bridge], found[by_hand]))
     if rank == 0:
         results.put(pairs)

@@ -461,3 +461,25 @@ def test_the_step_function_follows_the_pipeline_size():
         get_forward_backward_func(pg_collection=SimpleNamespace(dp=None))
     with pytest.raises(StepArgumentError, match="Pass pp_size"):
         get_forward_backward_func()
+
+
+def test_an_evaluation_takes_numbers_as_losses_and_any_sequence_as_data():
+    model = nn.Linear(2, 1)
+    model.config = PipelineConfig(pipeline_dtype=torch.float32)
+    seen = []
+
+    def forward_step(data, module):
+        seen.append(data)
+        return module(torch.ones(1, 2)), lambda output: (3.0, {"value": output.item()})
+
+    infos = forward_backward_no_pipelining(
+        forward_step_func=forward_step,
+        data_iterator=range(100),
+        model=[model],
+        num_microbatches=2,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=True,
+    )
+    assert len(infos) == 2
+    assert seen == [range(100)] * 2

@@ -205,6 +205,8 @@ def forward_step_calc_loss(
             "anything at all with collect_non_loss_data=True"
         )
     loss, info = result[0], result[-1]
+    if isinstance(loss, (int, float)) and not torch.is_grad_enabled():  # an evaluation differentiates nothing
+        loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         where = "" if vp_stage is None else f" on chunk {vp_stage}"
         raise LossError(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
-
-import torch
 
 from pipegrid.schedules.arguments import is_integer
 from pipegrid.schedules.errors import StepArgumentError
@@ -28,12 +26,12 @@ from pipegrid.schedules.runtime import Hook
 
 
 def single(value: Any, name: str) -> Any:
-    """``value``, or the one item of a list.
+    """``value``, or the one item of a list or tuple. Any other sequence is data (``range(100)``, a data set).
 
     Raises:
         StepArgumentError: a list of several.
     """
-    if not isinstance(value, Sequence) or isinstance(value, torch.nn.Module):
+    if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
         raise StepArgumentError(

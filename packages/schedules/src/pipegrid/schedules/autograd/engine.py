@@ -1,8 +1,8 @@
-"""What the runtime needs of torch's autograd engine that has no public form. Tests pin both functions.
+"""The two parts of torch's autograd engine without a public form. Tests pin both functions.
 
-`torch.autograd.backward` and `torch.autograd.grad` are `run_backward` with checks before it, which take about as long
-as the engine itself does for a small graph, and one of which refuses what the runtime needs: an output whose storage
-was freed once it was sent has one element, so its shape is not its gradient's.
+`torch.autograd.backward` and `torch.autograd.grad` are `run_backward` with checks before it. These take about as long
+as the engine itself does for a small graph, and one of them rules out freed outputs: such an output has one element,
+so its shape is not its gradient's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def shape_of_gradient(output: torch.Tensor) -> tuple[int, ...]:
-    """The shape that ``output`` had when it was made, which its gradient has, too: also after it was freed."""
+    """The shape of ``output`` at its creation, which is its gradient's: also after its storage was freed."""
     node = output.grad_fn
     if node is None:
         return tuple(output.shape)
@@ -29,12 +29,12 @@ def run_backward(
     keep_graph: bool = False,
     accumulate: bool = True,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the graph from ``roots``, without comparing shapes: a gradient that is too large may be summed up.
+    """Run the graph from ``roots``, without comparing shapes: the engine may sum up a gradient that is too large.
 
     Args:
-        roots: where to start.
-        gradients: one for each.
-        inputs: where to end; empty is at every leaf.
+        roots: outputs to start from.
+        gradients: one per root.
+        inputs: tensors to end at; empty means every leaf.
         keep_graph: the graph is to run again.
         accumulate: add to the ``grad`` of the inputs; otherwise return their gradients, None where none arrived.
     """

@@ -1,8 +1,8 @@
-"""A recorded graph, divided for a backward in two halves (see `split_backward` for the words).
+"""Division of a recorded graph for a backward in two halves (terms: see `split_backward`).
 
-Every microbatch records nodes of its own, nearly always in the same pattern. So the graph is first written down as
-plain numbers, its *outline*; what follows from that alone, its *division*, is computed once for each outline. A graph
-of another pattern has another outline: what is remembered is never wrong, whatever the model does.
+Every microbatch records nodes of its own, nearly always in the same pattern. The graph is first reduced to plain
+numbers, its *outline*; its *division* follows from the outline alone and is computed once per outline. A graph of
+another pattern has another outline, so a remembered division always fits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pipegrid.schedules.autograd.unsplittable import UNSPLITTABLE
 
-# Patterns that are remembered; stages whose shapes or branches vary have several.
+# Remembered patterns; stages whose shapes or branches vary have several.
 _DIVISIONS_KEPT = 32
 
 _NOWHERE = -1
-"""Where an edge leads that leads to no node."""
+"""The target of an edge without a node."""
 
 
 class Outline(NamedTuple):
@@ -88,7 +88,7 @@ class Level:
 
 @frozen
 class Division:
-    """What I and W do with the nodes of a graph.
+    """The part of I and of W in the nodes of a graph.
 
     Attributes:
         input_path: all nodes of the input path; without any there are no owners either.
@@ -98,7 +98,7 @@ class Division:
         levels: the owners by height.
         reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
         spent: nodes of the input path that W does not run again.
-        refused: nodes of the input path that cannot run while others are kept for later.
+        unsplittable: nodes of the input path that cannot run while others are kept for later.
     """
 
     input_path: tuple[int, ...]
@@ -108,7 +108,7 @@ class Division:
     levels: tuple[Level, ...]
     reruns: bool
     spent: tuple[int, ...]
-    refused: tuple[int, ...]
+    unsplittable: tuple[int, ...]
 
 
 def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], Outline]:
@@ -185,7 +185,7 @@ def divide(outline: Outline) -> Division:
         levels=tuple(_levels(owners)),
         reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
         spent=tuple(node for node in path if node not in waiting),
-        refused=tuple(node for node in path if outline.kinds[node].__name__ in UNSPLITTABLE),
+        unsplittable=tuple(node for node in path if outline.kinds[node].__name__ in UNSPLITTABLE),
     )
 
 

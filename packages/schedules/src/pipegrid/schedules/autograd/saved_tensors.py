@@ -1,4 +1,4 @@
-"""What an autograd node has saved, and how long it is kept: the parts of this that torch does not document.
+"""The tensors that an autograd node has saved, and their lifetime: the parts that torch does not document.
 
 A node shows what it saved as attributes ``_raw_saved_<name>``, each a ``SavedTensor`` (or a tuple of them), whose
 ``register_hooks`` replaces the tensor by what the pack hook returns: that frees it (torch's notes, "Hooks for saved
@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 def release_saved(node: Node) -> None:
     """Free what ``node`` has saved. It must not run again.
 
-    What a saved-tensor hook holds (checkpointed, or offloaded) is left to that hook.
+    Tensors of a saved-tensor hook (checkpointed, or offloaded) are left to that hook.
     """
     for saved in _saved(node):
         tensor = saved.data

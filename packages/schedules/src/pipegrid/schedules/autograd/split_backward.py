@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 @frozen
 class WeightHalf:
-    """What is left for W."""
+    """The rest of a backward, for W."""
 
     calls: tuple[Call, ...] = ()
     group: GraphExecGroup = field(factory=GraphExecGroup)
@@ -63,22 +63,22 @@ def backward_inputs(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     *,
-    refuse: Callable[[Iterable[Node]], None] | None = None,
+    on_unsplittable: Callable[[Iterable[Node]], None] | None = None,
 ) -> tuple[Sequence[torch.Tensor | None], WeightHalf]:
-    """I: the gradients of ``inputs`` (None for one that was not used), and what is left for W.
+    """I: the gradients of ``inputs`` (None for an unused one), and the rest, for W.
 
     Args:
         roots: what the stage made (`torch.autograd.graph.get_gradient_edge`); the tensors may be gone.
         gradients: one for each root.
         inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
-        refuse: called before anything runs with the nodes that make the graph one that cannot be cut.
+        on_unsplittable: called before anything runs with the nodes that cannot run in halves; it raises.
     """
     if not inputs:
         return [], WeightHalf((Call(roots, gradients, ()),) if roots else ())
     nodes, outline = outline_of(roots, inputs)
     parts = divide(outline)
-    if parts.refused and refuse is not None:
-        refuse([nodes[node] for node in parts.refused])
+    if parts.unsplittable and on_unsplittable is not None:
+        on_unsplittable([nodes[node] for node in parts.unsplittable])
     if not parts.input_path:
         return [None] * len(inputs), WeightHalf((Call(roots, gradients, ()),) if roots else ())
     arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]
@@ -87,7 +87,7 @@ def backward_inputs(
     for part in parts.whole:
         entries = [(index, GradientEdge(nodes[node], output)) for index, node, output in part.entries]
         nodes[part.node].register_hook(_collector(entries, leaving))
-        if not part.custom:  # it computes the weight half only if somebody asks for it
+        if not part.custom:  # it computes the weight half only if its gradient is asked for
             asked += [edge for _, edge in entries]
     for owner in parts.owners:
         keep_recomputed(nodes[owner.node])
@@ -118,7 +118,7 @@ def backward_inputs(
 
 
 def backward_weights(half: WeightHalf) -> None:
-    """W: accumulate into the parameters what I left. Once."""
+    """W: accumulate the weight half into the parameters. Once."""
     with half.group:
         for call in half.calls:
             run_backward(call.edges, call.gradients, inputs=call.sinks)

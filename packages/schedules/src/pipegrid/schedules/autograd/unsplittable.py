@@ -1,7 +1,8 @@
-"""Graphs whose backward cannot be split, refused with the name of the module that makes them."""
+"""Graphs whose backward cannot be split: an error with the name of the module that makes them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,12 +24,12 @@ class SplitBackwardError(ValueError):
 
 
 def require_splittable(path: Iterable[Node], stage: int, model: Any) -> None:
-    """Refuse a graph with a node that cannot run while others of the graph are kept for later.
+    """Raise for a graph with a node that cannot run while others of the graph are kept for later.
 
     Args:
         path: the nodes that lead to the stage's inputs.
         stage: its number.
-        model: its module, for the names in the message; anything else will do.
+        model: its module, for the names in the message; anything else has none.
 
     Raises:
         SplitBackwardError: reentrant checkpointing, or a compiled module.
@@ -49,12 +50,14 @@ def require_splittable(path: Iterable[Node], stage: int, model: Any) -> None:
 
 
 def _checkpointed(node: Node, model: Any) -> str:
-    """What a reentrant checkpoint runs: a module (or a method of one) by its name in the stage, else the function."""
+    """The function of a reentrant checkpoint: a module (or a method of one) by its name in the stage, or its own."""
     function = getattr(node, "run_function", None)
+    while isinstance(function, functools.partial):
+        function = function.func
     owner = getattr(function, "__self__", function)
     if isinstance(owner, torch.nn.Module):
         return _named(owner, model)
-    return f"function {getattr(function, '__name__', function)!r}"
+    return f"function {getattr(function, '__name__', type(function).__name__)!r}"
 
 
 def _named(module: torch.nn.Module, model: Any) -> str:

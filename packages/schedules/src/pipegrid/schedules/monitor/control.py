@@ -1,7 +1,6 @@
-"""What ranks tell each other beside the pipeline: where they stand, what they run, and whose failure came first.
+"""The control store of a job: each rank's place in the plan, the step it runs, and the job's first failure.
 
-Written on a small store, never on a process group: it works when lanes hang, and a rank that is gone leaves its
-last word behind. No torch.
+A store, never a process group: it works while lanes hang, and the last entry of a rank outlives it. No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _UNHEARD = "nothing was heard of it"
 
 
 class ControlStore(Protocol):
-    """What is needed of a `torch.distributed.Store`."""
+    """The part of a `torch.distributed.Store` that a job's control needs."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
@@ -37,7 +36,7 @@ class ControlStore(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write ``desired`` where the value is ``expected`` (empty: absent); return what stands there then."""
+        """Write ``desired`` if the value is ``expected`` (empty: absent); return the value after that."""
         ...
 
     def delete_key(self, key: str, /) -> bool:
@@ -46,7 +45,7 @@ class ControlStore(Protocol):
 
 
 STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key")
-"""What a `ControlStore` has."""
+"""The methods of a `ControlStore`."""
 
 
 class DisagreementError(ValueError):
@@ -67,7 +66,7 @@ class Control:
     """One rank's end of the store.
 
     Args:
-        store: shared by ``ranks``, and used by nobody else under these keys.
+        store: shared by ``ranks``, with these keys for them alone.
         rank: this rank.
         ranks: all ranks of the job.
     """
@@ -79,11 +78,11 @@ class Control:
     # Positions
 
     def publish(self, position: str, *, last: bool = False) -> None:
-        """Say where this rank stands; ``last`` when it goes no further."""
+        """Publish this rank's place; ``last`` if it goes no further."""
         self.store.set(f"{'last' if last else 'position'}/{self.rank}", json.dumps([position, time.time()]))
 
     def positions(self, *, seconds: float) -> dict[int, str]:
-        """Where each rank stands, after waiting up to ``seconds`` for the last words of all of them."""
+        """The place of each rank, after waiting up to ``seconds`` for the last entries of all."""
         end = time.monotonic() + seconds
         missing = set(self.ranks)
         while missing:
@@ -115,9 +114,9 @@ class Control:
     # Agreement
 
     def announce(self, step: int, what: str) -> None:
-        """Say what this rank runs as its ``step``-th step. Waits for nobody.
+        """Publish what this rank runs as its ``step``-th step. Does not wait.
 
-        Whoever comes last compares, and records a disagreement as a failure.
+        The last rank to come compares, and records a disagreement as a failure.
         """
         self.store.set(f"step/{step}/{self.rank}", what)
         if self.store.add(f"step/{step}/count", 1) < len(self.ranks):

@@ -1,4 +1,4 @@
-"""How far a device has come, seen from the side: on CUDA a wait returns to the host at once, the work does not."""
+"""Progress of a device, polled from another thread: on CUDA a wait returns to the host before the work is done."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ class Monitor:
         try:
             self._brief.publish(watched.place, last=True)
         except RuntimeError:
-            return  # then nobody can read it, either
+            return  # without the store, no rank could read it
 
     def _record(self, text: str) -> Failure:
         """The job's first failure: one that is known here, else the store's, else this one."""

@@ -72,7 +72,7 @@ class RecvQueue:
         action, handle = self._posted.pop(microbatch)
         if self.deadline is not None:
             handle.wait(self.deadline)
-        self._arrived[microbatch] = handle.result()  # without a deadline it waits as long as the communicator allows
+        self._arrived[microbatch] = handle.result()  # without a deadline, the communicator's own holds
         for hook in self.hooks:
             hook.completed(action)
         if self.lends and isinstance(handle, ReusableReceive):

@@ -14,7 +14,7 @@ def line_of(error: BaseException) -> str:
     """An error in one line, with its type: also one whose ``str()`` raises."""
     try:
         text = " ".join(str(error).split())
-    except Exception as broken:  # noqa: BLE001 -- whatever a user's error does must not hide it
+    except Exception as broken:  # noqa: BLE001 -- a broken error must not hide the step's failure
         text = f"(its text is not known: str() of it raised {type(broken).__name__})"
     kind = type(error).__name__
     return f"{kind}: {text}" if text else kind

@@ -1,4 +1,4 @@
-"""Called around every action of a step: for tracing, fault injection, user code."""
+"""Hooks around every action of a step: for tracing, fault injection, user code."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ class Hook(Protocol):
 
 @runtime_checkable
 class MessageHook(Hook, Protocol):
-    """A hook that is also told when a message is through."""
+    """A hook with a call for the end of a message."""
 
     def completed(self, action: Action) -> None:
-        """The message that ``action`` posted has arrived, or has left."""
+        """The message of ``action`` has arrived, or has left."""
         ...
 
 
 class ProfilerRanges:
-    """A `Hook` that gives every action a range in a profile, named as the plan writes it: ``3F7``.
+    """A `Hook` that opens a profiler range per action, named as in the plan: ``3F7``.
 
     The ranges are those of `torch.profiler.record_function`: the torch profiler shows them, and so does Nsight
-    (as NVTX) under ``torch.autograd.profiler.emit_nvtx``. Without a profiler one costs a few microseconds, so they are
-    there only where this hook is given.
+    (as NVTX) under ``torch.autograd.profiler.emit_nvtx``. A range costs a few microseconds even without a profiler.
     """
 
     def __init__(self) -> None:

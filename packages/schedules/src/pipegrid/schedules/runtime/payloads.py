@@ -1,4 +1,4 @@
-"""What travels between stages: tensors, None, and lists, tuples and dicts of them."""
+"""Payloads, the data between stages: tensors, None, and lists, tuples and dicts of them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def tensors_of(name: str, payload: Any) -> list[torch.Tensor | None]:
-    """`flatten`, of an argument.
+    """`flatten` of an argument.
 
     Raises:
-        StepArgumentError: a part of it cannot travel.
+        StepArgumentError: a part of it is neither a tensor nor None.
     """
     tensors = flatten(payload)
     for tensor in tensors:
@@ -49,7 +49,7 @@ def tensors_of(name: str, payload: Any) -> list[torch.Tensor | None]:
 
 
 def describe(value: Any) -> str:
-    """What was found in place of a payload or a loss, in a few words."""
+    """A value in a few words, for an error: it was expected to be a payload or a loss."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
@@ -62,7 +62,7 @@ def describe(value: Any) -> str:
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The gradient to send back for a received tensor.
 
-    Zeros where it requires grad but was not used, so that what travels has the same form for every microbatch.
+    Zeros if it requires grad but was not used, so that gradients have the same form for every microbatch.
     """
     if not tensor.requires_grad:
         return None

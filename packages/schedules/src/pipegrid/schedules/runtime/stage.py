@@ -43,10 +43,10 @@ class Stage(Protocol):
 
 
 def check_outputs(produced: Any, outgoing: AbstractSet[Edge], stage: int, microbatch: int) -> None:
-    """A `Forwarded` with a payload for each outgoing edge.
+    """Raise unless a forward returned a `Forwarded` with a payload for each outgoing edge.
 
     Raises:
-        StageOutputError: something else, or a payload that is not made of tensors.
+        StageOutputError: another type, or a payload that is not made of tensors.
         PlanMismatchError: payloads for other edges than the plan's.
     """
     # A dict is the common case, and a Mapping takes longer to recognize.
@@ -80,10 +80,10 @@ def _check_payload(payload: Any, edge: Edge, stage: int, microbatch: int) -> Non
 
 
 def check_loss(loss: Any, stage: int, microbatch: int, *, scaled: bool = False) -> None:
-    """Something that can be differentiated: a real number that depends on what is learnt.
+    """Raise unless the loss is a real number that depends on parameters.
 
     Raises:
-        LossError: anything else. ``scaled``: it is what ``loss_scale`` has returned.
+        LossError: it is not. ``scaled``: the loss is the result of ``loss_scale``.
     """
     whose = f"loss_scale returned, for the loss of stage {stage}" if scaled else f"the loss of stage {stage}"
     head = f"{whose} for microbatch {microbatch}{', ' if scaled else ' is '}"
@@ -95,21 +95,21 @@ def check_loss(loss: Any, stage: int, microbatch: int, *, scaled: bool = False) 
         raise LossError(f"{head}a tensor of {loss.dtype}; a loss is a real number: a floating-point dtype")
     if not loss.requires_grad:
         raise LossError(
-            f"{head}a tensor that does not require grad: nothing would be learnt from it. Was it detached, or computed "
-            "under no_grad? A stage that learns nothing has no loss; to evaluate, call eval()"
+            f"{head}a tensor that does not require grad: nothing would be learned from it. Was it detached, or "
+            "computed under no_grad? A stage without training has no loss; to evaluate, call eval()"
         )
 
 
 def ended(stage: int, microbatch: int, num_microbatches: int) -> DataEndedError:
-    """What to raise where a stage's forward let a ``StopIteration`` out."""
+    """The error for a ``StopIteration`` that leaves a stage's forward."""
     return DataEndedError(
         f"the iterator of stage {stage} ended at microbatch {microbatch} of {num_microbatches} (they count from 0): "
-        "give the step as many as it has, or start the iterator anew before it"
+        "give the step as many microbatches as there are data, or restart the iterator before it"
     )
 
 
 def changed_in_place(error: RuntimeError, stage: int, microbatch: int) -> StageInputError | None:
-    """What to raise where torch refused to change a received tensor, which is a leaf, in place."""
+    """The error for an in-place change of a received tensor, which is a leaf; None for any other error."""
     if "leaf Variable" not in str(error) or "in-place" not in str(error):
         return None
     return StageInputError(

@@ -1,4 +1,4 @@
-"""What one stage computes, and what it holds between a forward and its backward."""
+"""The computes of one stage, and its state between a forward and its backward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Root(NamedTuple):
-    """Where a backward starts: at an output, of which no more is left."""
+    """The start of a backward: the graph edge and the shape of an output whose tensor may be gone."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -45,9 +45,9 @@ class Root(NamedTuple):
 
 @define
 class InFlight:
-    """A microbatch between its forward and its backward: where the backward starts, and where it ends.
+    """A microbatch between its forward and its backward: the start and the end of the backward.
 
-    The outputs themselves are not here: the graph keeps those that it needs, and the others go once they are sent.
+    Without the outputs: the graph keeps those that it needs, and the others go after their send.
     """
 
     inputs: list[Payload]
@@ -117,10 +117,10 @@ class StageRunner:
         except StopIteration as error:
             raise ended(self.number, microbatch, self.num_microbatches) from error
         except RuntimeError as error:
-            refused = changed_in_place(error, self.number, microbatch)
-            if refused is None:
+            found = changed_in_place(error, self.number, microbatch)
+            if found is None:
                 raise
-            raise refused from error
+            raise found from error
         check_outputs(produced, self._outgoing, self.number, microbatch)
         if self.training:
             self._keep(microbatch, inputs, produced)
@@ -149,7 +149,7 @@ class StageRunner:
             roots = [root.edge for part in live.roots for root in part if root is not None]
             if live.loss is not None:
                 roots.append(get_gradient_edge(live.loss))
-            self._refuse(input_path_of(roots, _differentiable(live.inputs)))
+            self._require_splittable(input_path_of(roots, _differentiable(live.inputs)))
 
     def _require_root(self, live: InFlight, produced: Forwarded) -> None:
         """Raise if no output of the first step has a graph, although the stage has parameters to train.
@@ -170,8 +170,8 @@ class StageRunner:
                 "forward; to train nothing here, freeze the parameters, or declare the edge with backward=False"
             )
 
-    def _refuse(self, path: Iterable[Node]) -> None:
-        """Say which module made a graph that cannot be cut: after the first forward, or at the I of a later one."""
+    def _require_splittable(self, path: Iterable[Node]) -> None:
+        """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""
         require_splittable(path, self.number, getattr(self.stage, "model", None))
 
     def _pending_free(self, produced: Forwarded) -> PendingFree | None:
@@ -201,7 +201,9 @@ class StageRunner:
         live = self.live.pop(microbatch)
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
-        found, self.halves[microbatch] = backward_inputs(roots, gradients, inputs, refuse=self._refuse)
+        found, self.halves[microbatch] = backward_inputs(
+            roots, gradients, inputs, on_unsplittable=self._require_splittable
+        )
         # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns as a
         # view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
         by_input = {

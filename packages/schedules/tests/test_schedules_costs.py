@@ -107,9 +107,28 @@ def test_cut_anew_nothing_is_lost_or_added(values, count):
         Costs(),
         Costs(F=2, I=[1, 2], B=[2, 3], latency={Edge(0, 1): 0.5}, bandwidth=1e9, overhead=1e-5),
         Costs(activation=[1, 2], REDUCE=3),
+        Costs(F=10**18 + 1),
     ],
 )
 def test_read_back_from_json(costs):
+    assert costs_from_json(costs_to_json(costs)) == costs
+
+
+NUMBERS = st.floats(0, allow_infinity=False, allow_nan=False) | st.integers(0, 10**40)
+EDGES = st.builds(lambda first, hops: Edge(first, first + hops), st.integers(0, 9), st.integers(1, 9))
+
+
+@given(
+    st.builds(
+        Costs,
+        F=NUMBERS | st.lists(NUMBERS, min_size=1, max_size=3),
+        B=st.none() | NUMBERS,
+        latency=NUMBERS | st.dictionaries(EDGES, NUMBERS, min_size=1),
+        bandwidth=st.just(math.inf) | st.dictionaries(EDGES, st.just(math.inf) | st.floats(1, 1e9), min_size=1),
+        activation=st.none() | NUMBERS,
+    )
+)
+def test_any_costs_are_read_back_from_json(costs):
     assert costs_from_json(costs_to_json(costs)) == costs
 
 

@@ -82,7 +82,7 @@ def from_json(text: str) -> Plan:
 
 
 def load_json(text: Any) -> Any:
-    """The document that ``text`` holds; an integer of more than 18 digits becomes a float.
+    """The document that ``text`` holds; an integer of more than 300 digits becomes a float.
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
@@ -106,7 +106,7 @@ def _bounded_int(text: str) -> int | float:
     return int(text) if len(text) <= _DIGITS else float(text)  # int() raises above thousands of digits
 
 
-_DIGITS = 18  # more than any count or time has
+_DIGITS = 300  # about the range of a float: an integer of fewer digits is read exactly
 
 
 @frozen

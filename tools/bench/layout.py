@@ -123,7 +123,7 @@ def sharing(repeat: int) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the selected benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="runs of which the median is printed")
     parser.add_argument("--layers", type=int, default=10_000)

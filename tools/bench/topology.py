@@ -1,6 +1,6 @@
 """Cost of rank groups: to enumerate them, to create them, and how many real ones there are.
 
-One process on torch's fake backend, so what is timed is the work of one rank of a large job, without its
+One process on torch's fake backend, so the time is that of one rank of a large job, without its
 network. The peers run in the same process, alternating with ours:
 
 - `torch.distributed.new_subgroups_by_enumeration`, which makes every group of the world on every rank;
@@ -124,7 +124,7 @@ def create_mesh(world: int) -> float:
 def create_groups(worlds: Sequence[int], largest_enumeration: int, repeats: int) -> None:
     """Creation, ours and the peers'."""
     rows = []
-    for first_call in (create_ours, create_mesh):  # whose imports are nobody's cost
+    for first_call in (create_ours, create_mesh):  # imports are not timed
         first_call(1024)
     for world in worlds:
         ours, mesh = [], []
@@ -170,7 +170,7 @@ def count_groups() -> None:
         rows.append((name, str(len(wanted)), str(grid.group_count), f"{len(wanted) / grid.group_count:.1f}x"))
     print_table(
         "Real groups on one rank of 128, with expert view (expt_tp=1 ep=8)",
-        ("shape", "asked for", "real", "ratio"),
+        ("shape", "requested", "real", "ratio"),
         rows,
     )
 

@@ -280,7 +280,7 @@ class TestInfeasible:
         (({"mtp": 1, "decoder": [1, 1]}, 2), "decoder after an mtp layer"),
     ],
 )
-def test_bad_input_is_refused(arguments, rule):
+def test_bad_input_is_an_error(arguments, rule):
     with pytest.raises(LayoutError, match=re.escape(rule)):
         balance(*arguments)
 
@@ -312,11 +312,11 @@ def test_bad_input_is_refused(arguments, rule):
         ({"nodes": -1}, "nodes is -1; it must be an integer of at least 0"),
     ],
 )
-def test_bad_options_are_refused(options, rule):
+def test_bad_options_are_errors(options, rule):
     with pytest.raises(LayoutError, match=re.escape(rule)):
         balance([1, 2], 2, **options)
 
 
-def test_bad_layer_memory_is_refused():
+def test_bad_layer_memory_is_an_error():
     with pytest.raises(LayoutError, match="LayerMemory.per_microbatch is -1; it must be a finite number of at least 0"):
         LayerMemory(per_microbatch=-1)

@@ -180,7 +180,7 @@ def test_missing_arguments_exit_with_2(capsys, command):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="the system has no SIGPIPE")
-def test_the_command_line_ends_quietly_where_nobody_reads_on():
+def test_the_command_line_ends_quietly_when_its_output_is_closed():
     """As into ``head -1`` once it has its line; here it has none to begin with, so that time decides nothing."""
     read, write = os.pipe()
     os.close(read)

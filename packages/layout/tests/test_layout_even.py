@@ -70,6 +70,6 @@ def test_a_module_in_the_middle_of_a_model():
         ((4, 2), {"layer_type": "vision"}, "'vision' is not a kind of layer"),
     ],
 )
-def test_contradictions_are_refused(arguments, options, rule):
+def test_contradictions_are_errors(arguments, options, rule):
     with pytest.raises(LayoutError, match=re.escape(rule)):
         even(*arguments, **options)

@@ -1,4 +1,4 @@
-"""No text crashes or hangs the parser: each is read, or refused with an error at a column inside the text."""
+"""No text crashes or hangs the parser: each is read, or is an error at a column inside the text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def mutate(rng: random.Random, text: str) -> str:
 
 
 def parse(text: str) -> list[list[str]] | LayoutSyntaxError:
-    """The stages of a text, or why it is refused; any other exception fails the test."""
+    """The stages of a text, or its error; any other exception fails the test."""
     try:
         return PipelineParallelLayerLayout.parse_str_to_list(text)
     except LayoutSyntaxError as error:
@@ -56,15 +56,15 @@ def parse(text: str) -> list[list[str]] | LayoutSyntaxError:
 
 
 def fuzz(count: int, seed: int) -> tuple[int, int]:
-    """Parse so many mutated texts; returns how many were read and how many refused."""
+    """Parse ``count`` mutated texts; returns the numbers of layouts and of errors."""
     rng = random.Random(seed)
     pool = list(CORPUS)
-    read = refused = 0
+    read = errors = 0
     for _ in range(count):
         text = mutate(rng, rng.choice(pool))
         result = parse(text)
         if isinstance(result, LayoutSyntaxError):
-            refused += 1
+            errors += 1
             assert result.text == text
             assert 0 <= result.column < len(text), (text, result.column)
             assert result.found, text
@@ -76,7 +76,7 @@ def fuzz(count: int, seed: int) -> tuple[int, int]:
             if len(result) < 1000:
                 layout = PipelineParallelLayerLayout(text, 1)
                 assert PipelineParallelLayerLayout(str(layout), 1) == layout, text
-        # Mutations of mutations wander far; refused texts are kept too, but not so many that few are read, and no text
+        # Mutations of mutations wander far; errors are kept, too, but not so many that few are read, and no text
         # that takes a second to expand.
         if (
             rng.random() < 0.1
@@ -87,15 +87,15 @@ def fuzz(count: int, seed: int) -> tuple[int, int]:
                 pool.append(text)
             else:
                 pool[rng.randrange(len(CORPUS), len(pool))] = text
-    return read, refused
+    return read, errors
 
 
-def test_mutated_texts_are_read_or_refused_at_a_column():
-    read, refused = fuzz(20_000, seed=1)
-    assert min(read, refused) > 1000  # the mutations reach both ends
+def test_mutated_texts_are_read_or_errors_at_a_column():
+    read, errors = fuzz(20_000, seed=1)
+    assert min(read, errors) > 1000  # the mutations reach both ends
 
 
 @pytest.mark.nightly
 def test_a_million_mutated_texts():
-    read, refused = fuzz(1_000_000, seed=2)
-    assert min(read, refused) > 50_000, (read, refused)
+    read, errors = fuzz(1_000_000, seed=2)
+    assert min(read, errors) > 50_000, (read, errors)

@@ -71,6 +71,6 @@ def test_known_values():
         ((10**6, 2), "pp 1000000 and vpp 2 make 2000000 stages; a layout has at most 1,000,000"),
     ],
 )
-def test_bad_sizes_are_refused(arguments, rule):
+def test_bad_sizes_are_errors(arguments, rule):
     with pytest.raises(LayoutError, match=re.escape(rule)):
         in_flight_1f1b(*arguments)

@@ -141,7 +141,7 @@ def test_an_error_points_at_its_column(text, column, found, expected):
     assert marker == "  " + " " * column + "^"
 
 
-def test_the_caret_stands_right_under_wide_and_unprintable_text():
+def test_the_caret_is_right_under_wide_and_unprintable_text():
     with pytest.raises(LayoutSyntaxError) as caught:
         read("t\nt(\u65e5")  # a newline is shown as a space, a wide character takes two columns
     assert str(caught.value).splitlines()[1:] == ["  t t(\u65e5", "      ^"]
@@ -170,7 +170,7 @@ def test_a_long_text_is_shown_around_the_caret():
         ("(" * 30_000 + "t*2" + ")*2" * 30_000, 30_000 + 3 + 3 * 18, "layers"),
     ],
 )
-def test_an_expansion_past_the_bound_is_refused_from_its_size(text, column, what):
+def test_an_expansion_past_the_bound_is_an_error_before_it_is_built(text, column, what):
     with pytest.raises(LayoutSyntaxError, match=f"more than 1,000,000 {what} up to here, expected at most") as caught:
         read(text)
     assert caught.value.column == column
@@ -230,7 +230,7 @@ class TestGrammar:
             ([("v", "vision")], "must map a letter to a kind"),
         ],
     )
-    def test_a_bad_registration_is_refused(self, symbols, rule):
+    def test_a_bad_registration_is_an_error(self, symbols, rule):
         with pytest.raises(LayoutError, match=re.escape(rule)):
             LayoutGrammar(symbols=symbols)
 

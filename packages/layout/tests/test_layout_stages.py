@@ -198,7 +198,7 @@ def test_it_copies_pickles_and_shows_itself():
         ([[["decoder"]]], 1, "stage 0, layer 0: ['decoder'] is not a kind of layer"),
     ],
 )
-def test_a_bad_layout_is_refused(layout, pp, rule):
+def test_a_bad_layout_is_an_error(layout, pp, rule):
     with pytest.raises(LayoutError, match=re.escape(rule)):
         PipelineParallelLayerLayout(layout, pp)
 
@@ -215,7 +215,7 @@ def test_a_bad_layout_is_refused(layout, pp, rule):
     ],
 )
 @pytest.mark.parametrize("query", ["get_num_layers_to_build", "get_layer_offset", "get_layer_id_list"])
-def test_a_bad_question_is_refused(query, arguments, rule):
+def test_a_bad_question_is_an_error(query, arguments, rule):
     layout = PipelineParallelLayerLayout("Et|t|t|L", 2)
     with pytest.raises(LayoutError, match=re.escape(rule)):
         getattr(layout, query)(**arguments)
@@ -238,7 +238,7 @@ class TestRules:
             ("Eee|t|L", 3, (1, 0), False),
         ],
     )
-    def test_valid_layouts_say_whether_mtp_stands_apart(self, text, pp, counts, own_stage):
+    def test_valid_layouts_return_whether_mtp_is_apart(self, text, pp, counts, own_stage):
         assert PipelineParallelLayerLayout(text, pp).validate_layer_layout(*counts) is own_stage
 
     @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_uneven_shares_may_be_given():
     ]
 
 
-def test_shares_that_do_not_fit_are_refused():
+def test_shares_that_do_not_fit_are_errors():
     grid = HyperCommGrid([3], ["dp"], world_size=3)
     for sizes in ((5, 5), (5, 4, 2)):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Groups of one rank of a large job, in one process on torch's fake backend: who shares what, and what is refused."""
+"""Groups of one rank of a large job, in one process on torch's fake backend: sharing, and errors."""
 
 from datetime import timedelta
 
@@ -63,7 +63,7 @@ def test_only_the_ranks_own_groups_are_made():
     assert create_groups([]) == {}
 
 
-def test_equal_ranks_share_one_group_unless_told_not_to():
+def test_equal_ranks_share_one_group_unless_the_spec_is_not_shared():
     specs = [
         GroupSpec((4, 5), "tp"),
         GroupSpec((4, 5), "ep"),
@@ -91,7 +91,7 @@ def test_destroying_groups_is_idempotent():
     destroy_groups(again)
 
 
-def test_groups_that_the_world_cannot_hold_are_refused_before_any_is_made():
+def test_groups_that_the_world_cannot_hold_are_errors_before_any_is_made():
     with pytest.raises(GroupSpecError, match="group 'big' has rank 16, but the world has 16 ranks"):
         create_groups([GroupSpec((4, 5), "tp"), GroupSpec((5, 16), "big")])
     with pytest.raises(GroupSpecError, match="rank 4 cannot create groups in the process of rank 5"):
@@ -155,7 +155,7 @@ def test_making_the_same_group_twice_says_why_not():
     assert grid.group_count == real_groups() == 1
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_errors():
     grid = HyperCommGrid([2, 2], ["tp", "dp"], 4)
     with pytest.raises(UnknownDimensionError, match=r"unknown dimension 'pp'; the known ones are \['tp', 'dp'\]"):
         grid.create_pg("pp")
@@ -196,7 +196,7 @@ def test_groups_made_one_by_one_are_shared_as_well_unless_options_differ():
     assert grid.group_count == real_groups() == 3
 
 
-def test_a_shared_dimension_is_the_grids_own_group_whichever_view_asked_first():
+def test_a_shared_dimension_is_the_grids_own_group_through_any_view():
     grid = HyperCommGrid([2, 2, 2, 2], ["tp", "cp", "dp", "pp"])
     grid.register_view("expert", [1, 4, 2, 2], ["expt_tp", "ep", "expt_dp", "pp"], ["pp"])
     grid.register_view("other", [8, 2], ["sp", "pp"], ["pp"])
@@ -263,7 +263,7 @@ def test_a_rank_of_a_large_world_makes_its_own_groups_only():
 # DeviceMesh
 
 
-def test_a_device_mesh_stands_on_the_grids_groups():
+def test_a_device_mesh_uses_the_grids_groups():
     grid = HyperCommGrid([2, 1, 4, 2], ["tp", "cp", "dp", "pp"])
     grid.create_pgs(["tp", "cp", "dp", "pp"])
     before = real_groups()
@@ -349,7 +349,7 @@ def test_a_collection_takes_the_groups_that_were_made():
     assert (groups.pp, groups.tp_cp, groups.expt_tp, groups.pos_embd) == (None, None, None, None)
 
 
-def test_a_collection_demands_the_groups_that_it_is_asked_for():
+def test_a_collection_requires_the_named_groups():
     grid = HyperCommGrid([2, 8], ["tp", "dp"])
     grid.create_pgs(["tp", "dp"])
     groups = ProcessGroupCollection.from_grid(grid, "tp", "dp_cp")

@@ -1,4 +1,4 @@
-"""Rules that stand in annotations are checked where data is made."""
+"""Rules of annotations are checked where data is made."""
 
 import math
 from fractions import Fraction

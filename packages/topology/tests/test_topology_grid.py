@@ -167,7 +167,7 @@ def test_unknown_and_repeated_dimensions_name_the_known_ones():
     assert issubclass(UnknownDimensionError, ValueError)
 
 
-def test_ranks_and_coordinates_outside_are_refused():
+def test_ranks_and_coordinates_outside_are_errors():
     box = Grid((2, 3), ("tp", "dp"), 4)
     for rank in (3, 10, -1, 4.0):
         with pytest.raises(CoordinateError, match=r"is not in the ranks of \(tp=2 dp=3 at ranks 4..9\)"):

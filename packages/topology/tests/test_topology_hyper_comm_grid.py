@@ -1,4 +1,4 @@
-"""`HyperCommGrid` as arithmetic: the world it stands in, its groups' names, its views."""
+"""`HyperCommGrid` as arithmetic: the world around it, its groups' names, its views."""
 
 import itertools
 
@@ -68,7 +68,7 @@ def test_a_span_past_the_world_says_shape_offset_and_world():
     assert HyperCommGrid([2, 3], ["tp", "dp"], 2, world_size=8).ranks == range(2, 8)
 
 
-def test_groups_that_nobody_made_are_missing():
+def test_groups_that_were_not_created_are_missing():
     grid = HyperCommGrid([2, 3], ["tp", "dp"], world_size=6)
     with pytest.raises(
         GroupMissingError, match=r"no group for dimensions \['tp', 'dp'\] has been made; call create_pg"
@@ -146,7 +146,7 @@ def test_a_view_that_does_not_fit_shows_both_sides(arguments, text):
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_shared_dimension_of_size_one_may_stand_anywhere():
+def test_a_shared_dimension_of_size_one_may_be_anywhere():
     grid = HyperCommGrid([2, 1, 2], ["tp", "pp", "dp"], world_size=4)
     grid.register_view("v", [1, 4], ["pp", "ep"], ["pp"])
     assert grid.canonical("pp", view="v") == GroupRequest("pp")

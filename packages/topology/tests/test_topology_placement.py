@@ -28,7 +28,7 @@ def test_modules_follow_one_another():
     assert grids["images"].world_size == 6
 
 
-def test_modules_stand_together_where_asked():
+def test_modules_on_the_same_ranks():
     both = [("images", "language")]
     assert spans(place({"images": {"dp": 4}, "language": LANGUAGE}, world_size=4, together=both)) == {
         "images": (0, 4),
@@ -38,7 +38,7 @@ def test_modules_stand_together_where_asked():
     assert spans(nested) == {"images": (0, 2), "language": (0, 4), "audio": (4, 7)}
 
 
-def test_modules_stand_at_offsets_where_asked():
+def test_modules_at_offsets():
     grids = place({"language": LANGUAGE, "images": ENCODER}, world_size=6, offsets={"language": 2, "images": 0})
     assert spans(grids) == {"language": (2, 6), "images": (0, 2)}
 
@@ -79,7 +79,7 @@ def test_a_placement_that_does_not_fit_says_why(keywords, text):
     assert isinstance(caught.value, ValueError)
 
 
-def test_the_refusal_shows_a_table_of_what_it_saw():
+def test_the_error_has_a_table_of_the_modules():
     with pytest.raises(PlacementError) as caught:
         place({"images": ENCODER, "language": LANGUAGE}, world_size=8)
     assert str(caught.value).splitlines()[1:-1] == [
@@ -90,7 +90,7 @@ def test_the_refusal_shows_a_table_of_what_it_saw():
     ]
 
 
-def test_no_modules_and_no_grid_are_refused():
+def test_no_modules_and_no_dims_are_errors():
     with pytest.raises(PlacementError, match="there are no modules to place on 4 ranks"):
         place({}, world_size=4)
     with pytest.raises(GridShapeError, match="the size of 'tp' of module 'images' is 0"):
@@ -184,7 +184,7 @@ def test_the_command_lines_arguments(arguments, status, text, capsys):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="the system has no SIGPIPE")
-def test_the_command_line_ends_quietly_where_nobody_reads_on():
+def test_the_command_line_ends_quietly_when_its_output_is_closed():
     """As into ``head -1`` once it has its line; here it has none to begin with, so that time decides nothing."""
     read, write = os.pipe()
     os.close(read)

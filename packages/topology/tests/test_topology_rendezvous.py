@@ -1,4 +1,4 @@
-"""Members of a group meet at a store, or all of them learn that they did not. Threads stand in for ranks."""
+"""Members of a group meet at a store, or all of them learn that some did not come. Threads play ranks."""
 
 import signal
 import subprocess
@@ -35,7 +35,7 @@ def test_meetings_are_counted_alike_on_all_members(store):
     assert [all_meet(store, [4, 7, 9]) for _ in range(3)] == [[0] * 3, [1] * 3, [2] * 3]
 
 
-def test_whoever_does_not_come_is_named_and_the_others_may_try_again(store):
+def test_a_missing_member_is_named_and_the_others_may_try_again(store):
     ranks = [4, 7, 9]
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(member, store, rank, ranks, timeout=SHORT) for rank in (4, 9)]
@@ -49,7 +49,7 @@ def test_whoever_does_not_come_is_named_and_the_others_may_try_again(store):
     assert all_meet(store, ranks) == [1, 1, 1]
 
 
-def test_whoever_came_and_gave_up_is_told_apart(store):
+def test_a_member_that_came_and_gave_up_is_named_apart(store):
     ranks = [0, 1, 2]
     with pytest.raises(GroupCreationTimeoutError, match=r"but ranks \[1, 2\] did not come\. "):
         member(store, 0, ranks, timeout=SHORT)

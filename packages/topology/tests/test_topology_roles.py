@@ -121,7 +121,7 @@ def test_the_map_must_have_exactly_the_modules():
     assert issubclass(RoleError, ValueError)
 
 
-def test_a_rank_in_no_grid_is_told_the_spans():
+def test_the_error_of_a_rank_in_no_grid_has_the_spans():
     grids = place({"images": {"dp": 1}, "language": {"dp": 2}}, world_size=3)
     with pytest.raises(
         RankNotInGridError, match=r"rank 3 is in no module's grid; the grids span {'images': '0..0'"

@@ -192,7 +192,7 @@ def test_backends(world):
     assert compat.resolve_timeout("gloo", timedelta(seconds=1)) == timedelta(seconds=1)
 
 
-def test_backends_that_cannot_do_it_are_refused(world):
+def test_backends_that_cannot_do_it_are_errors(world):
     with pytest.raises(GroupSpecError, match="the MPI backend creates groups only with all ranks of the world"):
         compat.resolve_backend("mpi")
     with pytest.raises(

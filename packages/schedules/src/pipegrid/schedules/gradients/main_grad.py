@@ -195,10 +195,29 @@ def set_accumulated(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     held = accumulated(parameter)
     if held is not None:
         local_of(held).copy_(local_of(value))
-    elif keeps_main_grad(parameter):
+        return
+    value = _sharded_like(parameter, value)
+    if keeps_main_grad(parameter):
         parameter.main_grad = value.to(accumulation_dtype(parameter), copy=True)  # type: ignore[attr-defined]
     else:
         parameter.grad = value.to(parameter.dtype, copy=True)
+
+
+def _sharded_like(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """A local shard as the DTensor that it is a part of, where the parameter is one."""
+    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    whole: torch.Tensor = DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

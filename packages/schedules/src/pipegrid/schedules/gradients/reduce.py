@@ -195,7 +195,7 @@ class GradientReduction:
         *,
         loss_lanes: int | None = None,
         job_group: dist.ProcessGroup | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> GradientReduction:
         """The reduction that `reduce_gradients` with these arguments is.
 
@@ -203,7 +203,9 @@ class GradientReduction:
             GradientError: as there, but for sparse gradients and missing sums of tied parameters.
         """
         loss_lanes = checked(loss_lanes, Count | None, "loss_lanes", GradientError)
-        bucket_bytes = checked(bucket_bytes, Count, "bucket_bytes", GradientError)
+        bucket_bytes = checked(
+            BUCKET_BYTES if bucket_bytes is None else bucket_bytes, Count, "bucket_bytes", GradientError
+        )
         held: dict[str, list[torch.nn.Parameter]] = {name: [] for name, _ in named_modules(modules)}
         for name, parameter in parameters_of(modules):
             held[name].append(parameter)

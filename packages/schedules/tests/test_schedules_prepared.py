@@ -1,0 +1,284 @@
+"""What a step function keeps between calls, and the reduction that starts inside the last backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import nn
+
+from pipegrid.schedules import (
+    ActionKind,
+    PipelineConfig,
+    PipelineRuntime,
+    accumulate_in_main_grad,
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+)
+from pipegrid.schedules.gradients import reduce
+from pipegrid.schedules.megatron import prepared
+from pipegrid.schedules.megatron.stage import MegatronStage
+from pipegrid.schedules.plan import Plan
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.transport import P2PCommunicator
+
+MICROBATCHES = 4
+COMMON = {"num_microbatches": MICROBATCHES, "seq_length": 1, "micro_batch_size": 1}
+
+
+class Model(nn.Module):
+    def __init__(self, config=None, *, seed=0, layers=2):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double()
+        self.config, self.received = config or PipelineConfig(), None
+
+    def set_input_tensor(self, received):
+        (self.received,) = received
+
+    def forward(self, x):
+        return torch.tanh(self.layers(x))
+
+
+def sample(index, lane=0):
+    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * lane + index))
+
+
+def alone(model, **options):
+    def forward(iterator, model):
+        return model(sample(next(iterator))), lambda y: (y.square().mean(), float(y.detach().sum()))
+
+    arguments = COMMON | {"data_iterator": iter(range(MICROBATCHES)), "model": model} | options
+    return forward_backward_no_pipelining(forward_step_func=forward, **arguments)
+
+
+@pytest.fixture
+def constructions(monkeypatch):
+    """How often each class was made."""
+    made = {}
+    for kind in (PipelineRuntime, MegatronStage, Plan, prepared.PreparedStep):
+        original = kind.__init__
+
+        def counting(self, *args, _original=original, _name=kind.__name__, **kwargs):
+            made[_name] = made.get(_name, 0) + 1
+            _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "__init__", counting)
+    return made
+
+
+def test_the_second_call_constructs_nothing(constructions):
+    model = Model()
+    first = alone(model)
+    made = dict(constructions)
+    assert made["PipelineRuntime"] == made["PreparedStep"] == 1
+    assert alone(model) == first
+    alone(model, forward_only=True)
+    assert constructions == made
+    alone(model, num_microbatches=2)
+    assert constructions["PipelineRuntime"] == 2
+    alone(Model())
+    assert constructions["PipelineRuntime"] == 3
+    alone(model)
+    assert constructions["PipelineRuntime"] == 3, "another plan or model does not push the first one out"
+
+
+def test_what_a_call_brings_is_read_anew():
+    """Config, iterator and functions belong to a call, also where the runtime is that of the one before."""
+    scales = []
+
+    def scaled(loss):
+        scales.append(loss.item())
+        return loss * 2
+
+    model = Model(PipelineConfig(grad_scale_func=lambda loss: loss))
+    alone(model)
+    once = model.layers[0].weight.grad.clone()
+    model.zero_grad()
+    model.config = PipelineConfig(grad_scale_func=scaled)
+    alone(model)
+    assert len(scales) == MICROBATCHES
+    assert torch.equal(model.layers[0].weight.grad, once * 2)
+    seen = []
+
+    class Seeing:
+        def before(self, action):
+            seen.append(action.kind)
+
+        def after(self, action):
+            pass
+
+    model.config = PipelineConfig(hooks=(Seeing(),))
+    alone(model)
+    assert seen == [ActionKind.F, ActionKind.B] * MICROBATCHES
+    model.config = PipelineConfig()
+    alone(model)
+    assert len(seen) == 2 * MICROBATCHES
+
+
+def test_a_model_that_is_dropped_goes_at_once():
+    """Also where its config and hooks hold it: nothing that outlives a call does."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = Model()
+
+        class Hook:
+            def __init__(self, model):
+                self.model = model
+
+            def before(self, action):
+                pass
+
+            after = before
+
+        model.config = PipelineConfig(hooks=(Hook(model),), grad_scale_func=lambda loss, model=model: loss)
+        alone(model)
+        kept = len(prepared._PREPARED)
+        model.config = None  # the cycle of this test's own making
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+        assert len(prepared._PREPARED) == kept - 1
+    finally:
+        gc.enable()
+
+
+def test_a_failed_runtime_is_not_kept(constructions):
+    model = Model()
+    with pytest.raises(RuntimeError, match="its data ended|boom|StopIteration|ended"):
+        alone(model, data_iterator=iter([]))
+    alone(model)
+    assert constructions["PipelineRuntime"] == 2
+
+
+def test_the_order_of_no_sync_grad_sync_and_finalize_is_the_frameworks():
+    events = []
+
+    class Context:
+        def __enter__(self):
+            events.append("enter")
+
+        def __exit__(self, *error):
+            events.append("exit")
+
+    model = Model(
+        PipelineConfig(
+            no_sync_func=Context,
+            grad_sync_func=lambda _: events.append("grad sync"),
+            finalize_model_grads_func=lambda *_, **__: events.append("finalize"),
+        )
+    )
+    model.layers[0].weight.register_hook(lambda _: events.append("backward"))
+    alone(model, num_microbatches=1)
+    assert events == ["enter", "exit", "backward", "finalize"]
+    events.clear()
+    alone(model, num_microbatches=3)
+    assert events == ["enter", "backward", "backward", "exit", "backward", "finalize"]
+
+
+@frozen
+class Groups:
+    dp: object = None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, monkeypatch):
+    """The last layer's bucket before the first layer's gradient; behind a layer without one, after it."""
+    monkeypatch.setattr(reduce, "BUCKET_BYTES", 1)
+    events = []
+    start = reduce._Bucket.start
+
+    def starting(bucket):
+        events.append(("start", names[id(bucket.parameters[0])]))
+        start(bucket)
+
+    monkeypatch.setattr(reduce._Bucket, "start", starting)
+    model = Model(layers=3).to(ranks.device)
+    model.unused = nn.Linear(2, 2).double().to(ranks.device)
+    if main_grad:
+        accumulate_in_main_grad(model, dtype=torch.float64)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def watch(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda _: events.append(("backward", "layers.0")))
+
+    model.layers[0].register_forward_hook(watch)
+
+    def forward(iterator, model):
+        x = sample(next(iterator), ranks.rank).to(ranks.device)
+        y = model(x)
+        if ranks.rank == 1:
+            y = y + model.unused(x[:, :2]).sum()
+        return y, lambda y: (y.square().mean(), None)
+
+    for _ in range(2):
+        events.clear()
+        forward_backward_no_pipelining(
+            forward_step_func=forward,
+            data_iterator=iter(range(MICROBATCHES)),
+            model=model,
+            pg_collection=Groups(dp=dist.group.WORLD),
+            **COMMON,
+        )
+    last = len(events) - 1 - events[::-1].index(("backward", "layers.0"))
+    order = [what for kind, what in events if kind == "start"]
+    assert order == list(names.values())[::-1]
+    assert (("start", "layers.2.weight") in events[:last]) == (ranks.rank == 1)
+    assert ("start", "layers.0.weight") in events[last:]
+    reference = Model(layers=3).to(ranks.device)
+    for lane in range(2):
+        unused = nn.Linear(2, 2).double()
+        unused.load_state_dict({key: value.cpu() for key, value in model.unused.state_dict().items()})
+        for index in range(MICROBATCHES):
+            x = sample(index, lane)
+            y = reference(x.to(ranks.device))
+            if lane == 1:
+                y = y + unused(x[:, :2]).sum().to(ranks.device)
+            (2 * y.square().mean() / MICROBATCHES / 2).backward()
+    for mine, other in zip(model.layers.parameters(), reference.layers.parameters(), strict=True):
+        found = mine.main_grad if main_grad else mine.grad
+        torch.testing.assert_close(found, other.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.ranks(4)
+def test_chunks_reduce_as_their_last_backwards_end(ranks):
+    """dp 2 x pp 2, two chunks on each rank: the later chunk's gradients travel while the first one is at work."""
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    pp, _ = grid.create_pgs(["pp", "dp"])
+    here = grid.coords(ranks.rank)
+    config = PipelineConfig(pipeline_dtype=torch.float64, deadline=30, check_replicas=True)
+    communicator = P2PCommunicator(pp, config)
+    chunks = [Model(config, seed=here["pp"] + 2 * chunk).to(ranks.device) for chunk in range(2)]
+
+    def forward(iterator, model):
+        index = next(iterator)
+        x = sample(index, here["dp"]).to(ranks.device) if model.received is None else model.received
+        return model(x), lambda y: (y.square().mean(), None)
+
+    for _ in range(2):
+        forward_backward_pipelining_with_interleaving(
+            forward_step_func=forward,
+            data_iterator=[iter(range(MICROBATCHES)) for _ in chunks],
+            model=chunks,
+            p2p_communicator=communicator,
+            pg_collection=ProcessGroupCollection.from_grid(grid),
+            **COMMON,
+        )
+    parts = [Model(seed=stage) for stage in range(4)]
+    for lane in range(2):
+        for index in range(MICROBATCHES):
+            x = sample(index, lane)
+            for part in parts:
+                x = part(x)
+            (2 * x.square().mean() / MICROBATCHES / 2).backward()
+    for number, chunk in enumerate(chunks):
+        for mine, other in zip(chunk.parameters(), parts[here["pp"] + 2 * number].parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-12, atol=1e-15)
+    communicator.close()

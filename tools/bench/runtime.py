@@ -1,6 +1,7 @@
 """The runtime beside torch.distributed.pipelining: the same stages, plans and machine, in one run, over gloo.
 
-    python tools/bench/runtime.py [--quick] [--only overhead emulated real memory] [--schedules 1f1b ...]
+    python tools/bench/runtime.py [--quick] [--only overhead emulated real memory stepping reduction]
+                                  [--schedules 1f1b ...]
 
 Four ranks on this machine. For each schedule our `PipelineRuntime` on our plan, and torch's own class of that name
 on the same modules, microbatches and loss; both start from the same point, and the gradients of both are compared
@@ -14,6 +15,9 @@ stand the quartiles, between which half of the rounds lie: far apart, they say t
   an action and a hop took in that step, and at most torch's best.
 - real: a transformer of some 10 million parameters. Bound: 1.0 of torch.
 - memory: the peak of the bytes that autograd keeps; it is to be the plan's own figure.
+- stepping: an empty step by the step function, over the same by `PipelineRuntime.step`. Bound: 1.05.
+- reduction: a step of dp 2 x pp 2 whose gradients are reduced during the last backward, over one that reduces after
+  it. Bound: 1.0.
 
 Exits with 1 where a bound is missed.
 """
@@ -35,7 +39,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from runtime_parts import emulated, memory, overhead, real
+from runtime_parts import emulated, memory, overhead, real, reduction, stepping
 from runtime_parts.rows import RANKS, ROWS, Row
 
 PATIENCE_SECONDS = 300.0
@@ -58,6 +62,14 @@ def parts(quick: bool) -> dict[str, Part]:
     empty = {"microbatches": 8 if quick else 64, "rounds": 2 if quick else 75}
     sleeping = {"microbatches": 8 if quick else 16, "rounds": 1 if quick else 6, "seconds": 0.002 if quick else 0.006}
     training = {"microbatches": 8, "rounds": 1 if quick else 15}
+    calls = {"microbatches": 8, "rounds": 2 if quick else 300}
+    reducing: dict[str, Any] = {
+        "microbatches": 4,
+        "rounds": 1 if quick else 15,
+        "layers": 3 if quick else 12,
+        "elements": 10_000 if quick else 2_000_000,
+        "seconds": 0.001 if quick else 0.004,
+    }
     return {
         "overhead": Part(
             lambda row, rank: overhead.measure(row, rank, **empty),
@@ -78,6 +90,16 @@ def parts(quick: bool) -> dict[str, Part]:
             lambda row, rank: memory.measure(row, rank, microbatches=12),
             lambda: memory.header(microbatches=12),
             lambda row, ranks: memory.report(row, ranks, microbatches=12),
+        ),
+        "stepping": Part(
+            lambda row, rank: stepping.measure(row, rank, **calls),
+            lambda: stepping.header(**calls),
+            stepping.report,
+        ),
+        "reduction": Part(
+            lambda row, rank: reduction.measure(row, rank, **reducing),
+            lambda: reduction.header(**reducing),
+            reduction.report,
         ),
     }
 

@@ -68,6 +68,8 @@ class PipelineConfig(P2PConfig):
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
         monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
             notices before a step that ranks would run different numbers of microbatches.
+        overlap_grad_reduce: start the reduction of a bucket in the last backward that touches it, where the step
+            function reduces; False starts all after the last backward.
         check_replicas: after each reduction, compare replicas of parameters and gradients over data lanes and tp
             (`require_equal_replicas`): for debug runs.
 
@@ -95,6 +97,7 @@ class PipelineConfig(P2PConfig):
     job_group: Any = None
     hooks: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     monitor: Any = None
+    overlap_grad_reduce: bool = True
     check_replicas: bool = False
 
 

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.schedules.arguments import require, require_function, require_integer
 from pipegrid.schedules.errors import LossError, StepArgumentError
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.runtime import describe
-
-_MODEL = "give a torch.nn.Module"
+from pipegrid.topology.fields import Index, checked
 
 
 @frozen(eq=False)
@@ -38,16 +36,14 @@ class WithLoss:
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
-    """Tell every module of ``model`` that has a ``current_microbatch`` which one runs now.
+    """Set ``current_microbatch`` of every module of ``model`` that has it."""
+    for module in numbered_modules(model):
+        module.current_microbatch = checked(microbatch_id, Index, "microbatch_id", StepArgumentError)
 
-    Raises:
-        StepArgumentError: no module, or no number of a microbatch.
-    """
-    require("model", model, torch.nn.Module, _MODEL, error=StepArgumentError)
-    require_integer("microbatch_id", microbatch_id, "microbatches count from 0", least=0, error=StepArgumentError)
-    for module in model.modules():
-        if hasattr(module, "current_microbatch"):
-            setattr(module, "current_microbatch", microbatch_id)  # noqa: B010 -- a plain attribute, not a parameter
+
+def numbered_modules(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """The modules of ``model`` that ask for the number of their microbatch."""
+    return tuple(module for module in model.modules() if hasattr(module, "current_microbatch"))
 
 
 def forward_step(
@@ -78,20 +74,15 @@ def forward_step(
         and the number of tokens its loss counted (0 elsewhere).
 
     Raises:
-        StepArgumentError: an argument of another kind, or ``forward_step_func`` did not return ``(output, loss_func)``.
+        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``.
             Only the last stage calls ``loss_func``, so that others may return None in its place.
         LossError: the loss function's result is none of the three documented forms.
     """
-    remedy = "give a function f(data_iterator, model) that returns (output, loss_func)"
-    require_function("forward_step_func", forward_step_func, remedy, error=StepArgumentError)
-    require("model", model, torch.nn.Module, _MODEL, error=StepArgumentError)
     if is_first_microbatch:
         start = unwrapped_attribute(model, "set_is_first_microbatch")
         if start is not None:
             start()
     if current_microbatch is not None:
-        name, remedy = "current_microbatch", "microbatches count from 0"
-        require_integer(name, current_microbatch, remedy, least=0, error=StepArgumentError)
         set_current_microbatch(model, current_microbatch)
     as_list = isinstance(input_tensor, list)
     set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
@@ -178,23 +169,15 @@ def forward_step_calc_loss(
         ``(output, num_tokens)``: the scaled loss on the last stage, ``output_tensor`` elsewhere.
 
     Raises:
-        StepArgumentError: an argument of another kind.
+        StepArgumentError: ``is_last_stage`` is None.
         LossError: the loss function's result is none of the documented forms.
     """
     del model
-    require_integer("num_microbatches", num_microbatches, "give those of a step", error=StepArgumentError)
-    if cp_group_size is not None:
-        require_integer(
-            "cp_group_size", cp_group_size, "give the ranks of cp, 1 or None without", error=StepArgumentError
-        )
-    remedy = "give a list, to which what the loss function says is appended"
-    require("forward_data_store", forward_data_store, list, remedy, error=StepArgumentError)
     if is_last_stage is None:
         raise StepArgumentError("is_last_stage is None; pass is_last_stage=True on the stage that has the loss")
     num_tokens = torch.zeros((), dtype=torch.int64)
     if not is_last_stage:
         return output_tensor, num_tokens
-    require_function("loss_func", loss_func, "give a function of the output", error=StepArgumentError)
     if collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
         return output_tensor, num_tokens

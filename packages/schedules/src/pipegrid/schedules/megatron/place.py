@@ -67,6 +67,12 @@ class Place:
         return {stage: value[self.module_of(stage)] for stage in self.stages}
 
 
+@lru_cache(maxsize=64)
+def one_module(depth: int) -> ModuleGraph:
+    """The graph of a pipeline of one module."""
+    return ModuleGraph({"model": depth})
+
+
 def place_of(communicator: Any) -> Place:
     """What a communicator says of its job.
 
@@ -77,7 +83,7 @@ def place_of(communicator: Any) -> Place:
     require_communicator(communicator)
     graph = getattr(communicator, "graph", None)
     if graph is None:
-        return Place(ModuleGraph({"model": communicator.total_stages}), (communicator.current_stage,))
+        return Place(one_module(communicator.total_stages), (communicator.current_stage,))
     positions = getattr(communicator, "positions", None)
     place = Place(
         graph,

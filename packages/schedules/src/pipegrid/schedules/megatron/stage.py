@@ -12,7 +12,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import LossError, StageOutputError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.megatron.counts import check_first_val_step
-from pipegrid.schedules.megatron.forward import WithLoss, forward_step
+from pipegrid.schedules.megatron.forward import WithLoss, forward_step, numbered_modules
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.runtime import Forwarded
 from pipegrid.transport.edge import Edge
@@ -26,6 +26,8 @@ class StageCall:
         cp_group: context-parallel ranks of the module.
         loss_factor: multiplies the stage's loss, so that it is a mean over its own data lanes.
         shapes: of messages, to check them against.
+        per_token: losses are sums over tokens.
+        numbered: modules that ask for the number of their microbatch.
     """
 
     forward_step_func: Callable[..., Any]
@@ -39,6 +41,12 @@ class StageCall:
     first_val_step: bool | None = None
     shapes: AnnouncedShapes | ExpectedShape | None = None
     loss_factor: float = 1.0
+    per_token: bool = False
+    numbered: tuple[torch.nn.Module, ...] = field(init=False)
+
+    @numbered.default
+    def _numbered(self) -> tuple[torch.nn.Module, ...]:
+        return numbered_modules(self.model)
 
 
 @define(eq=False)
@@ -57,7 +65,7 @@ class MegatronStage:
         vp_stage: chunk of the module, where the rank has several.
         call: the arguments of the running step; the stage outlives them.
         infos: what the loss function has returned for each microbatch.
-        num_tokens: what the losses have counted; None before the first one.
+        num_tokens: what the losses have counted, where losses are sums over tokens; None before the first one.
     """
 
     graph: ModuleGraph
@@ -93,6 +101,8 @@ class MegatronStage:
         if call.shapes is not None:
             for payload in inputs.values():
                 call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
+        for module in call.numbered:
+            module.current_microbatch = microbatch  # type: ignore[assignment]
         output, num_tokens = forward_step(
             call.forward_step_func,
             call.data_iterator,
@@ -105,7 +115,6 @@ class MegatronStage:
             call.collect_non_loss_data,
             self._checkpoint(call, microbatch),
             check_first_val_step(call.first_val_step, call.forward_only, microbatch == 0),
-            current_microbatch=microbatch,
             vp_stage=self.vp_stage,
             is_last_stage=not self.outgoing,
             cp_group=call.cp_group,
@@ -117,7 +126,8 @@ class MegatronStage:
             if call.shapes is not None:
                 call.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
             return Forwarded(self._by_edge(output, microbatch), own_loss)
-        self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
+        if call.per_token:
+            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
         if call.collect_non_loss_data or call.forward_only:
             return Forwarded({})
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
@@ -131,7 +141,7 @@ class MegatronStage:
         """A stage's own mean loss, scaled as that of the last stage."""
         if call.forward_only:
             return None
-        if option(call.config, "calculate_per_token_loss"):
+        if call.per_token:
             raise LossError(
                 f"stage {self.stage} returned WithLoss for microbatch {microbatch}, a mean, and with "
                 "calculate_per_token_loss gradients are divided by the tokens of the job: a mean beside sums would be "

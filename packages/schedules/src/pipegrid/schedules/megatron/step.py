@@ -101,14 +101,19 @@ def run_step(
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             shapes=shapes,
+            per_token=bool(option(config, "calculate_per_token_loss")),
             loss_factor=1.0 if policy is None else policy.loss_factors.get(stage, 1.0),
         )
         for stage, model in models.items()
     }
     reduction = None if policy is None else policy.reduction()
     syncs = not forward_only and option(config, "no_sync_func") is not None
-    # What an output layer puts aside is added after the last backward.
-    early = reduction is not None and reduction.communicates and not option(config, "defer_embedding_wgrad_compute")
+    early = (
+        reduction is not None
+        and reduction.communicates
+        and bool(option(config, "overlap_grad_reduce"))
+        and not option(config, "defer_embedding_wgrad_compute")  # what is put aside is added after the last backward
+    )
     prepared = prepared_step(agreed, communicator, models, config, ties, hooked=syncs or early)
     try:
         with contextlib.ExitStack() as outside:
@@ -181,8 +186,9 @@ def _require_forward_step(forward_step_func: Any, config: Any) -> None:
             f"forward_step_func is {forward_step_func!r}; give a function f(data_iterator, model) that returns "
             "(output, loss_func)"
         )
-    if checked_option(config, "num_microbatches_with_partial_activation_checkpoints") is None:
+    if option(config, "num_microbatches_with_partial_activation_checkpoints") is None:
         return
+    checked_option(config, "num_microbatches_with_partial_activation_checkpoints")
     try:
         signature = inspect.signature(forward_step_func)
     except (TypeError, ValueError):  # some callables of C do not tell theirs

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import require_communicator, require_size, size_of
-from pipegrid.schedules.megatron.place import Place, interleaved_plan, place_of, step_plan
+from pipegrid.schedules.megatron.place import Place, interleaved_plan, one_module, place_of, step_plan
 from pipegrid.schedules.megatron.step import message_shapes, require_microbatches, require_one_config, run_step, single
 
 ForwardStepFunc = Callable[..., Any]
@@ -84,7 +83,7 @@ def forward_backward_no_pipelining(
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
     return run_step(
-        plan=lambda ties: step_plan(ModuleGraph({"model": 1}), num_microbatches, ties),
+        plan=lambda ties: step_plan(one_module(1), num_microbatches, ties),
         communicator=None,
         forward_step_func=forward_step_func,
         data_iterators={0: single(data_iterator, "data_iterator")},

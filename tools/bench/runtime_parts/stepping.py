@@ -1,0 +1,135 @@
+"""The step function beside `PipelineRuntime.step`: the cost of taking up a call's arguments, per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import (
+    Forwarded,
+    PipelineConfig,
+    PipelineRuntime,
+    forward_backward_pipelining_without_interleaving,
+    step_plan,
+)
+from pipegrid.transport import Edge, P2PCommunicator
+from runtime_parts.rows import RANKS, Row
+from runtime_parts.table import SPREAD_WIDTH, meets, number, pair_ratios, spread_against
+from runtime_parts.timing import Outcome, by_turns, steps
+
+BOUND = 1.05
+WIDTH = 8
+STEPS = ("step function", "runtime")
+
+
+class Model(nn.Module):
+    """An empty stage, as a step function takes it: each element times a weight."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, WIDTH))
+        self.config = config
+        self.received: Tensor | None = None
+
+    def set_input_tensor(self, received: Sequence[Tensor | None]) -> None:
+        """What has arrived."""
+        (self.received,) = received
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the input's shape."""
+        return x * self.weight
+
+
+class _Runner:
+    """Both ways have the same config, model, shapes and messages, each on lanes of its own."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.config = PipelineConfig(pipeline_dtype=torch.float32, deadline=60.0)
+        self.communicator = P2PCommunicator(dist.group.WORLD, self.config, tensor_shape=(1, WIDTH))
+        self.model = Model(self.config)
+        self.microbatches = microbatches
+        self.input = torch.ones(1, WIDTH)
+
+
+class StepFunction(_Runner):
+    """The seeds' call."""
+
+    def _forward(self, iterator: Any, model: Model) -> tuple[Tensor, Any]:
+        del iterator
+        return model(self.input if model.received is None else model.received), lambda y: (y.sum(), None)
+
+    def step(self) -> None:
+        """See `Runner`."""
+        self.model.weight.grad = None
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=self._forward,
+            data_iterator=None,
+            model=self.model,
+            num_microbatches=self.microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=self.communicator,
+        )
+
+
+class Runtime(_Runner):
+    """The same plan and stage, written for the runtime."""
+
+    def __init__(self, microbatches: int) -> None:
+        super().__init__(microbatches)
+        rank = dist.get_rank()
+        self._into = None if rank == 0 else Edge(rank - 1, rank)
+        self._out = None if rank == RANKS - 1 else Edge(rank, rank + 1)
+        plan = step_plan(ModuleGraph({"model": RANKS}), microbatches)
+        self._runtime = PipelineRuntime(plan, {rank: self}, self.communicator, deadline=60.0)
+
+    def forward(self, microbatch: int, inputs: Any) -> Forwarded:
+        """See `pipegrid.schedules.Stage`."""
+        del microbatch
+        y = self.model(self.input if self._into is None else inputs[self._into])
+        if self._out is None:
+            return Forwarded({}, y.sum() / self.microbatches)
+        return Forwarded({self._out: y})
+
+    def step(self) -> None:
+        """See `Runner`."""
+        self.model.weight.grad = None
+        self._runtime.step()
+
+
+def measure(row: Row, rank: int, *, microbatches: int, rounds: int) -> Outcome | None:
+    """On each rank; the step function runs 1F1B."""
+    del rank
+    if row.name != "1f1b":
+        return None
+    runners = {"step function": StepFunction(microbatches), "runtime": Runtime(microbatches)}
+    by_turns(runners, 3)  # type: ignore[arg-type]  # a runtime's first step connects
+    seconds = by_turns(runners, rounds)  # type: ignore[arg-type]
+    for runner in runners.values():
+        runner.communicator.close()
+    return Outcome(seconds, {})
+
+
+def header(*, microbatches: int, rounds: int) -> Iterator[str]:
+    """What the table says."""
+    yield (
+        f"step function: an empty 1F1B step by forward_backward_pipelining_without_interleaving and by "
+        f"PipelineRuntime.step, {RANKS} ranks, {microbatches} microbatches; milliseconds, medians over {rounds} pairs"
+    )
+    yield f"  {'schedule':<18}{'function':>9}{'runtime':>9}{'function/runtime':>{SPREAD_WIDTH}}"
+
+
+def report(row: Row, outcomes: Sequence[Outcome | None]) -> tuple[bool, list[str]]:
+    """Whether the bound holds, and the line of the row."""
+    found = [outcome for outcome in outcomes if outcome is not None]
+    if not found:
+        return True, []
+    ours, theirs = (sorted(steps(found, name)) for name in STEPS)
+    ratios = pair_ratios(*(steps(found, name) for name in STEPS))
+    cells = "".join(number(1e3 * times[len(times) // 2], 9, 2) for times in (ours, theirs))
+    return meets(ratios, BOUND), [f"  {row.name:<18}{cells}{spread_against(ratios, BOUND)}"]

@@ -64,11 +64,11 @@ def parts(quick: bool) -> dict[str, Part]:
     training = {"microbatches": 8, "rounds": 1 if quick else 15}
     calls = {"microbatches": 8, "rounds": 2 if quick else 300}
     reducing: dict[str, Any] = {
-        "microbatches": 4,
+        "microbatches": 2,
         "rounds": 1 if quick else 15,
-        "layers": 3 if quick else 12,
+        "layers": 3 if quick else 8,
         "elements": 10_000 if quick else 2_000_000,
-        "seconds": 0.001 if quick else 0.004,
+        "seconds": 0.001 if quick else 0.01,
     }
     return {
         "overhead": Part(

@@ -174,11 +174,6 @@ STEP = {
 }
 UNUSED = {"data_iterator": None, "seq_length": 1, "micro_batch_size": 1}
 ONE_STAGE = SimpleNamespace(total_stages=1, current_stage=0)
-PER_MICROBATCH = {
-    "num_microbatches": ("count", 2),
-    "forward_data_store": ("store", []),
-    "cp_group_size": ("maybe count", 1),
-}
 
 CALLS = {
     "convert_schedule_table_to_order": Call(
@@ -343,33 +338,6 @@ CALLS = {
         lambda out: public.deallocate_output_tensor(out, deallocate_pipeline_outputs=True),
         StepArgumentError,
         out=("maybe tensor", torch.ones(2)),
-    ),
-    "forward_step": Call(
-        lambda **arguments: public.forward_step(
-            data_iterator=None, input_tensor=None, config=PipelineConfig(), **arguments
-        ),
-        StepArgumentError,
-        forward_step_func=("function", forward_step_func),
-        model=("module", linear()),
-        current_microbatch=("maybe index", 0),
-        **PER_MICROBATCH,
-    ),
-    "forward_step_calc_loss": Call(
-        lambda **arguments: public.forward_step_calc_loss(
-            model=None,
-            output_tensor=torch.ones(1),
-            config=PipelineConfig(),
-            vp_stage=None,
-            collect_non_loss_data=False,
-            is_last_stage=True,
-            **arguments,
-        ),
-        StepArgumentError,
-        loss_func=("function", lambda output: (output.sum(), {})),
-        **PER_MICROBATCH,
-    ),
-    "set_current_microbatch": Call(
-        public.set_current_microbatch, StepArgumentError, model=("module", linear()), microbatch_id=("index", 0)
     ),
     "TiedParameters": Call(
         TiedParameters,

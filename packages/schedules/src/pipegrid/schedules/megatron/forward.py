@@ -14,7 +14,6 @@ from pipegrid.schedules.errors import LossError, StepArgumentError
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.runtime import describe
-from pipegrid.topology.fields import Index, checked
 
 
 @frozen(eq=False)
@@ -38,7 +37,7 @@ class WithLoss:
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Set ``current_microbatch`` of every module of ``model`` that has it."""
     for module in numbered_modules(model):
-        module.current_microbatch = checked(microbatch_id, Index, "microbatch_id", StepArgumentError)
+        module.current_microbatch = microbatch_id  # type: ignore[assignment]
 
 
 def numbered_modules(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:

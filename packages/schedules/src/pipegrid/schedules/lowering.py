@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
@@ -23,6 +22,7 @@ from pipegrid.transport.edge import Direction, Edge
 
 Receives: TypeAlias = Literal["late", "early"]
 F, W = ActionKind.F, ActionKind.W
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 def unit_duration(action: Action) -> float:
@@ -73,7 +73,8 @@ def lower(
     with _collector_paused():
         verify(untied)  # each REDUCE is added below
         plan = evolve(plan, groups=groups, creation=None)
-        steps = _steps(plan, _line(plan, duration), receives)
+        computes = [list(plan.actions(position)) for position in range(plan.num_positions)]
+        steps = _steps(plan, computes, _line(plan, computes, duration), receives)
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
         return evolve(plan, positions=positions, creation=None)
 
@@ -120,38 +121,31 @@ class _Line:
         return places[0] if len(places) == 1 else list(map(pick, *places))
 
 
-def _line(plan: Plan, duration: Callable[[Action], float]) -> _Line:
-    durations = None if duration is unit_duration else [[_checked(duration, a) for a in own] for own in _computes(plan)]
+def _line(plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[Action], float]) -> _Line:
+    durations = None if duration is unit_duration else [[_checked(duration, a) for a in own] for own in computes]
     start, end, order = play(plan, Costs(), durations)
-    events = [
-        (starts[index], position, index, ()) if len(runs) == 1 else (starts[index], position, index, runs[1:])
-        for runs in order
-        for position, first, last in runs[:1]
-        for starts in (start[position],)
-        for index in range(first, last)
-    ]
-    events.sort(key=itemgetter(0))  # computes of one start stay in the order in which they were found: causes first
-    at = [[0] * len(own) for own in plan.positions]
-    for place, (_, position, index, others) in enumerate(events):
-        at[position][index] = place
-        for other, same, _ in others:
-            at[other][same] = place
+    dates: list[float] = []
+    parties: list[tuple[int, ...]] = []  # per event, the positions whose next compute it is
+    for runs in order:
+        position, first, last = runs[0]
+        dates += start[position][first:last]
+        parties += [tuple([run.position for run in runs])] * (last - first)
+    at: list[list[int]] = [[] for _ in computes]
+    # Events of one date stay in the order in which they were found: causes first.
+    for place, event in enumerate(sorted(range(len(dates)), key=dates.__getitem__)):
+        for position in parties[event]:
+            at[position].append(place)
     made: dict[tuple[int, int, Direction], list[int]] = {}
-    for position, own in enumerate(_computes(plan)):
-        tables = {
-            (stage, direction): made.setdefault((position, stage, direction), [0] * plan.num_microbatches)
-            for stage in plan.stages_at[position]
-            for direction in Direction
-        }
+    for position, own in enumerate(computes):
+        forwards, backwards = (
+            {stage: made.setdefault((position, stage, way), [0] * plan.num_microbatches) for stage in stages}
+            for way, stages in ((FORWARD, plan.stages_at[position]), (BACKWARD, plan.stages_at[position]))
+        )
         for action, place in zip(own, at[position], strict=True):
             if action.kind is not W:
-                direction = Direction.FORWARD if action.kind is F else Direction.BACKWARD
-                tables[action.stage, direction][action.microbatch or 0] = place
+                table = forwards if action.kind is F else backwards
+                table[action.stage][action.microbatch or 0] = place
     return _Line(at, start, end, made)
-
-
-def _computes(plan: Plan) -> list[list[Action]]:
-    return [list(plan.actions(position)) for position in range(plan.num_positions)]
 
 
 def _checked(duration: Callable[[Action], float], action: Action) -> float:
@@ -193,125 +187,124 @@ def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
         for at, start in senders:
             index = bisect_right(at, maker)
             if index < len(at):
-                place = min(place, at[index])  # noqa: PLW2901 -- it starts at the latest and comes down
+                if at[index] < place:
+                    place = at[index]  # noqa: PLW2901 -- it starts at the latest and comes down
                 resumes = min(resumes, start[index])
         for at, end in receivers:
             index = bisect_right(at, maker)
             while index < len(at) and at[index] < place and end[index] <= resumes:
                 index += 1
-            if index < len(at):
-                place = min(place, at[index])  # noqa: PLW2901
+            if index < len(at) and at[index] < place:
+                place = at[index]  # noqa: PLW2901
         places.append(place)
     return places
 
 
 class _Writer:
-    """Writes one position's steps: its computes, and between them the batches of what it communicates."""
+    """Writes one position's steps: its computes, and between them the batches of its transfers."""
 
-    def __init__(self, computes: Sequence[Step]) -> None:
+    def __init__(self, computes: Sequence[Action]) -> None:
         self._computes = computes
         self._done = 0
         self._steps: list[Step] = []
         self._batch: list[Action] = []  # the one that may still grow
-        self._partners: frozenset[int] = frozenset()
+        self._partners: set[int] = set()
 
-    def exchange(self, after: int, actions: list[Action], partners: frozenset[int]) -> None:
-        """Issue ``actions`` after as many computes, with the last batch unless that deals with a partner too.
+    def exchange(self, before: int, actions: list[Action], partners: frozenset[int]) -> None:
+        """Issue ``actions`` with ``before`` computes before them, in the last batch unless it has a partner of theirs.
 
         Two exchanges with one partner stay apart, because that partner does them at different times; so the
         batches of any two positions match one to one.
         """
-        if after == self._done and self._batch and self._partners.isdisjoint(partners):
+        if before == self._done and self._batch and self._partners.isdisjoint(partners):
             self._batch += actions
             self._partners |= partners
             return
-        self._close(after)
-        self._batch, self._partners = actions, partners
+        self._close(before)
+        self._batch, self._partners = actions, set(partners)
 
-    def collective(self, after: int, action: Action) -> None:
-        """Issue a collective after as many computes, which is never part of a batch."""
-        self._close(after)
+    def collective(self, before: int, action: Action) -> None:
+        """Issue a collective with ``before`` computes before it; it is never part of a batch."""
+        self._close(before)
         self._steps.append(action)
 
-    def _close(self, after: int) -> None:
-        batch = self._batch
-        if batch:
-            self._steps.append(batch[0] if len(batch) == 1 else tuple(batch))
+    def _close(self, before: int) -> None:
+        if self._batch:
+            self._steps.append(self._batch[0] if len(self._batch) == 1 else tuple(self._batch))
             self._batch = []
-        if after > self._done:
-            self._steps += self._computes[self._done : after]
-            self._done = after
+        if before > self._done:
+            self._steps += self._computes[self._done : before]
+            self._done = before
 
     def finish(self) -> list[Step]:
-        """All steps, when there is no more to communicate."""
+        """All steps, once the last transfer is written."""
         self._close(len(self._computes))
         return self._steps
 
 
 @frozen
 class _Party:
-    """A position's part in a flow: the places of its computes, its actions for each microbatch, and its partners."""
+    """A position's part in a flow; ``actions`` has the kind, stage and edge of those of each microbatch."""
 
-    position: int
+    writer: _Writer
     at: list[int]
-    actions: list[tuple[ActionKind, int, Edge]]
     partners: frozenset[int]
+    actions: list[tuple[ActionKind, int, Edge]]
 
 
-def _steps(plan: Plan, line: _Line, receives: Receives) -> list[list[Step]]:
+def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receives: Receives) -> list[list[Step]]:
     """Per position its computes, and between them its communication."""
     flows = dataflow_of(plan).crossing
-    parties = [[_party(line, flow, position) for position in flow.parties] for flow in flows]
-    writers = [_Writer(steps) for steps in plan.positions]
+    writers = [_Writer(own) for own in computes]
+    parties = [[_party(flow, position, writers[position], line) for position in flow.parties] for flow in flows]
     for befores, transfers in _exchanges(_events(line, flows, receives), flows, parties):
         number, first = transfers[0]
         flow = flows[number]
         for slot, (before, party) in enumerate(zip(befores, parties[number], strict=True)):
-            writer = writers[party.position]
             if flow.group is not None:
-                writer.collective(before, Action(ActionKind.COLLECTIVE, flow.producer, first, flow.edge, flow.group))
+                action = Action(ActionKind.COLLECTIVE, flow.producer, first, flow.edge, flow.group)
+                party.writer.collective(before, action)
                 continue
             actions = [
                 Action(kind, stage, microbatch, edge)
-                for other, microbatch in transfers
-                for kind, stage, edge in parties[other][slot].actions
+                for number, microbatch in transfers
+                for kind, stage, edge in parties[number][slot].actions
             ]
-            writer.exchange(before, actions, party.partners)
+            party.writer.exchange(before, actions, party.partners)
     return [writer.finish() for writer in writers]
 
 
 def _exchanges(
     events: Sequence[_Event], flows: Sequence[EdgeFlow], parties: Sequence[Sequence[_Party]]
-) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """Per exchange how many computes of each party come before it, and its transfers (number of the flow, microbatch).
+) -> Iterable[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """Per exchange the number of computes of each party before it, and its transfers (number of the flow, microbatch).
 
     All that the same positions exchange between the same computes goes together, at the place of the first;
     a collective is alone. Exchanges come in the order of their places, so those of each position in the order of its
     computes.
     """
-    same = [[party.position for party in own] for own in parties]
-    kinds = [same.index(own) for own in same]  # the first flow with the same parties
+    numbers: dict[tuple[int, ...], int] = {}
+    same = [numbers.setdefault(flow.parties, number) for number, flow in enumerate(flows)]
     ats = [[party.at for party in own] for own in parties]
-    exchanges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for place, _, number, microbatch in events:
-        befores = [bisect_left(at, place) for at in ats[number]]
-        key = (kinds[number], *befores) if flows[number].group is None else (-1, number, microbatch, *befores)
-        exchange = exchanges.get(key)
+        befores = tuple([bisect_left(at, place) for at in ats[number]])
+        key = (same[number],) if flows[number].group is None else (number, microbatch)
+        exchange = exchanges.get((befores, key))
         if exchange is None:
-            exchanges[key] = [(number, microbatch)]
+            exchanges[befores, key] = [(number, microbatch)]
         else:
             exchange.append((number, microbatch))
-    for key, transfers in exchanges.items():
-        yield key[1:] if key[0] >= 0 else key[3:], transfers
+    return ((befores, transfers) for (befores, _), transfers in exchanges.items())
 
 
-def _party(line: _Line, flow: EdgeFlow, position: int) -> _Party:
+def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line) -> _Party:
     actions = []
     if flow.group is None:
         send, receive = MESSAGE_KINDS[flow.direction]
         actions += [(send, flow.producer, flow.edge)] if position in flow.senders else []
         actions += [(receive, flow.consumer, flow.edge)] if position in flow.receivers else []
-    return _Party(position, line.at[position], actions, frozenset(flow.parties) - {position})
+    return _Party(writer, line.at[position], frozenset(flow.parties) - {position}, actions)
 
 
 def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group, ...]:

@@ -170,7 +170,7 @@ class Simulator:
         forwards, backwards, inputs, weights = tables[F], tables[B], tables[I], tables[W]
         messages, durations = self.ends[position], None if self.durations is None else self.durations[position]
         overhead, now, index = self.overhead, self.clock[position], self.at[position]
-        first = index
+        first, waits_for = index, self.waits_for
         try:
             while index < len(actions):
                 action = actions[index]
@@ -206,7 +206,8 @@ class Simulator:
                     if time is None:
                         self.waits_for[position] = (slots, microbatch)
                         return
-                    begin = max(begin, time)
+                    if time > begin:
+                        begin = time
                 duration = entry.duration if durations is None else durations[index]
                 if entry.places:
                     self.order.append((Run(position, first, index),))
@@ -223,8 +224,12 @@ class Simulator:
                 for slots in entry.gives:
                     slots[microbatch] = now
                 for lane, occupied, latency, slots in entry.sends:
-                    lane.free = max(lane.free, now) + occupied
-                    self._arrive(lane.destination, slots, microbatch, lane.free + latency)
+                    lane.free = (now if now > lane.free else lane.free) + occupied  # noqa: PLR1730 -- the hot loop
+                    slots[microbatch] = lane.free + latency
+                    waiting = waits_for[lane.destination]
+                    if waiting is not None and waiting[0] is slots and waiting[1] == microbatch:
+                        waits_for[lane.destination] = None
+                        self.runnable.append(lane.destination)
                 index += 1
         finally:
             self.at[position], self.clock[position] = index, now

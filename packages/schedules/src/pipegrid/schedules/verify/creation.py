@@ -28,16 +28,16 @@ def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separa
     for position, names in enumerate(plan.creation):
         program = Program()
         created: set[object] = set()
-        for index, name in enumerate(names):
+        for name in names:
+            program.ends.append(len(program.operations))
             communicator = _communicator(name, lanes)
             if communicator in created:
                 continue
             created.add(communicator)
-            began = len(program.operations)
             own = {member: events.setdefault((communicator, member), len(events)) for member in members[name]}
             program.operations.append(own.pop(position))
             program.operations += [~event for event in own.values()]
-            program.add(began, index)
+        program.ends = [*program.ends[1:], len(program.operations)]
         programs.append(program)
     at = play(programs, len(events))
     for cycle in cycles(programs, at):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from attrs import Factory, define
@@ -13,28 +14,18 @@ from attrs import Factory, define
 class Program:
     """The events of one position, in order.
 
-    ``operations``: an event id to set, or ``~id`` to wait for. ``starts`` and ``steps``: per part, its first operation
-    and the step of the plan that it belongs to. A batch whose messages block one after the other is several parts.
+    ``operations``: an event id to set, or ``~id`` to wait for. ``ends``: per step of the plan, the number of operations
+    to its end.
     """
 
     operations: list[int] = Factory(list)
-    starts: list[int] = Factory(list)
-    steps: list[int] = Factory(list)
-
-    def add(self, start: int, step: int) -> int:
-        """End the part of ``step`` that began at operation ``start``; returns where the next part begins."""
-        self.starts.append(start)
-        self.steps.append(step)
-        return len(self.operations)
+    ends: list[int] = Factory(list)
 
     def place_of(self, operation: int) -> tuple[int, int]:
-        """The step of an operation, and the number of its part within that step."""
-        part = bisect_right(self.starts, operation) - 1
-        step = self.steps[part]
-        first = part
-        while first > 0 and self.steps[first - 1] == step:
-            first -= 1
-        return step, part - first
+        """The step of an operation, and the number of its part: each part sets its events, then waits."""
+        step = bisect_right(self.ends, operation)
+        before = self.operations[self.ends[step - 1] if step else 0 : operation + 1]
+        return step, sum(one < 0 <= two for one, two in pairwise(before))
 
 
 class Wait(NamedTuple):

@@ -28,9 +28,12 @@ class Call(NamedTuple):
 class SharedLane:
     """What one position exchanges with a partner over their one communicator, batch by batch.
 
-    ``contents``: per exchange the id of its message, or a list of several; ``steps``: its step.
+    ``contents``: per exchange the id of its message, or a list of several; ``steps``: its step. ``here`` and ``there``:
+    the events of the first exchange at both ends, where it blocks.
     """
 
+    here: int | None
+    there: int | None
     contents: list[int | list[int]] = Factory(list)
     steps: list[int] = Factory(list)
 
@@ -55,7 +58,11 @@ class PositionVerifier:
         self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
         self.flags = bytearray(table.num_flags)
         orders: list[list[int]] = [[] for _ in table.lanes]
-        self._exchanges = [SharedLane() for _ in table.partners]
+        exchanges = table.ids.exchanges if table.blocking.rendezvous else {}
+        self._exchanges = [
+            SharedLane(exchanges.get((self.position, partner)), exchanges.get((partner, self.position)))
+            for partner in table.partners
+        ]
         self._verify(orders)
         self.sent: dict[Lane, list[int]] = {}
         self.received: dict[Lane, list[int]] = {}
@@ -75,10 +82,11 @@ class PositionVerifier:
         sizes = {stage: unit // plan.stages_beside[stage] for stage in table.stages}
         waits: list[int] = []  # a batch posts all its messages, and then waits for their other ends
         posted: list[tuple[int, int]] = []  # with shared lanes: partner and message
+        ends = program.ends
         for index, step in enumerate(self.steps):
             actions = (step,) if isinstance(step, Action) else step
             num_actions += len(actions)
-            began, current, of = len(operations), -1, -1
+            current = of = -1
             for action in actions:
                 kind, microbatch, edge = action.kind, action.microbatch, action.edge
                 rule = rules.get((kind, action.stage) if edge is None else (kind, edge.source, edge.destination))
@@ -86,7 +94,6 @@ class PositionVerifier:
                     if in_order and waits:
                         operations += waits
                         waits.clear()
-                        began = program.add(began, index)
                     current = -1
                     self._verify_collective(index, action, waits)
                     continue
@@ -101,24 +108,24 @@ class PositionVerifier:
                         break
                 flags[at] = 1
                 if edge is not None:
-                    if in_order and waits and (flow != current or microbatch != of):
+                    if waits and in_order and (flow != current or microbatch != of):
                         operations += waits
                         waits.clear()
-                        began = program.add(began, index)
                     current, of = flow, microbatch
-                    for lane, message, sets, wait, partner in messages:
+                    for event in events:
+                        operations.append(event + microbatch if event >= 0 else event - microbatch)
+                    for lane, message, wait, partner in messages:
                         note[lane](message + microbatch)
-                        if sets is not None:
-                            operations.append(sets + microbatch)
                         if wait is not None:
                             waits.append(wait - microbatch)
-                        if partner is not None:
+                        elif partner is not None:
                             posted.append((partner, message + microbatch))
                     continue
                 if also is not None:
                     flags[also + microbatch] = 1
                 if events:
-                    operations += [event + microbatch if event >= 0 else event - microbatch for event in events]
+                    for event in events:
+                        operations.append(event + microbatch if event >= 0 else event - microbatch)
                     if action.stage in shared:
                         calls[action.stage].append(Call(str(action), index))
                 size = sizes[action.stage]
@@ -139,24 +146,26 @@ class PositionVerifier:
             if waits:
                 operations += waits
                 waits.clear()
-            if len(operations) > began:
-                program.add(began, index)
+            ends.append(len(operations))
         self.num_actions = num_actions
         self.peak, self.input_peak = peak / unit, input_peak / unit
 
     def _exchange(self, index: int, posted: Sequence[tuple[int, int]], waits: list[int]) -> None:
         """Note what a batch exchanges with each of its partners over shared lanes."""
-        contents: dict[int, list[int]] = {}
+        contents: dict[int, int | list[int]] = {}
         for partner, message in posted:
-            contents.setdefault(partner, []).append(message)
-        partners, ids = list(self.table.partners), self.table.ids
-        for number, messages in contents.items():
-            lane, partner = self._exchanges[number], partners[number]
-            if self.table.blocking.rendezvous:
-                at = len(lane.contents)
-                self.program.operations.append(ids.exchanges[self.position, partner] + at)
-                waits.append(~(ids.exchanges[partner, self.position] + at))
-            lane.contents.append(messages[0] if len(messages) == 1 else sorted(messages))
+            if partner in contents:
+                others = contents[partner]
+                contents[partner] = sorted([*(others if isinstance(others, list) else (others,)), message])
+            else:
+                contents[partner] = message
+        for partner, content in contents.items():
+            lane = self._exchanges[partner]
+            if lane.here is not None and lane.there is not None:
+                at = len(lane.steps)
+                self.program.operations.append(lane.here + at)
+                waits.append(~(lane.there + at))
+            lane.contents.append(content)
             lane.steps.append(index)
 
     def _refuse(self, index: int, action: Action, rule: ActionRule) -> None:

@@ -36,17 +36,15 @@ RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int]
 
 
 class MessageEnd(NamedTuple):
-    """One end of one message of an action. ``message``, ``sets`` and ``waits`` are for microbatch 0."""
+    """One end of one message of an action; ``message`` and ``waits`` are for microbatch 0."""
 
     order: int
     """The number, in `PositionTable.lanes`, of the lane on which this end is noted in order."""
     message: int
     """The id of its send, at both ends."""
-    sets: int | None
-    """The event of this end."""
     waits: int | None
-    """``~event`` of the other end, which holds the position up until it is set."""
-    exchange: int | None
+    """``~event`` of the other end, which holds the position up at the end of the batch, or of the flow's part of it."""
+    partner: int | None
     """With shared lanes, the number of the partner in `PositionTable.partners`."""
 
 
@@ -65,7 +63,7 @@ class ActionRule(NamedTuple):
     """The number of the flow whose message the action is."""
     messages: tuple[MessageEnd, ...] = ()
     events: tuple[int, ...] = ()
-    """The events of a compute for microbatch 0, in order: an id to set, or ``~id`` to wait for."""
+    """The events of the action for microbatch 0, in order: an id to set, or ``~id`` to wait for."""
 
 
 class PositionTable:
@@ -117,14 +115,22 @@ class PositionTable:
     def _add_messages(self, number: int, flow: EdgeFlow) -> None:
         """The rules of a send and of a receive, each of which may have several partners."""
         routes = self.ids.routes_of[flow.edge, flow.direction]
+        own = [route for route in routes if self.position in (route.lane.source, route.lane.destination)]
+        blocks = self.blocking.rendezvous and self.blocking.lanes == "separate"
+        at_once = self.blocking.in_order and len(own) == 1  # nothing else belongs to the flow's part of a batch
         for kind, stage, sends in zip(
             MESSAGE_KINDS[flow.direction], (flow.producer, flow.consumer), (True, False), strict=True
         ):
-            ends = [
-                self._end(route, sends=sends)
-                for route in routes
-                if self.position == (route.lane.source if sends else route.lane.destination)
-            ]
+            ends, events = [], []
+            for route in own:
+                if self.position != (route.lane.source if sends else route.lane.destination):
+                    continue
+                here, there = (route.sent, route.received) if sends else (route.received, route.sent)
+                if blocks or (sends and not self.blocking.rendezvous):
+                    events.append(here)
+                if at_once:
+                    events.append(~there)
+                ends.append(self._end(route, ~there if blocks and not at_once else None, sends=sends))
             if ends:
                 action = Action(kind, stage, 0, flow.edge)
                 self.table[kind, flow.edge.source, flow.edge.destination] = ActionRule(
@@ -133,20 +139,15 @@ class PositionTable:
                     needs=(self._result(stage, flow.direction),) if sends else (),
                     flow=number,
                     messages=tuple(ends),
+                    events=tuple(events),
                 )
 
-    def _end(self, route: Route, *, sends: bool) -> MessageEnd:
-        rendezvous, shared = self.blocking.rendezvous, self.blocking.lanes == "shared"
-        here, there = (route.sent, route.received) if sends else (route.received, route.sent)
+    def _end(self, route: Route, waits: int | None, *, sends: bool) -> MessageEnd:
+        order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
         partner = route.lane.destination if sends else route.lane.source
-        blocks = rendezvous and not shared
-        return MessageEnd(
-            self.lanes.setdefault((route.lane, sends), len(self.lanes)),
-            route.sent,
-            sets=here if blocks or (sends and not rendezvous) else None,
-            waits=~there if blocks else None,
-            exchange=self.partners.setdefault(partner, len(self.partners)) if shared else None,
-        )
+        shared = self.blocking.lanes == "shared"
+        number = self.partners.setdefault(partner, len(self.partners)) if shared else None
+        return MessageEnd(order, route.sent, waits, number)
 
     def _add_collective(self, flow: EdgeFlow) -> None:
         """The rule of a member, which may hold neither stage."""

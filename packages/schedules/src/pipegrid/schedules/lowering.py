@@ -128,8 +128,9 @@ def _line(plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[
     parties: list[tuple[int, ...]] = []  # per event, the positions whose next compute it is
     for runs in order:
         position, first, last = runs[0]
-        dates += start[position][first:last]
-        parties += [tuple([run.position for run in runs])] * (last - first)
+        if last > first:
+            dates += start[position][first:last]
+            parties += [tuple([run.position for run in runs])] * (last - first)
     at: list[list[int]] = [[] for _ in computes]
     # Events of one date stay in the order in which they were found: causes first.
     for place, event in enumerate(sorted(range(len(dates)), key=dates.__getitem__)):
@@ -179,23 +180,25 @@ def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
     That is before the sender's next compute, and before any compute of the receiver that would still run when
     the sender could go on.
     """
-    senders = [(line.at[position], line.start[position]) for position in flow.senders]
-    receivers = [(line.at[position], line.end[position]) for position in flow.receivers]
+    senders = [(line.at[position], line.start[position], len(line.at[position])) for position in flow.senders]
+    receivers = [(line.at[position], line.end[position], len(line.at[position])) for position in flow.receivers]
     places = []
     for maker, place in zip(made, line.first(flow), strict=True):
         resumes = math.inf
-        for at, start in senders:
+        for at, start, count in senders:
             index = bisect_right(at, maker)
-            if index < len(at):
+            if index < count:
                 if at[index] < place:
                     place = at[index]  # noqa: PLW2901 -- it starts at the latest and comes down
-                resumes = min(resumes, start[index])
-        for at, end in receivers:
+                if start[index] < resumes:
+                    resumes = start[index]
+        for at, end, count in receivers:
             index = bisect_right(at, maker)
-            while index < len(at) and at[index] < place and end[index] <= resumes:
+            while index < count and at[index] < place:
+                if end[index] > resumes:
+                    place = at[index]  # noqa: PLW2901
+                    break
                 index += 1
-            if index < len(at) and at[index] < place:
-                place = at[index]  # noqa: PLW2901
         places.append(place)
     return places
 
@@ -286,16 +289,18 @@ def _exchanges(
     numbers: dict[tuple[int, ...], int] = {}
     same = [numbers.setdefault(flow.parties, number) for number, flow in enumerate(flows)]
     ats = [[party.at for party in own] for own in parties]
-    exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
+    alone = [flow.group is not None for flow in flows]
+    exchanges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for place, _, number, microbatch in events:
-        befores = tuple([bisect_left(at, place) for at in ats[number]])
-        key = (same[number],) if flows[number].group is None else (number, microbatch)
-        exchange = exchanges.get((befores, key))
+        key = (*[bisect_left(at, place) for at in ats[number]], same[number])
+        if alone[number]:
+            key = (*key, number, microbatch)
+        exchange = exchanges.get(key)
         if exchange is None:
-            exchanges[befores, key] = [(number, microbatch)]
+            exchanges[key] = [(number, microbatch)]
         else:
             exchange.append((number, microbatch))
-    return ((befores, transfers) for (befores, _), transfers in exchanges.items())
+    return ((key[: len(ats[transfers[0][0]])], transfers) for key, transfers in exchanges.items())
 
 
 def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line) -> _Party:

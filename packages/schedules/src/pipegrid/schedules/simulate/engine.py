@@ -224,7 +224,7 @@ class Simulator:
                 for slots in entry.gives:
                     slots[microbatch] = now
                 for lane, occupied, latency, slots in entry.sends:
-                    lane.free = (now if now > lane.free else lane.free) + occupied  # noqa: PLR1730 -- the hot loop
+                    lane.free = (now if now > lane.free else lane.free) + occupied
                     slots[microbatch] = lane.free + latency
                     waiting = waits_for[lane.destination]
                     if waiting is not None and waiting[0] is slots and waiting[1] == microbatch:

@@ -188,10 +188,8 @@ def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
         for at, start, count in senders:
             index = bisect_right(at, maker)
             if index < count:
-                if at[index] < place:
-                    place = at[index]  # noqa: PLW2901 -- it starts at the latest and comes down
-                if start[index] < resumes:
-                    resumes = start[index]
+                place = min(place, at[index])  # noqa: PLW2901 -- it starts at the latest and comes down
+                resumes = min(resumes, start[index])
         for at, end, count in receivers:
             index = bisect_right(at, maker)
             while index < count and at[index] < place:

@@ -206,7 +206,7 @@ class Simulator:
                     if time is None:
                         self.waits_for[position] = (slots, microbatch)
                         return
-                    if time > begin:
+                    if time > begin:  # noqa: PLR1730 -- the hot loop
                         begin = time
                 duration = entry.duration if durations is None else durations[index]
                 if entry.places:
@@ -224,7 +224,7 @@ class Simulator:
                 for slots in entry.gives:
                     slots[microbatch] = now
                 for lane, occupied, latency, slots in entry.sends:
-                    lane.free = (now if now > lane.free else lane.free) + occupied
+                    lane.free = (now if now > lane.free else lane.free) + occupied  # noqa: FURB136 -- the hot loop
                     slots[microbatch] = lane.free + latency
                     waiting = waits_for[lane.destination]
                     if waiting is not None and waiting[0] is slots and waiting[1] == microbatch:

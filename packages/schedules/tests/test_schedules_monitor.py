@@ -235,6 +235,16 @@ class TestMonitor:
             with pytest.raises(JobFailedError, match=r"rank 0 failed before this step.*store of another label"):
                 monitor.begin(lower(one_f_one_b(2, 4)), where=str, abort=print)
 
+    def test_a_rank_that_came_after_the_failure_says_so_at_once_after_close(self, store):
+        Control(store, 0, range(2)).record("rank 0, stage 0: ValueError: early")
+        monitor = Monitor(store, rank=1, ranks=[0, 1])
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(JobFailedError, match="rank 0 failed before this step"):
+                monitor.begin(lower(one_f_one_b(2, 4)), where=str, abort=print)
+            monitor.close()
+        assert time.monotonic() - began < 30  # a call of the closed store waited for its deadline, 60 s
+
     def test_the_thread_ends_with_the_monitor(self, store):
         monitor = Monitor(store, rank=0, ranks=[0], interval=0.01)
         monitor.begin(lower(one_f_one_b(1, 1)), where=str, abort=print)

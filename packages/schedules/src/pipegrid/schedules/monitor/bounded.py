@@ -43,8 +43,11 @@ class BoundedCalls:
         """The result of ``function(*arguments)``.
 
         Raises:
-            SilentStoreError: it did not return within ``seconds``. If it has not started by then, it never does.
+            SilentStoreError: it did not return within ``seconds``; if it has not started by then, it never does. At
+                once after `close`.
         """
+        if not self._finalizer.alive:
+            raise SilentStoreError("the thread that asks the store was closed")
         if not self._threads:
             self._threads.append(
                 threading.Thread(target=_serve, args=(self._calls,), name="pipegrid-store", daemon=True)

@@ -172,7 +172,8 @@ class Monitor:
                 self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
             elif self._failure is None:
                 self._control.announce(self._steps, what)
-            if not self._threads:  # a rank that dies before the thread's first look has published where it began
+            if self._failure is None and not self._threads:
+                # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())
         except RuntimeError as error:
             text = f"the control store does not answer: its process has stopped or ended ({_line(error)})"

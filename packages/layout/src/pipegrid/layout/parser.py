@@ -34,7 +34,7 @@ _ITEM = re.compile(
       | (?P<run> [A-Za-z|] (?: [\s,]* [A-Za-z|] )* )   # letters and separators, of which a count repeats the last
       | (?P<bracket> [()] )
     )
-    (?P<repeats> (?: \s* \* \s* [0-9]* )* )
+    (?: \s* (?P<star> \* ) \s* (?P<count> [0-9]* ) (?P<more> (?: \s* \* \s* [0-9]* )* ) )?
     """,
     re.VERBOSE,
 )
@@ -94,8 +94,8 @@ def _scan(text: str, grammar: LayoutGrammar) -> list[_Token]:
             raise _unexpected(text, column, grammar)
         count = _count(text, item)
         if item["bracket"] == "(":
-            if item["repeats"]:
-                raise _unexpected(text, text.index("*", column), grammar)
+            if item["star"]:
+                raise _unexpected(text, item.start("star"), grammar)
             around.append((size, column, len(tokens)))
             tokens.append(("(", 1))
             size = _Size()
@@ -142,18 +142,27 @@ def _skip(text: str, column: int) -> int:
 
 def _count(text: str, item: re.Match[str]) -> int:
     """The product of an item's counts: 1 where it has none, at most `_TOO_MANY`."""
-    product = 1
-    for repeat in _REPEAT.finditer(item["repeats"]):
-        if not repeat["count"]:
-            star, end = item.start("repeats") + repeat.start("star"), item.start("repeats") + repeat.end()
-            if end == len(text):
-                raise LayoutSyntaxError(text, star, "'*' at the end of the text", "a whole number after it")
-            raise LayoutSyntaxError(text, end, f"{text[end]!r} after '*'", "a whole number")
-        digits = repeat["count"].lstrip("0")
-        # Python's int() has an error of its own for the thousands of digits that a legal count may have.
-        count = int(digits or "0") if len(digits) <= len(str(_TOO_MANY)) else _TOO_MANY
+    digits, more = item["count"], item["more"]
+    if digits is None:
+        return 1
+    if 0 < len(digits) < len(str(MAX_LAYERS)) and not more:  # nearly every count
+        return int(digits)
+    product = _number(text, item.start("star"), item.end("count"), digits)
+    for repeat in _REPEAT.finditer(text, *item.span("more")):
+        count = _number(text, repeat.start("star"), repeat.end(), repeat["count"])
         product = min(product * count, _TOO_MANY)
     return product
+
+
+def _number(text: str, star: int, end: int, digits: str) -> int:
+    """The count of digits after the ``*`` at column ``star``, up to ``end``; at most `_TOO_MANY`."""
+    if not digits:
+        if end == len(text):
+            raise LayoutSyntaxError(text, star, "'*' at the end of the text", "a whole number after it")
+        raise LayoutSyntaxError(text, end, f"{text[end]!r} after '*'", "a whole number")
+    digits = digits.lstrip("0")
+    # Python's int() has an error of its own for the thousands of digits that a legal count may have.
+    return int(digits or "0") if len(digits) <= len(str(_TOO_MANY)) else _TOO_MANY
 
 
 def _unexpected(text: str, column: int, grammar: LayoutGrammar) -> LayoutSyntaxError:

@@ -24,6 +24,7 @@ from pipegrid.schedules.timeline.recording import Recording
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.timeline import TimelineError
 from pipegrid.schedules.verify import verify
+from pipegrid.transport import streams
 from pipegrid.transport.edge import Edge
 
 
@@ -317,3 +318,42 @@ def test_a_proof_for_other_lanes_than_the_communicators_is_made_anew(network, me
     communicator = Shared(network, 2, 1)
     stage = SimpleNamespace(forward=lambda microbatch, inputs: Forwarded({}, inputs.popitem()[1].sum()))
     assert PipelineRuntime(proof, {1: stage}, communicator).proof.lanes == "shared"
+
+
+class Device:
+    """Streams of a device that finishes work only where the host waits for it; ``most`` is how far the host led."""
+
+    def __init__(self):
+        self.recorded, self.pending, self.most = 0, set(), 0
+
+    def current_stream(self, device):
+        return self
+
+    def record_event(self):
+        self.recorded += 1
+        event = SimpleNamespace(number=self.recorded)
+        event.synchronize = lambda: self.pending.difference_update(range(event.number + 1))
+        self.pending.add(event.number)
+        self.most = max(self.most, len(self.pending))
+        return event
+
+
+@pytest.mark.parametrize("verb", ["step", "eval"])
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_v", "gpipe"])
+def test_the_host_is_at_most_four_microbatches_ahead_of_a_device_with_streams(name, verb, monkeypatch):
+    device = Device()
+    monkeypatch.setattr(streams, "cuda", device)
+    monkeypatch.setattr(streams, "has_streams", lambda device: True)
+    plan = lower(SCHEDULES[name].plan(1, 12))
+    edges = plan.graph.stage_edges
+    weight = torch.ones((), requires_grad=True)
+
+    def forward(stage, microbatch, inputs):
+        y = weight * (sum(inputs.values()) if inputs else 1.0)
+        return Forwarded({edge: y for edge in edges if edge.source == stage}, y if stage == len(edges) else None)
+
+    stages = {stage: SimpleNamespace(forward=partial(forward, stage)) for stage in range(plan.num_stages)}
+    communicator = SimpleNamespace(device=torch.device("cpu"))
+    getattr(PipelineRuntime(plan, stages, communicator), verb)()
+    assert device.recorded == 12, "one event per microbatch"
+    assert device.most == 4

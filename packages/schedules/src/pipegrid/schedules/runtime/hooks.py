@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from pipegrid.schedules.plan.actions import Action
+from pipegrid.transport import streams
+
+_MICROBATCHES_AHEAD = 3
 
 
 @runtime_checkable
@@ -56,3 +61,30 @@ class ProfilerRanges:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
+
+
+class HostLead:
+    """A `Hook` that holds the host at most ``most`` microbatches ahead of a device with streams.
+
+    It records an event after the last compute of each microbatch, and before each compute waits until at most ``most``
+    of them are pending: a bound for the memory in flight, whatever the host's speed. A wait ends without this host: all
+    that the event depends on was issued before it, here and, in a verified plan, on the other positions.
+    """
+
+    def __init__(self, actions: Iterable[Action], device: torch.device, most: int = _MICROBATCHES_AHEAD) -> None:
+        computes = [action for action in actions if action.kind.is_compute]
+        self._last = frozenset({action.microbatch: action for action in computes}.values())
+        self._device = device
+        self._most = most
+        self._pending: deque[Sequence[Any]] = deque()
+
+    def before(self, action: Action) -> None:
+        """See `Hook`."""
+        while action.kind.is_compute and len(self._pending) > self._most:
+            for event in self._pending.popleft():
+                event.synchronize()
+
+    def after(self, action: Action) -> None:
+        """See `Hook`."""
+        if action in self._last:
+            self._pending.append(streams.mark(self._device))

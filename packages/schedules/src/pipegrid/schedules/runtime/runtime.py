@@ -21,7 +21,7 @@ from pipegrid.schedules.plan.plan import actions_of
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
-from pipegrid.schedules.runtime.hooks import Hook, MessageHook
+from pipegrid.schedules.runtime.hooks import Hook, HostLead, MessageHook
 from pipegrid.schedules.runtime.preflight import (
     check_arguments,
     position_of,
@@ -34,6 +34,7 @@ from pipegrid.schedules.runtime.preflight import (
 from pipegrid.schedules.runtime.stage import Forwarded, Stage
 from pipegrid.schedules.runtime.stage_runner import StageRunner
 from pipegrid.schedules.verify import Dataflow, Proof, dataflow_of
+from pipegrid.transport import streams
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 
-_ABORT_SECONDS = 1.0
+_ABORT_SECONDS = 0.3
 _DEADLINE = 300.0
 
 
@@ -94,6 +95,15 @@ class _Step:
             runs += [partial(hook.after, bound.action) for hook in hooks]
         waits = tuple(wait for bound in bounds for wait in bound.waits)
         return cls(tuple(bound.action for bound in bounds), waits, tuple(runs), len(bounds) > 1)
+
+
+def _program(
+    steps: Sequence[Sequence[_Bound]], hooks: Sequence[Hook], device: torch.device | None
+) -> tuple[_Step, ...]:
+    """The steps with anything in them; on a device with streams, with a `HostLead`."""
+    if device is not None and streams.has_streams(device):
+        hooks = (*hooks, HostLead([bound.action for bounds in steps for bound in bounds], device))
+    return tuple(_Step.of(bounds, hooks) for bounds in steps if bounds)
 
 
 def _goes_forward(action: Action) -> bool:
@@ -178,8 +188,8 @@ class PipelineRuntime:
         }
         steps = [[self._bind(action) for action in actions_of(step)] for step in plan.positions[self.position]]
         forwards = [[bound for bound in bounds if _goes_forward(bound.action)] for bounds in steps]
-        self._program = tuple(_Step.of(bounds, every) for bounds in steps)
-        self._forwards = tuple(_Step.of(bounds, every) for bounds in forwards if bounds)
+        device = getattr(communicator, "device", None)
+        self._program, self._forwards = (_program(bounds, every, device) for bounds in (steps, forwards))
         local = {queue.edge for queue in self._receives.values() if queue.local}
         outside = {edge for edge, _ in (*self._receives, *self._sends)} - local
         self._rank = _rank_of(communicator, monitor)
@@ -396,7 +406,7 @@ class PipelineRuntime:
     def _abort(self, reason: str) -> None:
         """End the lanes and pass the reason on, so that neighbours need not wait for their deadlines.
 
-        For no longer than a second: a peer that is stopped does not take its note, and must not delay the error here.
+        For no longer than 0.3 s: a peer that is stopped does not take its note, and must not delay the error here.
         """
         abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
         if abort is not None:

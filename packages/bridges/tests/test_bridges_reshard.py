@@ -444,9 +444,9 @@ def test_zigzag_batch_and_unknown_names():
     src = boundary_side(grid(dp=2), "source", placements={"dp": Sharded("b", order="zigzag")})
     with pytest.raises(LaneTotalsError, match="zigzag"):
         plan_reshard(src, boundary_side(grid(2), "destination"), Sizes((4, 1, 1), axes=BSH))
-    with pytest.raises(BridgeError, match="order 'spiral'"):
+    with pytest.raises(BridgeError, match="Sharded.order is 'spiral'; it must be 'contiguous' or 'zigzag'"):
         Sharded("s", order="spiral")
-    with pytest.raises(BridgeError, match="strategy 'fastest'"):
+    with pytest.raises(BridgeError, match="strategy is 'fastest'; it must be 'direct' or 'leader'"):
         plan_reshard(src, src, Sizes((4, 1, 1), axes=BSH), strategy="fastest")
     with pytest.raises(BridgeError, match="'source' or 'destination'"):
         boundary_side(grid(2), "middle")

@@ -100,7 +100,6 @@ def test_who_hears_and_tells_activations(ring, stage, is_end_stage, hears, tells
         ({"tp_sizes": [2, 1.5]}, r"tp_sizes\[1\] is 1.5; give an integer"),
         ({"tp_sizes": [True]}, r"tp_sizes\[0\] is True; give an integer"),
         ({"dp": 0}, "dp is 0; give an integer of at least 1"),
-        ({"ring": "yes"}, "ring .* is .yes.; it must be True or False"),
         ({"tp_sizes": [2], "ring": True}, "a ring of 1 stage.* two stages or more, or ring=False"),
         ({"world_size": 8}, r"tp_sizes \[2, 4, 4\] with dp=1 need 10 ranks, .* has 8; a world of 10 would fit$"),
         ({"world_size": 20}, "a world of 10 would fit, and so would dp=2; to leave ranks 10 to 19 to others, .*ranks="),

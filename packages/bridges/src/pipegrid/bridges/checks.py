@@ -1,69 +1,33 @@
-"""What arguments are: each check gives the value in its one form, or says what was given, the rule and the remedy.
-
-No torch.
-"""
+"""Checks of arguments that annotations do not express: lists, mappings and grids. No torch."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import KeysView, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 from pipegrid.bridges.errors import BridgeError
+from pipegrid.topology.fields import Name, checked, integer, shown
 
-Kind = TypeVar("Kind")
 ErrorType = type[Exception]
 
 
-def shown(value: object) -> str:
-    """A value as an error repeats it: its representation, cut where it is long, and its type where that helps."""
-    text = " ".join(f"{value!r:.80}".split())
-    return text if value is None or isinstance(value, (bool, int, float, str)) else f"{text} ({type(value).__name__})"
-
-
-def index_of(value: Any) -> int | None:
-    """``value`` as an int: the integers of numpy and torch are integers, booleans of any library are not."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        return None
-    try:
-        return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # torch has errors of its own for tensors that are no index
-        return None
-
-
 def as_integer(value: object, what: str, *, least: int, most: int | None = None, error: ErrorType = BridgeError) -> int:
-    """``value`` as an int of at least ``least`` and, where given, at most ``most``."""
-    number = index_of(value)
-    if number is None or number < least or (most is not None and number > most):
-        bound = f"at least {least}" if most is None else f"{least} to {most}"
-        raise error(f"{what} is {shown(value)}; it must be an integer of {bound}")
+    """``value`` as an int of at least ``least`` and at most ``most``."""
+    number: int = checked(value, Annotated[int, integer(least, most)], what, error)
     return number
 
 
 def as_integers(value: Any, what: str, *, error: ErrorType = BridgeError) -> tuple[int, ...]:
-    """``value``, which lists integers; whether they may be negative is for the caller to say."""
-    listed = as_tuple(value, what, "integers", error=error)
-    numbers = tuple(map(index_of, listed))
-    if None in numbers:
-        raise error(f"{what} is {shown(value)}, with {shown(listed[numbers.index(None)])} in it; give integers only")
-    return numbers  # type: ignore[return-value]  # none of them is None
-
-
-def as_flag(value: object, what: str, *, error: ErrorType = BridgeError) -> bool:
-    """``value``, which is True or False."""
-    if not isinstance(value, bool):
-        raise error(f"{what} is {shown(value)}; it must be True or False")
-    return value
+    """``value`` as a tuple of ints."""
+    numbers: tuple[int, ...] = checked(value, tuple[Annotated[int, integer()], ...], what, error)
+    return numbers
 
 
 def as_text(value: object, what: str, *, error: ErrorType = BridgeError) -> str:
-    """``value``, which is a text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise error(f"{what} is {shown(value)}; it must be a text that is not empty")
-    return value
+    """``value``, a string that is not empty."""
+    text: str = checked(value, Name, what, error)
+    return text
 
 
 def as_tuple(value: Any, what: str, of: str, *, error: ErrorType = BridgeError) -> tuple[Any, ...]:
@@ -84,17 +48,6 @@ def as_mapping(value: object, what: str, of: str, *, error: ErrorType = BridgeEr
     for name in value:
         as_text(name, f"a name in {what}", error=error)
     return dict(value)
-
-
-def as_kind(
-    value: object, what: str, kind: type[Kind] | tuple[type[Kind], ...], remedy: str, *, error: ErrorType = BridgeError
-) -> Kind:
-    """``value``, which is a ``kind``, or one of several."""
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        names = " or ".join(one.__name__ for one in kinds)
-        raise error(f"{what} is {shown(value)}; it must be {names}: {remedy}")
-    return value
 
 
 def check_grid(grid: Any, what: str, *, error: ErrorType = BridgeError) -> None:

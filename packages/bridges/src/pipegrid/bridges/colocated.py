@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import field, frozen
+from attrs import frozen
 
-from pipegrid.bridges.checks import as_flag, as_integer, as_text, check_grid, shown
+from pipegrid.bridges.checks import as_integer, check_grid
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import (
@@ -28,20 +28,17 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.steps import copy_locally, gather_flat, pack, start_completions, unpack
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology.fields import Index, checked_fields, shown
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
 
 
-def _as_count(value: int) -> int:
-    return as_integer(value, "a start or a size of a slice (samples)", least=0)
-
-
-@frozen
+@frozen(field_transformer=checked_fields(BridgeError))
 class SliceInfo:
     """The samples ``[start, start + size)`` of a batch that a rank works on."""
 
-    start: int = field(converter=_as_count)
-    size: int = field(converter=_as_count)
+    start: Index
+    size: Index
 
 
 class BridgeDirection(str, enum.Enum):  # noqa: UP042 -- the seed's bases: a member formats as the enum it is
@@ -102,11 +99,10 @@ class ColocatedBridgeCommunicator:
     ) -> None:
         check_grid(src_grid, "src_grid")
         check_grid(dest_grid, "dest_grid")
-        as_flag(check_replicated, "check_replicated")
         as_integer(check_every, "check_every", least=0)
         self.src_grid, self.dest_grid = src_grid, dest_grid
-        self.src_module_name = as_text(src_module_name, "src_module_name")
-        self.dest_module_name = as_text(dest_module_name, "dest_module_name")
+        self.src_module_name = src_module_name
+        self.dest_module_name = dest_module_name
         self.dim_mapping = {"b": 0, "s": 1, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
         self._validate_grids()
         self._rank = dist.get_rank()

@@ -14,7 +14,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_text, as_tuple, index_of, shown
+from pipegrid.bridges.checks import as_text, as_tuple
+from pipegrid.topology.fields import index_of, shown
 from pipegrid.transport.edge import Edge
 
 

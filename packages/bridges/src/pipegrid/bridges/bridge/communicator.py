@@ -23,7 +23,7 @@ from pipegrid.bridges.bridge.receive import (
 )
 from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, Route, ShapeExchange
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
-from pipegrid.bridges.checks import as_flag, as_integers, as_text, shown
+from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import (
     BridgeError,
     CompletionError,
@@ -45,6 +45,7 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.steps import abort_groups, broadcast_text, pack, reduce_partial, start_completions, unpack
 from pipegrid.topology import create_groups, destroy_groups
+from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.lane import Lane
@@ -142,18 +143,7 @@ class BridgeCommunicator:
         open: bool = True,  # noqa: A002 -- reads as what it does
     ) -> None:
         choice = Choice(strategy, leader_below, links)
-        for what, name in (
-            ("src_module_name", src_module_name),
-            ("dest_module_name", dest_module_name),
-            ("label", label),
-        ):
-            if name is not None:
-                as_text(name, what)
-        as_flag(backward, "backward")
-        as_flag(open, "open")
-        if backend is not None:
-            as_text(backend, "backend")
-        if shapes is not None and (not isinstance(shapes, str) or shapes not in {"fixed", "variable"}):
+        if shapes not in (None, "fixed", "variable"):
             raise BridgeError(f"shapes is {shown(shapes)}; use 'fixed' or 'variable'")
         if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
             raise BridgeError(
@@ -290,9 +280,7 @@ class BridgeCommunicator:
 
     def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
-        spec = group_spec(
-            as_integers(ranks, "ranks", error=StageError), self.label, as_text(what, "what", error=StageError)
-        )
+        spec = group_spec(ranks, self.label, what)
         if spec not in self._groups:
             raise StageError(f"{self} has no group {spec} on rank {self.rank}; it has {list(map(str, self._groups))}")
         return self._groups[spec]

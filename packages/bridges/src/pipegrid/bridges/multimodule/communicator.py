@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.bridge import BridgeCommunicator, lane_config, renew_lanes, with_lanes
-from pipegrid.bridges.checks import as_integer, as_integers, as_kind, as_mapping, as_tuple, check_grid
+from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, check_grid
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.modules import EdgeOptions, check_topology, module_graph, total_pipeline_stages
@@ -29,6 +29,7 @@ from pipegrid.bridges.reshard import (
     is_in,
     place_of,
 )
+from pipegrid.topology.fields import shown
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.handshake import Handshake
@@ -132,11 +133,10 @@ class MultiModulePipelineCommunicator:
     def _checked_options(
         self, given: Mapping[tuple[str, str], EdgeOptions] | None
     ) -> dict[tuple[str, str], EdgeOptions]:
-        edges = dict(
-            as_kind({} if given is None else given, "edges", Mapping, "by (source, destination)", error=StageError)
-        )
+        edges = dict(given or {})
         for ends, option in edges.items():
-            as_kind(option, f"the options of edge {ends}", EdgeOptions, "EdgeOptions(...) is one", error=StageError)
+            if not isinstance(option, EdgeOptions):
+                raise StageError(f"the options of edge {ends} are {shown(option)}; they must be EdgeOptions(...)")
         unknown = [edge for edge in edges if edge not in self.graph.edges]
         if unknown:
             raise StageError(f"options for edges {unknown}, but the topology has {list(self.graph.edges)}")
@@ -412,7 +412,6 @@ class MultiModulePipelineCommunicator:
         Raises:
             StageError: there is no such edge, or it does not touch this rank.
         """
-        edges = as_tuple(edges, "edges", "Edges", error=StageError)
         return self.lanes.neighbours({rank for edge in edges for spec in self._specs(edge) for rank in spec.pair})
 
     def _specs(self, edge: Edge) -> list[LaneSpec]:

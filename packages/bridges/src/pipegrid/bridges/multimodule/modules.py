@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_mapping, as_text, as_tuple, check_grid
+from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple, check_grid
 from pipegrid.bridges.errors import LaneTotalsError, StageError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.reshard import (
@@ -53,7 +53,6 @@ class EdgeOptions:
 
     def __attrs_post_init__(self) -> None:
         Choice(self.strategy, self.leader_below, self.links)
-        as_flag(self.backward, "backward of an edge")
         if self.tensor_ndim is not None:
             axis_names(self.tensor_ndim)
         if self.dim_mapping is not None:

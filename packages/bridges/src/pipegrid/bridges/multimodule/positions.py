@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_integers, as_kind, as_mapping, as_tuple, check_grid
+from pipegrid.bridges.checks import as_integers, as_mapping, as_tuple, check_grid
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.reshard import GridLike, Side, dim_size, place_of, ranks_of
@@ -43,7 +43,6 @@ def positions_of(
     Raises:
         BridgeError: a module of the graph without a grid or without places, or places that its grid does not have.
     """
-    as_kind(graph, "graph", ModuleGraph, "ModuleGraph(modules, edges) is one")
     for what, given in (("grids", grids), ("stage_placement", stage_placement)):
         missing = [name for name in graph.order if name not in as_mapping(given, what, "modules")]
         if missing:

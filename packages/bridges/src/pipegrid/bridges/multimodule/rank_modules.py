@@ -8,7 +8,6 @@ from typing import Any
 from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
-from pipegrid.bridges.checks import as_integer
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.reshard import GridLike, dim_stride, place_of
 from pipegrid.transport.edge import Direction, Edge
@@ -91,5 +90,7 @@ class RankModuleInfo:
     is_terminal_stage: bool | None = True
 
     def __attrs_post_init__(self) -> None:
-        as_integer(self.pp_size, "pp_size", least=1, error=StageError)
-        as_integer(self.pp_rank, "pp_rank", least=0, most=self.pp_size - 1, error=StageError)
+        if not 0 <= self.pp_rank < self.pp_size:
+            raise StageError(
+                f"pp_rank is {self.pp_rank}; it must be from 0 to pp_size - 1, which is {self.pp_size - 1}"
+            )

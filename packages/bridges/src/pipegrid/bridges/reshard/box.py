@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_integer, as_integers, as_tuple
+from pipegrid.bridges.checks import as_integer, as_integers
 from pipegrid.bridges.errors import TilingError
 
 Span = tuple[int, int]
@@ -46,13 +46,7 @@ class Box:
     @classmethod
     def from_spans(cls, spans: Sequence[Span]) -> Box:
         """The box with the range ``(start, stop)`` in each axis."""
-        pairs = [
-            as_integers(span, "a range of a box", error=TilingError)
-            for span in as_tuple(spans, "the ranges of a box", "pairs (start, stop)", error=TilingError)
-        ]
-        for pair in pairs:
-            if len(pair) != 2:
-                raise TilingError(f"a range of a box is {pair}; give (start, stop) for each axis")
+        pairs = [tuple(span) for span in spans]
         return cls(start=tuple(a for a, _ in pairs), shape=tuple(b - a for a, b in pairs))
 
     @cached_property

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from functools import cached_property
-from numbers import Real
-from typing import Literal
+from typing import Annotated, Literal
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_integer, as_kind, as_tuple, shown
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import shares
+from pipegrid.topology.fields import Amount, Index, checked, checked_fields, number, shown
 
 Transfer = tuple[int, int, float]
 """A message: sending rank, receiving rank, bytes."""
 
 
 def _as_groups(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    sets = value if isinstance(value, AbstractSet) else as_tuple(value, "shared", "sets of ranks")
     return tuple(
-        tuple(
-            sorted(
-                as_integer(rank, "a rank of a shared link", least=0)
-                for rank in (ranks if isinstance(ranks, AbstractSet) else as_tuple(ranks, "a set of shared", "ranks"))
-            )
-        )
-        for ranks in sets
+        tuple(sorted(checked(rank, Index, "a rank of a shared link", BridgeError) for rank in ranks)) for ranks in value
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-@frozen(slots=False)
+@frozen(slots=False, field_transformer=checked_fields(BridgeError))
 class Links:
     """The links that carry a boundary: measured once for a cluster, and declared on every rank alike.
 
@@ -53,15 +39,11 @@ class Links:
         BridgeError: a bandwidth that is not positive, a negative latency, a rank with two links.
     """
 
-    bandwidth: float
-    latency: float
+    bandwidth: Annotated[float, number(above=0.0)]
+    latency: Amount
     shared: tuple[tuple[int, ...], ...] = field(default=(), converter=_as_groups, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if not _is_number(self.bandwidth) or not self.bandwidth > 0:
-            raise BridgeError(f"bandwidth={shown(self.bandwidth)} of a link: give bytes per second, more than 0")
-        if not _is_number(self.latency) or not self.latency >= 0:
-            raise BridgeError(f"latency={shown(self.latency)} of a link: give seconds per message, at least 0")
         seen: set[int] = set()
         for ranks in self.shared:
             for rank in ranks:
@@ -75,16 +57,12 @@ class Links:
 
     def link_of(self, rank: int) -> int:
         """The link of a rank, named after the first rank on it."""
-        rank = as_integer(rank, "rank", least=0)
         return self._first_of.get(rank, rank)
 
     def seconds(self, transfers: Sequence[Transfer]) -> float:
         """How long the busiest link takes for all ``transfers``; what a rank gives to itself takes nothing."""
         busy: dict[tuple[int, bool], float] = {}
-        for transfer in as_tuple(transfers, "transfers", "(source, destination, bytes)"):
-            if not isinstance(transfer, tuple) or len(transfer) != 3 or not _is_number(transfer[2]):
-                raise BridgeError(f"a transfer is {shown(transfer)}; it must be (source rank, destination rank, bytes)")
-            source, destination, nbytes = transfer
+        for source, destination, nbytes in transfers:
             if source == destination:
                 continue
             for end in ((self.link_of(source), True), (self.link_of(destination), False)):
@@ -112,22 +90,13 @@ def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> 
     return (givers[0], takers[-1]) if backward else (givers[-1], takers[0])
 
 
-def _as_bytes(value: int) -> int:
-    return as_integer(value, "leader_below (bytes)", least=0)
-
-
-@frozen
+@frozen(field_transformer=checked_fields(BridgeError))
 class Choice:
     """A strategy, and what ``"auto"`` decides by: the links where they are known, bytes where they are not."""
 
     strategy: Strategy = "direct"
-    leader_below: int = field(default=AUTO_LEADER_BYTES, converter=_as_bytes)
+    leader_below: Index = AUTO_LEADER_BYTES
     links: Links | None = None
-
-    def __attrs_post_init__(self) -> None:
-        check_strategy(self.strategy)
-        if self.links is not None:
-            as_kind(self.links, "links", Links, "bandwidth and latency of the links, or None")
 
     def leads(self, givers: Sequence[int], takers: Sequence[int], nbytes: int, *, backward: bool) -> bool:
         """Whether one of ``givers`` sends all ``nbytes`` to one of ``takers``.

@@ -20,20 +20,16 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_kind, as_tuple
-from pipegrid.bridges.errors import TilingError
+from pipegrid.bridges.errors import BridgeError, TilingError
 from pipegrid.bridges.reshard.box import Box, Span, shares
 from pipegrid.bridges.reshard.cuts import Cut, local_shape, local_spans, meeting_classes, part_cuts, pieces, row_cuts
 from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy, check_strategy, leaders
 from pipegrid.bridges.reshard.side import Side
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axes
+from pipegrid.topology.fields import Count, Index, checked, checked_fields, shown
 
 
-def _as_rank(value: int) -> int:
-    return as_integer(value, "the source or the destination of a message", least=0, error=TilingError)
-
-
-@frozen(order=True)
+@frozen(order=True, field_transformer=checked_fields(TilingError))
 class Message:
     """``source_box`` of the tensor on ``source`` goes to ``destination_box`` of the one on ``destination``.
 
@@ -41,14 +37,10 @@ class Message:
     ``destination``, this is a local copy.
     """
 
-    source: int = field(converter=_as_rank)
-    destination: int = field(converter=_as_rank)
+    source: Index
+    destination: Index
     source_box: Box
     destination_box: Box
-
-    def __attrs_post_init__(self) -> None:
-        for box in (self.source_box, self.destination_box):
-            as_kind(box, "a box of a message", Box, "plan_reshard() makes messages", error=TilingError)
 
     def __str__(self) -> str:
         return f"{self.source}{self.source_box} -> {self.destination}{self.destination_box}"
@@ -65,13 +57,10 @@ class Completion:
     boxes: tuple[tuple[Box, ...], ...]
 
     def __attrs_post_init__(self) -> None:
-        ranks = as_integers(self.ranks, "the ranks of a completion", error=TilingError)
-        boxes = as_tuple(self.boxes, "the boxes of a completion", "boxes of each rank", error=TilingError)
-        if len(ranks) != len(boxes):
-            raise TilingError(f"a completion has {len(ranks)} ranks and boxes of {len(boxes)}; give each rank its own")
-        for given in boxes:
-            for box in as_tuple(given, "what a rank gives", "boxes", error=TilingError):
-                as_kind(box, "a box of a completion", Box, "plan_reshard() makes completions", error=TilingError)
+        if len(self.ranks) != len(self.boxes):
+            raise TilingError(
+                f"a completion has {len(self.ranks)} ranks and boxes of {len(self.boxes)}; give each rank its own"
+            )
 
     @property
     def root(self) -> int | None:
@@ -119,11 +108,11 @@ class ReshardPlan:
 
     def sends(self, rank: int) -> dict[int, tuple[Message, ...]]:
         """What ``rank`` sends, by destination, ascending. What goes to one rank travels as one transfer."""
-        return self._sends.get(as_integer(rank, "rank", least=0), {})
+        return self._sends.get(rank, {})
 
     def receives(self, rank: int) -> dict[int, tuple[Message, ...]]:
         """What ``rank`` receives, by source, ascending; its own copies included."""
-        return self._receives.get(as_integer(rank, "rank", least=0), {})
+        return self._receives.get(rank, {})
 
     @property
     def transfers(self) -> tuple[Route, ...]:
@@ -197,10 +186,8 @@ def plan_reshard(
         LaneTotalsError: lane sizes that fit neither the sides nor each other.
         BridgeError: an argument of another kind.
     """
-    rank = _checked_rank(src, dst, rank)
-    as_kind(sizes, "sizes", Sizes, "of the whole tensor, Sizes(shape, axes=axis_names(3))")
-    as_flag(backward, "backward")
-    itemsize = as_integer(itemsize, "itemsize (bytes)", least=1)
+    _require_sides(src, dst)
+    itemsize = checked(itemsize, Count, "itemsize (bytes)", BridgeError)
     choice = Choice(strategy, leader_below, links)
     cuts = row_cuts(src, dst, sizes)
     sender, receiver = src, dst
@@ -253,8 +240,7 @@ def routes(
 
     A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only.
     """
-    rank = _checked_rank(src, dst, rank)
-    as_flag(backward, "backward")
+    _require_sides(src, dst)
     axes = as_axes(axes)
     check_strategy(strategy)
     cuts = part_cuts(src, dst, axes)
@@ -274,11 +260,10 @@ def routes(
     return tuple(sorted(pair for pair in found if rank is None or rank in pair))
 
 
-def _checked_rank(src: Side, dst: Side, rank: int | None) -> int | None:
-    """The rank as an int; refuses sides that are none."""
-    for name, side in (("src", src), ("dst", dst)):
-        as_kind(side, name, Side, "boundary_side() makes a side of a grid")
-    return None if rank is None else as_integer(rank, "rank", least=0)
+def _require_sides(*sides: object) -> None:
+    for side in sides:
+        if not isinstance(side, Side):
+            raise BridgeError(f"a side is {shown(side)}; it must be a Side: boundary_side(grid, 'source') makes one")
 
 
 def _shared(givers: Sequence[int], takers: Sequence[int], boxes: Sequence[tuple[Box, Box]]) -> list[Message]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pipegrid.bridges.checks import as_kind
 from pipegrid.bridges.errors import TilingError
 from pipegrid.bridges.reshard.box import Box, Span
 from pipegrid.bridges.reshard.cuts import local_shape
@@ -19,7 +18,6 @@ def check_plan(plan: ReshardPlan) -> None:
         TilingError: a rank that is not on its side, boxes of different shapes, a box outside of the tensor, an
             element that is written twice or never, or one that is read from a rank that holds something else.
     """
-    as_kind(plan, "plan", ReshardPlan, "plan_reshard() makes one", error=TilingError)
     written: dict[int, list[Box]] = {rank: [] for rank in plan.dst.ranks}
     for message in plan.messages:
         for rank, side in ((message.source, plan.src), (message.destination, plan.dst)):

@@ -11,19 +11,10 @@ from typing import Literal, Protocol, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import (
-    as_integer,
-    as_integers,
-    as_kind,
-    as_mapping,
-    as_text,
-    as_tuple,
-    check_grid,
-    index_of,
-    shown,
-)
+from pipegrid.bridges.checks import as_integers, as_mapping, as_text, check_grid
 from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError, WrongSideError
 from pipegrid.bridges.reshard.box import merge
+from pipegrid.topology.fields import Name, checked_fields, index_of, shown
 
 BATCH = "b"
 """The name of the batch axis. The shards of a side along it are its data lanes."""
@@ -37,7 +28,7 @@ class Replicated:
     """Ranks along the dim hold the same values, and their gradients are replicas of each other."""
 
 
-@frozen
+@frozen(field_transformer=checked_fields(BridgeError))
 class Sharded:
     """Ranks along the dim hold different parts of the axis named ``axis``.
 
@@ -45,13 +36,8 @@ class Sharded:
     chunks and rank ``i`` holds chunks ``i`` and ``2n - 1 - i``.
     """
 
-    axis: str
+    axis: Name
     order: Order = "contiguous"
-
-    def __attrs_post_init__(self) -> None:
-        as_text(self.axis, "the axis of Sharded")
-        if not isinstance(self.order, str) or self.order not in {"contiguous", "zigzag"}:
-            raise BridgeError(f"order {shown(self.order)} is unknown; use 'contiguous' or 'zigzag'")
 
 
 @frozen
@@ -156,10 +142,6 @@ class Side:
     members: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        as_text(self.name, "the name of a side")
-        as_integer(self.base, f"the first rank of side {self.name!r}", least=0)
-        for dim in as_tuple(self.dims, f"the dims of side {self.name!r}", "SideDims"):
-            as_kind(dim, f"a dim of side {self.name!r}", SideDim, "boundary_side() makes a side of a grid")
         if self.lane_weights is None:
             return
         if len(self.lane_weights) != self.num_lanes:
@@ -197,7 +179,6 @@ class Side:
         Raises:
             WrongSideError: the rank is not on the side.
         """
-        as_text(axis, "axis")
         coords = self._coords_at(rank)
         index = 0
         for dim, coord in zip(self.dims, coords, strict=True):
@@ -250,9 +231,6 @@ class Side:
 
         ``lane_units`` replaces `lane_weights` for the batch axis.
         """
-        as_text(axis, "axis")
-        if lane_units is not None:
-            lane_units = as_integers(lane_units, "lane_units", error=LaneTotalsError)
         weights = (lane_units if lane_units is not None else self.lane_weights) if axis == BATCH else None
         if weights is not None and any(weights):
             ends = [Fraction(0), *(Fraction(end, sum(weights)) for end in itertools.accumulate(weights))]
@@ -261,7 +239,6 @@ class Side:
 
     def sharding(self, axis: str) -> list[tuple[int, Order]]:
         """Size and order of each dim that shards ``axis``, major first."""
-        as_text(axis, "axis")
         return [
             (dim.size, dim.placement.order)
             for dim in self.dims
@@ -311,10 +288,14 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
 
 
 def as_placements(value: Mapping[str, Placement] | None, what: str) -> dict[str, Placement]:
-    """What dims do, by name; none in place of None."""
-    placements = {} if value is None else as_mapping(value, what, "dims to placements")
+    """Placements by dim; empty for None."""
+    placements: dict[str, Placement] = {} if value is None else as_mapping(value, what, "dims to placements")
     for dim, placement in placements.items():
-        as_kind(placement, f"{what}[{dim!r}]", (Replicated, Sharded, Partial), "Sharded('b'), for instance")
+        if not isinstance(placement, (Replicated, Sharded, Partial)):
+            raise BridgeError(
+                f"{what}[{dim!r}] is {shown(placement)}; it must be Replicated(), Partial() or "
+                f"Sharded(axis), such as Sharded('b')"
+            )
     return placements
 
 
@@ -345,7 +326,6 @@ def boundary_side(
         raise BridgeError(f"end is {shown(end)}; it must be 'source' or 'destination'")
     name = end if name is None else as_text(name, "the name of a side")
     check_grid(grid, f"the grid of side {name!r}")
-    as_text(stage_dim, "stage_dim")
     placements = as_placements(placements, f"the placements of side {name!r}")
     known = {**DEFAULT_PLACEMENTS, **placements}
     unknown = sorted(set(placements) - set(grid.dim_names))

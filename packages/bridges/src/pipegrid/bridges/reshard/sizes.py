@@ -11,11 +11,12 @@ from typing import Literal
 
 from attrs import Factory, field, frozen
 
-from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple, index_of, shown
+from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple
 from pipegrid.bridges.errors import LaneTotalsError, ShapeError, UndeclaredDimError
 from pipegrid.bridges.reshard.box import Span, merge
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
 from pipegrid.topology import lane_bounds, lane_sizes
+from pipegrid.topology.fields import index_of, shown
 
 AxisNames = tuple[tuple[str, ...], ...]
 """Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""

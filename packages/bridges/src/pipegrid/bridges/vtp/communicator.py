@@ -12,7 +12,6 @@ import torch.distributed as dist
 from attrs import evolve
 
 from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, new_stream, renew_lanes
-from pipegrid.bridges.checks import as_kind, as_text, as_tuple
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.steps import abort_groups, gather_flat
@@ -20,6 +19,7 @@ from pipegrid.bridges.vtp.peers import Peers, Ranks, require_stage
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.bridges.vtp.traffic import BoundaryTraffic
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
@@ -73,8 +73,9 @@ class VTPCommunicator:
         device: torch.device | str | None = None,
         label: str = "vtp",
     ) -> None:
-        as_kind(topology, "topology", VTPTopology, "VTPTopology([2, 4, 4]) is one", error=VTPTopologyError)
-        self.topology, self.label = topology, as_text(label, "label", error=VTPTopologyError)
+        if not isinstance(topology, VTPTopology):
+            raise VTPTopologyError(f"the topology is {shown(topology)}; it must be a VTPTopology([2, 4, 4], dp=1)")
+        self.topology, self.label = topology, label
         self.rank = dist.get_rank()
         topology.check_world(dist.get_world_size())
         self.stage, self.replica = topology.place_of(self.rank)
@@ -211,7 +212,6 @@ class VTPCommunicator:
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it."""
-        edges = as_tuple(edges, "edges", "Edges", error=StageError)
         specs = [spec for edge in edges if edge in self._traffic for spec in self._traffic[edge].lane_specs]
         return self.lanes.neighbours({rank for spec in specs for rank in spec.pair})
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_flag, as_integer, as_integers, as_tuple, index_of, shown
+from pipegrid.bridges.checks import as_integer, as_integers, as_tuple
 from pipegrid.bridges.errors import ShapeError, VTPTopologyError
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage, check_sequence
+from pipegrid.topology.fields import index_of, shown
 from pipegrid.transport.edge import Edge
 
 
@@ -52,8 +53,7 @@ def _as_ranks(value: Any) -> tuple[tuple[int, ...], ...] | None:
 def _as_flags(value: Any) -> bool | tuple[bool, ...]:
     if isinstance(value, bool):
         return value
-    flags = as_tuple(value, "sequence_parallel", "flags, one per stage, or one flag for all", error=VTPTopologyError)
-    return tuple(as_flag(flag, f"sequence_parallel[{i}]", error=VTPTopologyError) for i, flag in enumerate(flags))
+    return as_tuple(value, "sequence_parallel", "flags, one per stage, or one flag for all", error=VTPTopologyError)
 
 
 @frozen(slots=False)
@@ -90,7 +90,6 @@ class VTPTopology:
     sequence_axis: int = field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        as_flag(self.ring, "ring (whether stage 0 holds the last layers, too)", error=VTPTopologyError)
         if self.ring and self.num_stages < 2:
             raise VTPTopologyError(
                 f"a ring of {self.num_stages} stage, tp_sizes {list(self.tp_sizes)}, would go round to itself; give "
@@ -251,18 +250,17 @@ class VTPTopology:
 
     def hears_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` receives activations, and sends gradients: not stage 0, unless as the end of a ring."""
-        stage = self._checked_stage(stage, is_end_stage)
+        stage = self._checked_stage(stage)
         return stage != 0 or is_end_stage
 
     def tells_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` sends activations, and receives gradients: not the last, in a ring stage 0 as its end."""
-        stage = self._checked_stage(stage, is_end_stage)
+        stage = self._checked_stage(stage)
         if self.ring:
             return stage != 0 or not is_end_stage
         return stage != self.num_stages - 1
 
-    def _checked_stage(self, stage: int, is_end_stage: bool) -> int:
-        as_flag(is_end_stage, "is_end_stage", error=VTPTopologyError)
+    def _checked_stage(self, stage: int) -> int:
         return as_integer(stage, "stage", least=0, most=self.num_stages - 1, error=VTPTopologyError)
 
     def boundaries(self, replica: int) -> tuple[VTPBoundary, ...]:

@@ -254,7 +254,7 @@ def test_batches_match_one_to_one_between_positions():
     ("plan", "options", "message"),
     [
         (lower(one_f_one_b(2, 2)), {}, "the plan has communications already"),
-        (one_f_one_b(2, 2), {"receives": "never"}, "receives is 'never'; choose 'late' or 'early'"),
+        (one_f_one_b(2, 2), {"receives": "never"}, "receives is 'never'; it must be 'late' or 'early'"),
         (one_f_one_b(2, 2), {"collectives": {Edge(0, 2): "g"}}, "collectives names edge 0>2; the graph has 0>1"),
         (one_f_one_b(2, 2), {"tied": {"t": [2]}}, "tied 't' names stage 2; the plan has stages 0..1"),
         (

@@ -99,9 +99,9 @@ def test_activations_are_counted_until_the_weight_or_the_input_gradient():
     assert simulation.peak(until="W") == 2
     assert simulation.peak(until="I") == 1
     assert simulation.live(0, until="I") == ((0, 1), (2, 0), (2, 1), (4, 0))
-    with pytest.raises(ValueError, match="until is 'B'; choose 'W' or 'I'"):
+    with pytest.raises(ValueError, match="until is 'B'; it must be 'W' or 'I'"):
         simulation.peak(until="B")
-    with pytest.raises(ValueError, match="of is 'step'; choose 'makespan' or 'span'"):
+    with pytest.raises(ValueError, match="of is 'step'; it must be 'makespan' or 'span'"):
         simulation.bubble(of="step")
 
 

@@ -523,7 +523,7 @@ def test_a_limit_that_is_none_is_refused(limit):
 
 
 def test_lanes_are_separate_or_shared():
-    with pytest.raises(PlanError, match="lanes is 'both'; choose 'separate' or 'shared'"):
+    with pytest.raises(PlanError, match="lanes is 'both'; it must be 'separate' or 'shared'"):
         verify(one_f_one_b(2, 2), lanes="both")
 
 

@@ -11,13 +11,14 @@ from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules.arguments import as_number, require, require_choice, require_function, require_items
+from pipegrid.schedules.arguments import require
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, require_plan
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
+from pipegrid.topology.fields import Amount, Index, checked
 from pipegrid.transport.edge import Direction, Edge
 
 Receives: TypeAlias = Literal["late", "early"]
@@ -63,8 +64,7 @@ def lower(
             `verify`), or ``collectives`` or ``tied`` name a part that the plan does not have.
     """
     require_plan(plan)
-    require_choice("receives", receives, ("late", "early"), error=PlanError)
-    require_function("duration", duration, "give a function from an Action to its duration", error=PlanError)
+    checked(receives, Receives, "receives", PlanError)
     if plan.has_communication:
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
     groups = with_collectives(plan, {} if collectives is None else collectives)
@@ -150,11 +150,7 @@ def _line(plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[
 
 
 def _checked(duration: Callable[[Action], float], action: Action) -> float:
-    remedy = "a duration is a number from 0"
-    time = as_number(f"duration({action})", duration(action), remedy, error=PlanError)
-    if time < 0:
-        raise PlanError(f"duration({action}) is {time}; {remedy}")
-    return time
+    return float(checked(duration(action), Amount, f"duration({action})", PlanError))
 
 
 _Event: TypeAlias = tuple[int, int, int, int]
@@ -341,9 +337,8 @@ def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, .
     """
     require("tied", tied, Mapping, "give a dict from a group's name to the stages that share it", error=PlanError)
     for name, stages in tied.items():
-        remedy = "give the list of stages that share the parameter"
-        for stage in require_items(f"tied[{name!r}]", stages, int, remedy, error=PlanError):
-            if not 0 <= stage < plan.num_stages:
+        for stage in checked(stages, tuple[Index, ...], f"tied[{name!r}]", PlanError):
+            if stage >= plan.num_stages:
                 raise PlanError(f"tied {name!r} names stage {stage}; the plan has stages 0..{plan.num_stages - 1}")
     return tuple(
         Group(name, {place for stage in stages for place in plan.placement[stage]}, tied=stages)

@@ -3,7 +3,7 @@
 The model: a position does one compute at a time, in its plan's order. A send or a receive only posts; a
 message starts once both its ends are posted and its lane's earlier messages have left, and the compute that
 needs it waits for it. `REDUCE` and `COLLECTIVE` in a group start when its last position arrives, and occupy
-them all.
+them all; so does a compute of a stage that lies on several positions, as its ranks may communicate inside it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from pipegrid.schedules.arguments import require_choice, require_items
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Action, ActionKind, Plan, require_plan, require_position
 from pipegrid.schedules.simulate.costs import Costs, require_costs
 from pipegrid.schedules.simulate.engine import Times, play
+from pipegrid.topology.fields import checked
 
 _F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 
@@ -35,13 +35,6 @@ class Simulation:
     costs: Costs
     start: Times = field(repr=False)
     end: Times = field(repr=False)
-
-    def __attrs_post_init__(self) -> None:
-        require_plan(self.plan)
-        require_costs(self.costs)
-        for name, times in (("start", self.start), ("end", self.end)):
-            remedy = "make a simulation with simulate(plan, costs)"
-            require_items(name, times, (tuple, list), remedy, error=PlanError)
 
     @cached_property
     def makespan(self) -> float:
@@ -86,7 +79,7 @@ class Simulation:
         return 1.0 - math.fsum(self.busy) / whole if whole > 0 else 0.0
 
     def _lengths(self, of: str) -> list[float]:
-        require_choice("of", of, ("makespan", "span"), error=PlanError)
+        checked(of, Literal["makespan", "span"], "of", PlanError)
         if of == "makespan":
             return [self.makespan] * self.plan.num_positions
         return [last - first for first, last in self.spans]
@@ -132,7 +125,7 @@ class Simulation:
 
 
 def _release_kinds(until: str) -> tuple[ActionKind, ActionKind]:
-    require_choice("until", until, ("W", "I"), error=PlanError)
+    checked(until, Literal["W", "I"], "until", PlanError)
     return (_W if until == "W" else _I, _B)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.schedules.arguments import require_choice, shown
+from pipegrid.schedules.arguments import shown
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.verify.creation import check_creation
@@ -18,6 +18,7 @@ from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
+from pipegrid.topology.fields import checked
 
 
 @frozen(slots=False)
@@ -121,8 +122,8 @@ def verify(
             looked for only where nothing else is wrong.
     """
     require_plan(plan)
-    require_choice("lanes", lanes, ("separate", "shared"), error=PlanError)
-    require_choice("batches", batches, ("in_order", "simultaneous"), error=PlanError)
+    checked(lanes, Lanes, "lanes", PlanError)
+    checked(batches, Batches, "batches", PlanError)
     limits = _limits(memory_limit, plan)
     num_steps = sum(map(len, plan.positions))
     if plan.num_microbatches > num_steps:  # a compute is a step; refused before memory for each microbatch is taken

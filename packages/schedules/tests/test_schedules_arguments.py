@@ -19,7 +19,6 @@ from pipegrid.schedules import (
     DeferralError,
     Forwarded,
     GradientError,
-    LossScale,
     LossScaleError,
     LossScaler,
     MainGradError,
@@ -208,17 +207,6 @@ CALLS = {
         tp_group=("maybe group", None),
         cp_group=("maybe group", None),
     ),
-    "LossScale": Call(
-        LossScale,
-        LossScaleError,
-        **{name: ("positive", value) for name, value in {"scale": 4.0, "min_scale": 1.0, "max_scale": 8.0}.items()},
-        growth_factor=("positive", 2.0),
-        backoff_factor=("positive", 0.5),
-        growth_interval=("count", 10),
-        hysteresis=("count", 1),
-        clean_steps=("index", 0),
-        overflows=("index", 0),
-    ),
     "step_plan": Call(
         lambda **arguments: public.step_plan(num_microbatches=2, **arguments),
         PlanError,
@@ -262,20 +250,12 @@ CALLS = {
         modules=("modules", linear()),
         collections=("groups", groups()),
     ),
-    "LossScaler.__call__": Call(LossScaler().__call__, LossScaleError, loss=("tensor", torch.ones(()))),
     "LossScaler.unscale": Call(LossScaler().unscale, StepArgumentError, modules=("modules", linear())),
-    "LossScaler.load_state_dict": Call(
-        LossScaler().load_state_dict, LossScaleError, saved=("mapping", LossScaler().state_dict())
-    ),
-    "scale_loss": Call(
-        public.scale_loss, LossScaleError, state=("other", LossScale()), loss=("tensor", torch.ones(()))
-    ),
     "unscale_gradients_": Call(
         public.unscale_gradients_,
         (LossScaleError, StepArgumentError),
         modules=("modules", linear()),
         scale=("positive", 2.0),
-        job_group=("maybe group", None),
     ),
     "accumulate_in_main_grad": Call(
         accumulate, (MainGradError, StepArgumentError), modules=("modules", []), dtype=("dtype", torch.float32)

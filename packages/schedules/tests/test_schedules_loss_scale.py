@@ -68,11 +68,12 @@ def test_a_fixed_scale_stays():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"scale": 0.5}, r"scale=0\.5 with min_scale=1\.0"),
-        ({"scale": float("inf")}, "a scale is finite"),
-        ({"growth_factor": 0.5}, r"growth_factor=0\.5 and backoff_factor=0\.5: the first is at least 1"),
-        ({"backoff_factor": 0}, "backoff_factor=0: "),
-        ({"hysteresis": 0}, "hysteresis is 0; it must be an integer of at least 1: give a number of steps"),
+        ({"scale": 0.5}, r"scale is 0\.5, outside of min_scale=1\.0"),
+        ({"scale": float("inf")}, "scale is inf; it must be a finite number above 0"),
+        ({"growth_factor": 0.5}, r"growth_factor is 0\.5; it must be a finite number of at least 1"),
+        ({"backoff_factor": 0}, "backoff_factor is 0; it must be a finite number above 0"),
+        ({"backoff_factor": 2.0}, r"backoff_factor is 2\.0; it must be at most 1"),
+        ({"hysteresis": 0}, "hysteresis is 0; it must be an integer of at least 1"),
     ],
 )
 def test_what_no_scale_can_be(settings, text):

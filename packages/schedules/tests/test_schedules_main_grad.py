@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -18,7 +19,7 @@ from pipegrid.schedules import (
     reduce_gradients,
     zero_main_grads,
 )
-from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient
+from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, fresh_gradients
 from pipegrid.schedules.gradients.tied import tie_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
@@ -179,3 +180,39 @@ def test_a_pipelined_bfloat16_step_leaves_the_float32_sum_of_its_microbatches(ra
     expected = (single[0], single[2])[ranks.rank]
     for ours, theirs in zip(part.layer.parameters(), expected.parameters(), strict=True):
         assert torch.equal(accumulated(ours), theirs.main_grad)
+
+
+def moved(parameter):
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("kind", ["grad", "main_grad", "another library's buffer"])
+@pytest.mark.parametrize("fails", [False, True], ids=["step", "failed step"])
+def test_gradients_of_earlier_steps_are_aside_during_a_step(kind, fails):
+    """The step sees only its own; afterwards the tensor that held the first holds the sum, or the first."""
+    model = nn.Linear(2, 2, bias=False)
+    if kind == "main_grad":
+        accumulate_in_main_grad(model)
+    elif kind != "grad":
+        model.weight.main_grad = torch.zeros(2, 2)
+        model.weight.register_post_accumulate_grad_hook(moved)
+    x = torch.ones(1, 2)
+    model(x).sum().backward()
+    held, before = accumulated(model.weight), accumulated(model.weight).clone()
+    with contextlib.suppress(ZeroDivisionError), fresh_gradients(model):
+        model(2 * x).sum().backward()
+        assert torch.equal(accumulated(model.weight), 2 * before)
+        if fails:
+            raise ZeroDivisionError
+    assert accumulated(model.weight) is held
+    assert torch.equal(held, before if fails else 3 * before)
+
+
+def test_a_parameter_that_a_step_does_not_use_keeps_what_it_had():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    kept = [p.grad.clone() for p in model.parameters()]
+    with fresh_gradients(model):
+        assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), kept, strict=True))

@@ -1,4 +1,4 @@
-"""The loss scale of half-precision training: how it moves, as plain data and a pure function. No torch.
+"""The loss scale of half-precision training as plain data, and how it moves: a pure function. No torch.
 
 A float16 gradient below 2^-24 is zero. The loss is multiplied by a scale before the backward, and the gradients are
 divided by it after their reduction; where one overflows, anywhere in the job, no rank steps and the scale falls
@@ -7,67 +7,59 @@ divided by it after their reduction; where one overflows, anywhere in the job, n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
-from pipegrid.schedules.arguments import as_number, require, require_integer
+from pipegrid.topology.fields import Count, Index, checked_fields, number
 
 
 class LossScaleError(ValueError):
-    """A loss scale cannot be what was given."""
+    """A loss scale, or a checkpoint of one, has values that it cannot have."""
 
 
-def _as_scale(value: float) -> float:
-    return as_number("scale", value, "give a number", finite=False, error=LossScaleError)
+Positive = Annotated[float, number(above=0.0)]
+Growth = Annotated[float, number(least=1.0)]
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=checked_fields(LossScaleError))
 class LossScale:
     """A loss scale and its history, the same on every rank. `updated` gives the next one.
 
     Attributes:
-        scale: the factor, now.
-        growth_factor: the scale grows by it after ``growth_interval`` steps without overflow; 1 never grows.
-        backoff_factor: and falls by it at an overflow; 1 never falls. Powers of two keep scaling exact.
+        scale: the factor that multiplies losses.
+        growth_factor: multiplies the scale after ``growth_interval`` steps without overflow; 1 never grows.
+        backoff_factor: multiplies it at an overflow; 1 never falls. Powers of two keep scaling exact.
         growth_interval: steps in a row without overflow.
-        hysteresis: overflows between two growths that are skipped before the scale falls, itself included.
-        min_scale: it does not fall below.
-        max_scale: nor grow above.
+        hysteresis: the scale falls at every so-many-th overflow between two growths; 1 is each.
+        min_scale: lower bound of the scale.
+        max_scale: upper bound of the scale.
         clean_steps: steps in a row without overflow, up to now.
         overflows: overflows since the scale last grew or fell.
 
     Raises:
-        LossScaleError: a factor on the wrong side of 1, a count below 1, or a scale outside its bounds.
+        LossScaleError: a value outside its range.
     """
 
-    scale: float = field(default=2.0**16, converter=_as_scale)
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    hysteresis: int = 1
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
-    clean_steps: int = 0
-    overflows: int = 0
+    scale: Positive = 2.0**16
+    growth_factor: Growth = 2.0
+    backoff_factor: Positive = 0.5
+    growth_interval: Count = 2000
+    hysteresis: Count = 1
+    min_scale: Positive = 1.0
+    max_scale: Positive = 2.0**24
+    clean_steps: Index = 0
+    overflows: Index = 0
 
     def __attrs_post_init__(self) -> None:
-        for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
-            # That it is finite, and where it lies, is said below.
-            require(name, getattr(self, name), (int, float), "give a number", error=LossScaleError)
-        for name, least in (("growth_interval", 1), ("hysteresis", 1), ("clean_steps", 0), ("overflows", 0)):
-            require_integer(name, getattr(self, name), "give a number of steps", least=least, error=LossScaleError)
-        if not math.isfinite(self.scale) or not 0 < self.min_scale <= self.scale <= self.max_scale:
+        if not self.min_scale <= self.scale <= self.max_scale:
             raise LossScaleError(
-                f"scale={self.scale} with min_scale={self.min_scale} and max_scale={self.max_scale}: a scale is finite "
-                "and lies between them, and they are positive"
+                f"scale is {self.scale}, outside of min_scale={self.min_scale} to max_scale={self.max_scale}"
             )
-        if not self.growth_factor >= 1 or not 0 < self.backoff_factor <= 1:
+        if self.backoff_factor > 1:
             raise LossScaleError(
-                f"growth_factor={self.growth_factor} and backoff_factor={self.backoff_factor}: the first is at least "
-                "1, the second above 0 and at most 1"
+                f"backoff_factor is {self.backoff_factor}; it must be at most 1: an overflow never grows"
             )
 
 
@@ -94,18 +86,16 @@ def updated(state: LossScale, *, overflow: bool) -> LossScale:
 
 
 def to_state(state: LossScale) -> dict[str, Any]:
-    """For a checkpoint: what changes, not how."""
+    """The part of a loss scale that changes, for a checkpoint."""
     return {"scale": state.scale, "clean_steps": state.clean_steps, "overflows": state.overflows}
 
 
-def from_state(settings: LossScale, saved: dict[str, Any]) -> LossScale:
-    """A checkpoint's scale, moving from now on as ``settings`` say.
+def from_state(settings: LossScale, saved: Mapping[str, Any]) -> LossScale:
+    """The loss scale of a checkpoint, with the rules of ``settings``.
 
     Raises:
-        LossScaleError: ``saved`` lacks a value, or has one that cannot be, or its scale is outside the bounds of
-            ``settings``.
+        LossScaleError: ``saved`` lacks a value, or has one outside its range or the bounds of ``settings``.
     """
-    require("saved", saved, Mapping, "give what state_dict() returned", error=LossScaleError)
     missing = {"scale", "clean_steps", "overflows"} - set(saved)
     if missing:
         raise LossScaleError(f"a saved loss scale has no {sorted(missing)}; it has {sorted(saved)}")

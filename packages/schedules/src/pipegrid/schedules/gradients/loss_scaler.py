@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.schedules.arguments import as_number, require, require_integer
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, device_of
-from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError, from_state, to_state, updated
+from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError, Positive, from_state, to_state, updated
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, local_of, parameters_of
+from pipegrid.topology.fields import Index, checked, checked_fields
 
 
 def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
@@ -21,12 +21,7 @@ def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
 
     Compute the loss in float32 (``output.float()``): the first gradient, the scale itself, is in the loss's type,
     and float16 ends at 65504.
-
-    Raises:
-        LossScaleError: no state, or a loss that is no tensor.
     """
-    require("state", state, LossScale, "give a LossScale", error=LossScaleError)
-    require("loss", loss, torch.Tensor, "give the loss as a tensor", error=LossScaleError)
     wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
     return wide * state.scale
 
@@ -35,7 +30,7 @@ def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
 def unscale_gradients_(
     modules: Modules, scale: float, *, job_group: dist.ProcessGroup | None = None, deadline: float | None = None
 ) -> bool:
-    """Divide this rank's gradients by ``scale``, and learn whether any of the job is not finite.
+    """Divide this rank's gradients by ``scale``; whether any gradient of the job is infinite or NaN.
 
     Every rank of the job calls it, once per step: after the reduction, so that sums that overflowed are seen, and
     before clipping, so that the norm is that of the unscaled gradients. One all-reduce of one number; reading it is
@@ -51,11 +46,10 @@ def unscale_gradients_(
         Whether a gradient anywhere in the job is infinite or NaN: the same on every rank.
 
     Raises:
-        LossScaleError: a scale that is not positive and finite, or something else than a group.
-        StepArgumentError: ``modules`` holds what is no module.
+        LossScaleError: a scale that is not positive and finite.
+        ReductionTimeoutError: past the deadline.
     """
-    scale = as_number("scale", scale, "give what the losses were multiplied by", above=0.0, error=LossScaleError)
-    _require_group(job_group)
+    scale = checked(scale, Positive, "scale", LossScaleError)
     gradients = [local_of(g) for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]
     found = torch.zeros((), dtype=torch.float32, device=device_of(modules, job_group))
     foreach.scale_(gradients, 1.0 / scale)
@@ -67,12 +61,7 @@ def unscale_gradients_(
     return bool(found.item())
 
 
-def _require_group(group: Any) -> None:
-    remedy = "give a process group of all ranks of the job, or None for the default one"
-    require("job_group", group, (dist.ProcessGroup, type(None)), remedy, error=LossScaleError)
-
-
-@define
+@define(field_transformer=checked_fields(LossScaleError))
 class LossScaler:
     """Holds the loss scale from step to step. The same on every rank, because every rank learns of every overflow.
 
@@ -86,27 +75,19 @@ class LossScaler:
     Attributes:
         state: the scale, how it moves, and its history.
         job_group: all ranks of the job; default: the default process group.
-        skipped: steps that an overflow made all ranks skip.
-
-    Raises:
-        LossScaleError: one of them is of another kind.
+        skipped: steps that all ranks skipped, since a gradient overflowed.
     """
 
     state: LossScale = field(factory=LossScale)
     job_group: dist.ProcessGroup | None = None
-    skipped: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        require("state", self.state, LossScale, "give a LossScale", error=LossScaleError)
-        _require_group(self.job_group)
-        require_integer("skipped", self.skipped, "give the steps skipped so far", least=0, error=LossScaleError)
+    skipped: Index = 0
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         """The scaled loss: ``grad_scale_func``."""
         return scale_loss(self.state, loss)
 
     def unscale(self, modules: Modules) -> bool:
-        """Unscale the gradients and settle, for the whole job, whether to step; the scale moves accordingly.
+        """Unscale the gradients and decide for the whole job whether to step; the scale moves accordingly.
 
         Returns:
             True where all gradients of the job are finite. False: no rank may step; zero the gradients.
@@ -121,12 +102,11 @@ class LossScaler:
         return {**to_state(self.state), "skipped": self.skipped}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint, with the settings that this scaler has.
+        """Continue from a checkpoint, with the settings of this scaler.
 
         Raises:
-            LossScaleError: it is no checkpoint of a scaler.
+            LossScaleError: values that no checkpoint of a scaler has.
         """
         state = from_state(self.state, saved)
-        remedy = "give what state_dict() returned"
-        self.skipped = require_integer("skipped", saved.get("skipped", 0), remedy, least=0, error=LossScaleError)
+        self.skipped = checked(saved.get("skipped", 0), Index, "skipped", LossScaleError)
         self.state = state

@@ -31,6 +31,23 @@ def test_close_loses_nothing_that_was_sent(ranks):
 
 
 @two_ranks
+def test_a_rank_that_fails_closes_at_once(ranks):
+    began = time.monotonic()
+    if ranks.rank == 0:
+        with (
+            pytest.raises(ZeroDivisionError),
+            open_lanes([THERE], config=config(deadline=60.0), standing={THERE: torch.ones(4)}) as lanes,
+        ):
+            lanes[THERE].isend(torch.ones(4))
+            _ = 1 / 0
+        assert time.monotonic() - began < DEADLINE
+    else:
+        with open_lanes([THERE], config=config(deadline=60.0), standing={THERE: torch.ones(4)}) as lanes:
+            until(lambda: lanes[THERE].wire.has_end_notice())
+    ranks.barrier()
+
+
+@two_ranks
 def test_buffers_are_released_once_waited_for_and_used_again(ranks):
     with open_lanes([THERE], config=config(), standing={THERE: torch.ones(4)}) as lanes:
         lane = lanes[THERE]
@@ -60,7 +77,7 @@ def test_groups_are_aborted_at_the_same_time(ranks):
                 with pytest.raises(P2PError, match="^loss is nan"):
                     handle.wait()
         else:
-            until(lambda: lanes[specs[0]].wire.has_note())
+            until(lambda: lanes[specs[0]].wire.has_end_notice())
         ranks.barrier()
 
 

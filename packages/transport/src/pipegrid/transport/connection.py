@@ -15,8 +15,9 @@ from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.wait_lock import BackgroundThread
 from pipegrid.transport.wire import Wire, timedelta_of
 
-# Until a note must have been taken, by kind. A loaded machine may hold up a peer that is alive, and the type of its
-# error depends on a mismatch's note; the others go to peers that did not answer for a whole deadline, or that end too.
+# Until an end notice must have been taken, by kind. A loaded machine may hold up a peer that is alive, and the type of
+# its error depends on a mismatch's notice; the others go to peers that did not answer for a whole deadline, or that end
+# too.
 _TELL_SECONDS = {"mismatch": 5.0, "aborted": 2.0}
 _TELL_OTHERS_SECONDS = 1.0
 _ABORT_SECONDS = 5.0  # until groups must have been aborted, which on a device waits for kernels
@@ -44,7 +45,7 @@ class Connection:
 
     Attributes:
         mover: moves their payloads.
-        wire: moves headers and notes; None where both ends are one rank.
+        wire: moves headers and end notices; None where both ends are one rank.
         group: the process group of the payloads; None where both ends are one rank.
         lanes: this rank's ends.
     """
@@ -85,16 +86,17 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
         if lane.take_error(error):
             over.append((lane, error))
             connections.setdefault(id(lane.connection), (lane.connection, text))
+    # A group with nothing under way is shut down, which waits for the device; any other is aborted.
+    busy = [one for one, _ in connections.values() if kind != "closed" or any(lane.queue for lane in one.lanes)]
     if kind != "lost":
         limit = time.monotonic() + _TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS)
         wired = [(connection.wire, text) for connection, text in connections.values() if connection.wire is not None]
-        for work in [wire.post_note(kind, text) for wire, text in wired]:
+        for work in [wire.post_end_notice(kind, text) for wire, text in wired]:
             _finish(work, limit)
     for connection, _ in connections.values():
         if connection.wire is not None:
             connection.wire.cut()
-    # A lane that is closed has nothing under way on a device.
-    _abort([connection.mover for connection, _ in connections.values() if kind != "closed" or connection.wire is None])
+    _abort([connection.mover for connection in busy])
     for lane, error in over:
         lane.finish(error)
 

@@ -44,7 +44,7 @@ class HandshakeStore(Protocol):
         ...
 
 
-class Deadline:
+class BoundedCalls:
     """Calls with a deadline, for a store whose calls have none: its host may be stopped, or gone.
 
     One thread makes the calls. After a call that did not return, all later ones fail at once.
@@ -151,12 +151,12 @@ class Handshake:
     """The handshakes of this rank with some of the ranks at the other ends of its lanes.
 
     Attributes:
-        deadline: of each call of the store.
+        calls: make the calls of the store, with a deadline.
     """
 
     store: HandshakeStore
     peers: Sequence[PeerHandshake]
-    deadline: Deadline = field(factory=lambda: Deadline(300.0))
+    calls: BoundedCalls = field(factory=lambda: BoundedCalls(300.0))
 
     def begin(self, what: str) -> dict[int, str]:
         """Tell the neighbours that this rank is about to run ``what``. Waits for no rank.
@@ -169,11 +169,11 @@ class Handshake:
         Raises:
             P2PPeerError: the store did not answer by the deadline, or was lost.
         """
-        return self.deadline.call("before a step", lambda: self._begin(what))
+        return self.calls.call("before a step", lambda: self._begin(what))
 
     def others(self) -> dict[int, str]:
         """As `begin`, for the step that was begun: neighbours that have come since and run something else."""
-        return self.deadline.call("in a step", self._others)
+        return self.calls.call("in a step", self._others)
 
     def _begin(self, what: str) -> dict[int, str]:
         for one in self.peers:

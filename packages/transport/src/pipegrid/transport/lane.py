@@ -54,8 +54,8 @@ from pipegrid.transport.streams import current_stream, has_streams, mark, used_h
 from pipegrid.transport.wait_lock import BackgroundThread, WaitLock
 from pipegrid.transport.wire import timedelta_of
 
-# Past its deadline the progress thread ends a transfer, with a note to the other side; should it be late, the backend's
-# own timeout does so this much later, without one.
+# Past its deadline the progress thread ends a transfer, with an end notice to the other side; should it be late, the
+# backend's own timeout does so this much later, without one.
 BACKSTOP_SECONDS = 1.0
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
 _UNATTENDED_SECONDS = 0.05  # until the lane's own thread looks after sends that nobody has waited for
@@ -120,6 +120,7 @@ class Lane:
         self.config = config
         self.connection = connection
         self.mover, self.wire = connection.mover, connection.wire
+        self._start, self._streams = connection.mover.start, connection.mover.streams
         self.queue: deque[Transfer] = deque()
         self.error: P2PError | None = None
         self.tally = Tally()
@@ -198,7 +199,7 @@ class Lane:
             if get_ident() not in submit.pending:
                 with submit.lock:
                     try:
-                        (ticket,) = self.mover.start((Operation(True, tensors, self._index, self._epoch),))
+                        (ticket,) = self._start((Operation(True, tensors, self._index, self._epoch),))
                     except RuntimeError as error:
                         self._not_started(Transfer(self, self.sent), error)
                     # The message is on its way; what follows is no part of its latency.
@@ -281,7 +282,7 @@ class Lane:
     def _post(self, buffers: ReceiveBuffers) -> tuple[Sequence[Tensor], Ticket]:
         """Post the receive of a plain message."""
         tensors = buffers.take()
-        (ticket,) = self.mover.start((Operation(False, tensors, self._index, self._epoch),))
+        (ticket,) = self._start((Operation(False, tensors, self._index, self._epoch),))
         return tensors, ticket
 
     def _not_started(self, transfer: Transfer, error: RuntimeError) -> NoReturn:
@@ -612,7 +613,7 @@ class Lane:
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Transfer.wait`."""
-        if self.mover.streams:
+        if self._streams:
             self._order(transfer, timeout)
             return
         queue, lock = self.queue, self._wait_lock
@@ -799,7 +800,7 @@ class Lane:
                 if transfer.ticket is None or not self._is_done(transfer):
                     break
                 self._ended(transfer, _DONE)
-        if self.mover.streams and self.queue and self._has_final_note(now):
+        if self.mover.streams and self.queue and self._has_final_notice(now):
             self.explain(RuntimeError("the other side ended the lane"), self.queue[0])
             return
         for transfer in self.queue.copy():
@@ -819,22 +820,24 @@ class Lane:
                 if posted:
                     self._wait_lock.watch(posted[-1])
 
-    def _has_final_note(self, now: float) -> bool:
+    def _has_final_notice(self, now: float) -> bool:
         """Whether the other side has ended the lane; transfers that it closed after get a moment to end."""
-        if self.wire is None or not self.wire.has_note():
+        if self.wire is None or not self.wire.has_end_notice():
             return False
-        if (self.wire.note() or ("", ""))[0] != "closed":
+        if (self.wire.end_notice() or ("", ""))[0] != "closed":
             return True
         self._closed_by_peer = min(self._closed_by_peer, now)
         return now - self._closed_by_peer > _CLOSED_SECONDS
 
     def drain(self, end: float) -> None:
         """Hold the host until transfers that were ordered or sent are done, or until ``end`` (monotonic)."""
-        if self.mover.streams and self.error is None:
-            for transfer in self.queue.copy():
-                while transfer.ticket is not None and (transfer.sending or transfer.waited) and time.monotonic() < end:
-                    if self.error is not None or transfer.state is not _ACTIVE or self._is_done(transfer):
-                        break
+        for transfer in self.queue.copy() if self.mover.streams else ():
+            while self.error is None and transfer.state is _ACTIVE and transfer.ticket is not None:
+                if self._is_done(transfer):
+                    self._ended(transfer, _DONE)
+                elif time.monotonic() >= end or not (transfer.sending or transfer.waited):
+                    break
+                else:
                     time.sleep(_POLL_SECONDS)
 
     # ---- Ends
@@ -863,9 +866,9 @@ class Lane:
             self._ended(transfer, _FAILED, self.error)
 
     def _cause_of(self, error: RuntimeError, transfer: Transfer | None) -> P2PError:
-        note = None if self.wire is None else self.wire.note()
-        if note is not None:
-            kind, text = note
+        notice = None if self.wire is None else self.wire.end_notice()
+        if notice is not None:
+            kind, text = notice
             told = P2PMismatchError if kind == "mismatch" else P2PPeerError
             return told(relayed(text, f"rank {self.peer} ended lane {self.spec}"))
         if transfer is not None and time.monotonic() >= transfer.due:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import time
 import warnings
@@ -48,7 +49,7 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.handshake import Deadline, Handshake, PeerHandshake
+from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import flatten, signature_of
@@ -61,6 +62,7 @@ _DROPPED = (
     ": nothing held the result of open_lanes() (or its communicator) any more, or the process ended; keep it as long "
     "as its lanes are used, and close() it then"
 )
+_EXIT_SECONDS = 10.0  # for transfers on a device, where the process ends without close()
 # torch hands out 32 streams per device; groups past that share one, and wait for each other.
 _MOST_STREAMS = 28
 
@@ -75,9 +77,9 @@ class Lanes(dict[LaneSpec, Lane]):
         watchers = _watch(ends)
         self._parts = os.getpid(), ends, Progress(ends, submitter), watchers, groups
         self._handshakes: dict[int, PeerHandshake] = {}
-        self._deadline = Deadline(ends[0].config.deadline if ends else 1.0)
+        self._calls = BoundedCalls(ends[0].config.deadline if ends else 1.0)
         # Also at exit: threads that wait in the backend must not outlive the interpreter.
-        self._finalizer = weakref.finalize(self, _close, *self._parts, _DROPPED)
+        self._finalizer = weakref.finalize(self, _close, *self._parts, _EXIT_SECONDS, _DROPPED)
 
     def batch(self, *, together: bool = True) -> AbstractContextManager[None]:
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
@@ -105,20 +107,23 @@ class Lanes(dict[LaneSpec, Lane]):
                 # Both ends know the group by one name, and no other group ever has it.
                 self._handshakes[lane.peer] = PeerHandshake.between(lane.rank, lane.peer, lane.group.group_name)
         peers = [self._handshakes[rank] for rank in sorted(wanted) if rank in self._handshakes]
-        return Handshake(self._store, peers, self._deadline)
+        return Handshake(self._store, peers, self._calls)
 
     @cached_property
     def _store(self) -> Any:
-        return control_store("neighbours")
+        return self._calls.call("while connecting to it", lambda: control_store("neighbours"))
 
     def close(self) -> None:
         """Wait for transfers that are ordered on a device, then end the lanes and free their groups.
 
         A transfer over gloo that no caller waited for fails. A second call does nothing.
         """
-        self._deadline.end()
+        self._close(seconds=math.inf)
+
+    def _close(self, *, seconds: float) -> None:
+        self._calls.end()
         if self._finalizer.detach() is not None:
-            _close(*self._parts, "")
+            _close(*self._parts, seconds, "")
 
     @property
     def closed(self) -> bool:
@@ -128,8 +133,9 @@ class Lanes(dict[LaneSpec, Lane]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A rank that failed tells the others at once.
+        self._close(seconds=math.inf if kind is None else 0.0)
 
 
 def _watch(ends: Sequence[Lane]) -> list[BackgroundThread]:
@@ -156,11 +162,13 @@ def _close(
     progress: Progress,
     watchers: Sequence[BackgroundThread],
     groups: Sequence[Any],
+    seconds: float,
     why: str,
 ) -> None:
+    """End lanes; wait at most ``seconds``, and no longer than the deadline, for transfers that a device has."""
     if os.getpid() != process:  # a forked child has neither the threads nor the connections
         return
-    limit = time.monotonic() + max((lane.config.deadline for lane in ends), default=0.0)
+    limit = time.monotonic() + min(seconds, max((lane.config.deadline for lane in ends), default=0.0))
     for lane in ends:
         lane.drain(limit)
     progress.stop()
@@ -401,7 +409,7 @@ def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None) -> No
     start = time.monotonic()
     try:
         theirs = json.loads(wire.exchange(json.dumps(told).encode(), index, timedelta(seconds=seconds)))
-        wire.expect_note()
+        wire.expect_end_notice()
         _require_same(told, theirs, spec, rank, peer)
         token = torch.zeros(1, dtype=torch.uint8, device=lane.device)
         (ticket,) = lane.mover.start([Operation(rank == spec.source, [token], index, 0)])

@@ -21,9 +21,9 @@ Work = Any
 
 _HEADER_BYTES = 512
 _LENGTH_BYTES = 4
-_NOTE_BYTES = 2048
+_NOTICE_BYTES = 2048
 _FOREVER = timedelta(days=1)
-_HEADER, _NOTE, CONTROL_TAGS = 0, 1, 2
+_HEADER, _NOTICE, CONTROL_TAGS = 0, 1, 2
 NEVER_SENT = 2**30
 
 
@@ -37,14 +37,14 @@ class Wire:
     """One end of a control channel.
 
     Attributes:
-        group: moves headers and notes; with gloo, payloads as well.
+        group: moves headers and end notices; with gloo, payloads as well.
         peer: the other rank, as rank in the group.
     """
 
     group: Any
     peer: int
-    _note: Work = None
-    _note_buffer: bytearray = field(factory=lambda: bytearray(_NOTE_BYTES))
+    _notice: Work = None
+    _notice_buffer: bytearray = field(factory=lambda: bytearray(_NOTICE_BYTES))
     _watched: bool = False
 
     # ---- Headers
@@ -92,43 +92,43 @@ class Wire:
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         return self.group.recv([tensor], self.peer, index * CONTROL_TAGS + kind)
 
-    # ---- Notes: the cause why the other side ended its lanes
+    # ---- End notices: why the other side ended its lanes
 
-    def expect_note(self) -> None:
-        """Post the receive of the other side's note. Once."""
-        if self._note is None:
-            self._note = self._receive(self._note_buffer, 0, _NOTE)
+    def expect_end_notice(self) -> None:
+        """Post the receive of the other side's end notice. Once."""
+        if self._notice is None:
+            self._notice = self._receive(self._notice_buffer, 0, _NOTICE)
 
-    def post_note(self, kind: str, text: str) -> Work | None:
+    def post_end_notice(self, kind: str, text: str) -> Work | None:
         """Start telling the other side the kind and the cause of an end; None where the connection is gone."""
-        data = f"{kind}\n{text}".encode(errors="backslashreplace")[: _NOTE_BYTES - 1]
+        data = f"{kind}\n{text}".encode(errors="backslashreplace")[: _NOTICE_BYTES - 1]
         try:
-            return self._send(bytearray(data.ljust(_NOTE_BYTES - 1, b" ") + b"\n"), 0, _NOTE)
+            return self._send(bytearray(data.ljust(_NOTICE_BYTES - 1, b" ") + b"\n"), 0, _NOTICE)
         except RuntimeError:  # which tells the other side as well
             return None
 
-    def has_note(self) -> bool:
-        """Whether a note has come. Looks at memory only."""
-        return self._note_buffer[-1] != 0
+    def has_end_notice(self) -> bool:
+        """Whether an end notice has come. Looks at memory only."""
+        return self._notice_buffer[-1] != 0
 
     def watch(self) -> None:
-        """Hold this thread until a note comes.
+        """Hold this thread until an end notice comes.
 
         Raises:
             RuntimeError: the connection was closed.
         """
         self._watched = True
-        self._note.wait(_FOREVER)
+        self._notice.wait(_FOREVER)
 
-    def note(self) -> tuple[str, str] | None:
-        """Kind and text of the other side's note; None where none has come. Only on an end: may cut the connection."""
-        if not self.has_note() and not self._watched:
+    def end_notice(self) -> tuple[str, str] | None:
+        """Kind and text of the other side's end notice; None before it came. Only on an end: may cut the connection."""
+        if not self.has_end_notice() and not self._watched:
             with contextlib.suppress(RuntimeError):
-                self._note.wait(timedelta(milliseconds=50))
-        if not self.has_note():
+                self._notice.wait(timedelta(milliseconds=50))
+        if not self.has_end_notice():
             return None
         # Cut by bytes, so the last character may be incomplete.
-        kind, _, text = bytes(self._note_buffer).decode(errors="ignore").partition("\n")
+        kind, _, text = bytes(self._notice_buffer).decode(errors="ignore").partition("\n")
         return kind, text.rstrip()
 
     def cut(self) -> None:

@@ -13,6 +13,7 @@ from attrs import frozen
 
 from pipegrid.schedules.arguments import shown
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
+from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.transport.opening import resolve_device
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ class GradientError(ValueError):
 
 class ReductionTimeoutError(RuntimeError):
     """A collective over gradients did not end within the deadline."""
+
+
+class ReductionPeerError(RuntimeError):
+    """A collective over gradients failed in its backend: a rank of its group has ended or closed its connection."""
 
 
 def collection_of(collections: Any, name: str) -> Any:
@@ -124,8 +129,20 @@ class Waiting:
 
         Raises:
             ReductionTimeoutError: past the deadline.
+            ReductionPeerError: the backend lost a rank of the group.
             JobFailedError: with a monitor: another rank failed, or its deadline passed.
         """
+        try:
+            self._wait(work, tensor)
+        except (ReductionTimeoutError, JobFailedError):
+            raise
+        except RuntimeError as error:
+            raise ReductionPeerError(
+                "a reduction of gradients failed: a rank of its group has ended, or closed its connection; look at the "
+                f"output of the ranks that are gone ({' '.join(str(error).split())[:200]})"
+            ) from error
+
+    def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
         if self.monitor is not None:
             self.monitor.wait(work, "a reduction of gradients")
             return

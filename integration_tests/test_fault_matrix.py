@@ -1,0 +1,48 @@
+"""A rank fails; every other rank raises a typed error within its deadline, and names no innocent rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attrs import asdict
+
+from .fault_matrix import Case
+
+PROGRAM = Path(__file__).with_name("fault_matrix.py")
+SLACK = 20.0  # seconds beyond the promise: a test must hold on a machine that does other work
+
+CASES = [
+    Case("1f1b", "kill", "before", rank=2, point=3, step=1, monitor=True, store="launcher"),
+    Case("1f1b", "stop", "after", rank=0, point=1, step=1, monitor=False, store="rank"),
+    Case("interleaved", "raise", "forward", rank=1, point=2, step=0, monitor=True, store="file"),
+    Case("zero_bubble_h1", "delay", "forward", rank=3, point=0, step=2, monitor=True, store="launcher"),
+    Case("zero_bubble_v", "memory", "backward", rank=0, point=2, step=1, monitor=False, store="launcher"),
+    Case("dualpipe_v", "interrupt", "after", rank=3, point=3, step=1, monitor=True, store="launcher"),
+    Case("vtp", "exit", "forward", rank=1, point=2, step=1, monitor=True, store="file"),
+    Case("modules", "kill", "reduce", rank=1, point=0, step=1, monitor=True, store="launcher"),
+    Case("modules", "raise", "clip", rank=2, point=0, step=0, monitor=False, store="launcher"),
+    Case("colocated", "stop and continue", "between", rank=2, point=0, step=2, monitor=True, store="launcher"),
+    Case("colocated", "kill", "create", rank=3, point=0, step=0, monitor=False, store="file"),
+    Case("1f1b", "exit", "close", rank=1, point=0, step=2, monitor=True, store="rank"),
+]
+
+
+def judged(arguments, *, cases=(), seconds):
+    lines = "".join(f"{json.dumps(asdict(case))}\n" for case in cases)
+    command = [sys.executable, PROGRAM, "--slack", str(SLACK), *arguments]
+    result = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, timeout=seconds)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-4000:]}"
+    return result.stdout.splitlines()[-1]
+
+
+def test_one_fault_of_each_kind_and_place():
+    assert judged(["--case", "-"], cases=CASES, seconds=600) == f"{len(CASES)} passed, 0 failed"
+
+
+@pytest.mark.nightly
+def test_the_whole_matrix():
+    assert judged([], seconds=4 * 3600).endswith(" passed, 0 failed")

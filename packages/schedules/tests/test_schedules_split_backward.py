@@ -163,7 +163,7 @@ class InPlace(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Convolution, batch norm, attention, a product of two trunk tensors, a scatter."""
+    """Convolution, batch norm, attention, a product of two tensors of the input path, a scatter."""
 
     inputs = 2
 
@@ -493,8 +493,8 @@ class Reentrant(Plain):
 
 def refused(model, *, stage=3):
     outputs, _, inputs = forwarded(model)
-    trunk = input_path_of([get_gradient_edge(tensor) for tensor in outputs], inputs)
-    require_splittable(trunk, stage, model)
+    path = input_path_of([get_gradient_edge(tensor) for tensor in outputs], inputs)
+    require_splittable(path, stage, model)
 
 
 def test_reentrant_checkpointing_is_refused_by_name():
@@ -502,9 +502,9 @@ def test_reentrant_checkpointing_is_refused_by_name():
         refused(made(Reentrant))
     x = torch.randn(2, requires_grad=True)
     output = checkpoint(torch.sin, x, use_reentrant=True)
-    trunk = input_path_of([get_gradient_edge(output)], [x])
+    path = input_path_of([get_gradient_edge(output)], [x])
     with pytest.raises(SplitBackwardError, match=r"stage 0: function 'sin' is checkpointed"):
-        require_splittable(trunk, 0, None)
+        require_splittable(path, 0, None)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks

@@ -179,6 +179,16 @@ def test_bad_input_is_explained(arguments, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_verify_reads_batches_in_order_or_as_simultaneous(tmp_path, capsys):
+    plan = tmp_path / "plan.txt"
+    apart = CROSSED.replace("0SEND_F1>1 0RECV_B0<1", "[0SEND_F1>1 0RECV_B0<1]")
+    plan.write_text(apart.replace("1SEND_B0>0 1RECV_F1<0", "[1SEND_B0>0 1RECV_F1<0]"))
+    assert main(["verify", str(plan)]) == 1
+    assert "write their batches in one order" in capsys.readouterr().err
+    assert main(["verify", str(plan), "--batches", "simultaneous"]) == 0
+    assert "2 communicators per rank" in capsys.readouterr().out
+
+
 def test_verify_refuses_a_limit_that_is_none_as_it_refuses_a_plan(tmp_path, capsys):
     table = tmp_path / "plan.csv"
     table.write_text("0F0,0B0\n")

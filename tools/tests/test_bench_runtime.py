@@ -55,3 +55,9 @@ def test_live_activations_are_what_the_plan_says_whatever_the_machine_does(table
 def test_nobody_has_wrong_gradients(tables):
     assert "wrong gradients" not in tables
     assert "does not run" not in tables
+
+
+def test_the_step_function_and_the_early_reduction_have_a_ratio_each():
+    table = bench("--only", "stepping", "reduction", "--schedules", "1f1b")
+    assert re.search(r"^  1f1b( +\d+\.\d\d){3} (<=|> ) 1\.05 \[", table, re.MULTILINE), table
+    assert re.search(r"^  1f1b( +\d+\.\d){2} +\d+\.\d\d (<=|> ) 1 \[", table, re.MULTILINE), table

@@ -1,8 +1,8 @@
 """Gradients that accumulate in a wider type than their parameter's: ``parameter.main_grad`` in place of ``.grad``.
 
 A bfloat16 sum over microbatches loses a contribution that is 2^-9 of the sum before it. Summed in float32, each
-microbatch is rounded once, to the parameter's type, and never again. A parameter keeps a ``main_grad`` where it has
-the attribute, whoever put it there; everything here that reads or writes a gradient goes through this file.
+microbatch is rounded once, to the parameter's type, and never again. A parameter with the attribute ``main_grad`` keeps
+its sum there, whatever library set it; all reads and writes of gradients go through this file.
 """
 
 from __future__ import annotations

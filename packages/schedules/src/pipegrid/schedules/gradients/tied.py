@@ -25,7 +25,7 @@ _MAX_DIMS = 8
 
 @define
 class TieMark:
-    """What a tied parameter carries (``parameter.tied``), for those who finish its gradient.
+    """The mark of a tied parameter (``parameter.tied``), read by the reductions of its gradient.
 
     Attributes:
         name: of the tie.

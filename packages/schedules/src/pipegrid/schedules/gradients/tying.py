@@ -1,4 +1,4 @@
-"""Parameters that several stages hold a copy of: where their ``REDUCE`` stands, and who takes part. Pure.
+"""Parameters with a copy on several stages: the place of their ``REDUCE`` in a plan, and its groups. Pure.
 
 The copies of a tied parameter (an embedding and the head that shares its weight) lie on several stages, and on
 every data lane of each. The gradient of the parameter is the sum over all of them, and all copies must get the

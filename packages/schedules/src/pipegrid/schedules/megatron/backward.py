@@ -1,4 +1,4 @@
-"""One backward of one stage, and what a sent activation keeps for it: with the seeds' names."""
+"""One backward of one stage, and the release of sent activations, under Megatron's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts and tables of the 1F1B family: who warms up for how long, and which chunk runs when. Pure.
+"""Counts and tables of the 1F1B family: warmup per rank, and the order of chunks. Pure.
 
 Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", section 2.2 (1F1B and its interleaved form).

@@ -1,4 +1,4 @@
-"""One forward of one stage, its autocast context and its loss, with the seeds' names."""
+"""One forward of one stage, its autocast context and its loss, under Megatron's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this rank stands in what a communicator serves, and the plan of a step for it. Pure."""
+"""The stages of this rank in the graph that its communicator serves, and the plan of a step. Pure."""
 
 from __future__ import annotations
 

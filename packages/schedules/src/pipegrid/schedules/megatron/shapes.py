@@ -1,7 +1,7 @@
-"""What the arguments of a step say of the shapes of activations, checked against what does travel.
+"""Shapes of activations that follow from the arguments of a step, compared with those of the messages.
 
-Neighbours agree on shapes by themselves, so nothing has to be told; but a stage that returns something else than the
-step's arguments say is told so before it sends.
+Neighbours agree on shapes by themselves; this check finds a stage whose output differs from the arguments before it is
+sent.
 """
 
 from __future__ import annotations

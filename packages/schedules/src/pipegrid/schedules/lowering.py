@@ -69,10 +69,12 @@ def lower(
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
     groups = with_collectives(plan, {} if collectives is None else collectives)
     groups += tied_groups(plan, {} if tied is None else tied)
-    untied = evolve(plan, groups=[evolve(group, tied=()) for group in groups], creation=None)
     with _collector_paused():
-        verify(untied)  # each REDUCE is added below
-        plan = evolve(plan, groups=groups, creation=None)
+        if groups != plan.groups or plan.communicates:
+            plan = evolve(plan, groups=groups, creation=None)
+        ties = any(group.tied for group in groups)
+        # Each REDUCE is added below.
+        verify(evolve(plan, groups=[evolve(group, tied=()) for group in groups], creation=None) if ties else plan)
         computes = [list(plan.actions(position)) for position in range(plan.num_positions)]
         steps = _steps(plan, computes, _line(plan, computes, duration), receives)
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]

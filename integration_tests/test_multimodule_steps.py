@@ -76,12 +76,13 @@ JOBS = {
 }
 
 
-def config_for(job, *, per_token, strict):
+def config_for(job, *, per_token, strict, staged):
     return PipelineConfig(
         pipeline_dtype=torch.float64,
         calculate_per_token_loss=per_token,
         variable_seq_lengths=bool(job.images),
         strict=strict,
+        staged=staged,
         deallocate_pipeline_outputs=not strict,
         deadline=30.0,
         open_deadline=30.0,
@@ -194,15 +195,16 @@ def step_of(job, comm, grids, step, device, *, per_token):
     return forward_step
 
 
-def train(job, device, *, per_token, strict):
+def train(job, ranks, *, per_token, strict):
     """Three steps on this rank's stages; the communicator, and the stages."""
+    device = ranks.device
     grids = {}
     for name, (offset, dims) in job.places.items():
         sizes = {dim: dims.get(dim, 1) for dim in ("tp", "dp", "pp")}
         grids[name] = HyperCommGrid(list(sizes.values()), list(sizes), rank_offset=offset)
         for dim in ("tp", "dp"):
             grids[name].create_pg(dim)
-    config = config_for(job, per_token=per_token, strict=strict)
+    config = config_for(job, per_token=per_token, strict=strict, staged=ranks.backend == "staged")
     edges = {(s, d): EdgeOptions(backward=False) for s in job.frozen for d in job.flow[s]}
     comm = MultiModulePipelineCommunicator(grids, {name: job.flow.get(name, []) for name in grids}, config, edges=edges)
     plan = step_plan(
@@ -235,8 +237,9 @@ def train(job, device, *, per_token, strict):
     return comm, models
 
 
-def check(job, device, *, per_token, strict):
-    comm, models = train(job, device, per_token=per_token, strict=strict)
+def check(job, ranks, *, per_token, strict):
+    device = ranks.device
+    comm, models = train(job, ranks, per_token=per_token, strict=strict)
     expected = in_one_process(job, comm.graph, device, per_token=per_token)
     for name, model in models.items():
         assert torch.allclose(model.weight.detach(), expected[model.number], rtol=1e-10, atol=1e-13)
@@ -254,16 +257,16 @@ def cases(names):
 
 @pytest.mark.parametrize("job", cases(JOBS))
 def test_weights_after_three_steps_of_a_mean_loss(ranks, job):
-    check(JOBS[job], ranks.device, per_token=False, strict=True)
+    check(JOBS[job], ranks, per_token=False, strict=True)
 
 
 @pytest.mark.parametrize("job", cases(TOKENS))
 def test_weights_after_three_steps_of_a_token_weighted_loss(ranks, job):
-    check(JOBS[job], ranks.device, per_token=True, strict=True)
+    check(JOBS[job], ranks, per_token=True, strict=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 @pytest.mark.parametrize("job", cases(JOBS))
 def test_weights_after_three_steps_where_sends_are_buffered_and_outputs_freed(ranks, job, per_token):
-    check(JOBS[job], ranks.device, per_token=per_token, strict=False)
+    check(JOBS[job], ranks, per_token=per_token, strict=False)

@@ -152,7 +152,8 @@ def test_weights_after_three_steps_are_those_of_one_process(ranks, job, strict):
         name: HyperCommGrid(list(dims.values()), list(dims), rank_offset=offset)
         for name, (offset, dims) in places.items()
     }
-    config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict)
+    staged = ranks.backend == "staged"
+    config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict, staged=staged)
     comm = MultiModulePipelineCommunicator(
         grids,
         {name: flow.get(name, []) for name in grids},
@@ -195,7 +196,8 @@ def test_weights_after_three_steps_are_those_of_one_process(ranks, job, strict):
 @pytest.mark.parametrize("places", [(0, 1, 0, 1), (0, 1, 1, 0)], ids=["round and round", "down and back up"])
 def test_chunks_inside_of_a_module_with_backwards_in_halves(ranks, places, strict):
     grids = {"enc": HyperCommGrid([1], ["dp"]), "llm": HyperCommGrid([2], ["pp"], rank_offset=1)}
-    config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict)
+    staged = ranks.backend == "staged"
+    config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict, staged=staged)
     comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": []}, config, stage_placement={"llm": places})
     plan = lower(
         greedy(

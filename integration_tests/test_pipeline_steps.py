@@ -78,7 +78,9 @@ def reference(stages, microbatches, *, vary, config, device):
     ids=str,
 )
 def test_1f1b_on_real_ranks(ranks, microbatches, options):
-    config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, **options)
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64, strict=ranks.strict_sends, staged=ranks.backend == "staged", **options
+    )
     vary = config.variable_seq_lengths
     communicator = P2PCommunicator(dist.group.WORLD, config)
     part = Part(ranks.rank, config, ranks.device)
@@ -116,7 +118,9 @@ def test_interleaving_on_four_real_ranks_with_lengths_that_vary(ranks):
 
 
 def check_interleaving(ranks, chunks, microbatches, options):
-    config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, **options)
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64, strict=ranks.strict_sends, staged=ranks.backend == "staged", **options
+    )
     vary = config.variable_seq_lengths
     communicator = P2PCommunicator(dist.group.WORLD, config)
     size = ranks.world_size
@@ -161,7 +165,7 @@ class Computation:
 @pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.trains])
 def test_every_schedule_on_real_ranks(ranks, name):
     plan = lower(SCHEDULES[name].plan(ranks.world_size, 5))
-    config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends)
+    config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, staged=ranks.backend == "staged")
     communicator = P2PCommunicator(dist.group.WORLD, config, placement=[positions[0] for positions in plan.placement])
     stages = {stage: Computation(plan, stage, config, ranks.device) for stage in plan.stages_at[ranks.rank]}
     runtime = PipelineRuntime(plan, stages, communicator)

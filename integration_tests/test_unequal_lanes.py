@@ -59,7 +59,11 @@ def test_gradients_and_norm_are_those_of_one_process(ranks, lanes, per_token):
     }
     name = "images" if ranks.rank < lanes[0] else "language"
     config = PipelineConfig(
-        pipeline_dtype=torch.float64, calculate_per_token_loss=per_token, strict=ranks.strict_sends, deadline=30
+        pipeline_dtype=torch.float64,
+        calculate_per_token_loss=per_token,
+        strict=ranks.strict_sends,
+        staged=ranks.backend == "staged",
+        deadline=30,
     )
     for grid in grids.values():
         grid.create_pg("dp")

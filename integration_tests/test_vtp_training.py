@@ -117,7 +117,13 @@ def difference(found, expected, scale):
 @pytest.mark.parametrize(("sizes", "options", "strict"), list(jobs()))
 def test_loss_and_every_gradient_are_those_of_one_process(ranks, sizes, options, strict):
     topology = VTPTopology(sizes, **options, sequence_length=SHAPE[0])
-    config = P2PConfig(pipeline_dtype=torch.float64, strict=strict, deadline=60.0, open_deadline=60.0)
+    config = P2PConfig(
+        pipeline_dtype=torch.float64,
+        strict=strict,
+        staged=ranks.backend == "staged",
+        deadline=60.0,
+        open_deadline=60.0,
+    )
     comm = VTPCommunicator(topology, config)
     plan = lower(multi_module_1f1b(comm.graph, MICROBATCHES, placement=topology.placement))
     verify(plan)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.schedules import Forwarded, PipelineRuntime, lower, one_f_one_b
+from pipegrid.testing.fake_nccl import FakeWork
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 
 STAGES, MICROBATCHES, WIDTH = 2, 6, 4
@@ -61,4 +62,19 @@ def test_a_step_has_the_gradients_of_one_process_no_race_and_no_wait_on_the_host
         (y.square().mean() / MICROBATCHES).backward()
     for found, expected in zip(stage.model.parameters(), layers[ranks.rank].model.parameters(), strict=True):
         assert torch.allclose(found.grad, expected.grad, rtol=1e-5)
+    communicator.close()
+
+
+@pytest.mark.ranks(STAGES, backend="fake_nccl")
+def test_a_wait_that_orders_nothing_is_a_race(ranks, monkeypatch):
+    device = ranks.fake_device
+    monkeypatch.setattr(streams, "cuda", device.streams)
+    monkeypatch.setattr(streams, "has_streams", lambda device: True)
+    monkeypatch.setattr(FakeWork, "wait", lambda work, timeout=None: work.entry.ended.wait())
+    plan = lower(one_f_one_b(STAGES, MICROBATCHES))
+    communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, deadline=30.0))
+    with device.streams.watch():
+        PipelineRuntime(plan, {ranks.rank: Layer(ranks.rank, plan, ranks)}, communicator).step()
+    assert any("race: " in text and "entry" in text for text in device.violations)
+    device.violations.clear()
     communicator.close()

@@ -112,8 +112,7 @@ class VirtualStream(_Stream):  # type: ignore[misc]
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        """The stream's work is done; the host knows it from then on."""
-        self.streams.host_knows(self.record_event().clock)
+        """True: work runs at once. A poll orders nothing, since on a GPU it might have found the work under way."""
         return True
 
     def synchronize(self) -> None:
@@ -137,8 +136,7 @@ class VirtualEvent:
         self._streams.order(stream or self._streams.current_stream(), self.clock)
 
     def query(self) -> bool:
-        """The event's work is done; the host knows it from then on."""
-        self._streams.host_knows(self.clock)
+        """True: work runs at once. A poll orders nothing, since on a GPU it might have found the work under way."""
         return True
 
     def synchronize(self) -> None:
@@ -162,7 +160,6 @@ class Streams:
         self._races = 0
         self._numbers = itertools.count(1)
         self._clocks: dict[int, Clock] = {}
-        self._host: Clock = {}
         self._memories: dict[int, _Memory] = {}
         self._names: dict[int, str] = {}
         self._foreign: set[int] = set()
@@ -229,6 +226,12 @@ class Streams:
 
     # Clocks
 
+    @property
+    def _host(self) -> Clock:
+        """What this thread knows to be done: another thread's polling is no order for it."""
+        known: Clock = self._local.__dict__.setdefault("host", {})
+        return known
+
     def record(self, stream: VirtualStream) -> Clock:
         """The clock of a new piece of work on ``stream``."""
         with self._lock:
@@ -243,7 +246,7 @@ class Streams:
             _merge(self._clocks[stream.stream_id], clock)
 
     def host_knows(self, clock: Clock) -> None:
-        """What ``clock`` holds is done as far as the host knows; everything that it starts comes after it."""
+        """What ``clock`` holds is done as far as this thread knows; everything that it starts comes after it."""
         with self._lock:
             _merge(self._host, clock)
 
@@ -253,7 +256,7 @@ class Streams:
         self.host_syncs.append(HostSync(what, _caller()))
 
     def known_to_host(self, stream: VirtualStream, clock: Clock) -> bool:
-        """Whether the host knows the piece of work on ``stream`` with that clock to be done."""
+        """Whether this thread knows the piece of work on ``stream`` with that clock to be done."""
         return clock[stream.stream_id] <= self._host.get(stream.stream_id, 0)
 
     # Work

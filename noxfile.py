@@ -100,7 +100,7 @@ def types(session: nox.Session) -> None:
 def contract(session: nox.Session) -> None:
     """Import-linter: who may import whom; the proof that the contract bites; the tools, run small."""
     # numpy is for a peer that a benchmark compares with: torch's own pipelining sends objects, which needs it.
-    install(session, ALL, "import-linter", "pytest", "numpy")
+    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis")
     session.run("lint-imports")
     session.run("pytest", "tools/tests")
 

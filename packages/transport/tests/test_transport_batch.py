@@ -1,11 +1,14 @@
 """Batches: issued at their end as one, or not at all."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipegrid.transport import LaneSpec, P2PLaneDeadError, P2PUsageError, open_lanes
+from pipegrid.transport.batch import Submitter
+from pipegrid.transport.handle import State
 
 from .two_ranks import BACK, THERE, config
 
@@ -104,3 +107,34 @@ class TestBatch:
             if ranks.rank == 1:
                 mine.isend(torch.zeros(2)).wait()
             issued[0].wait()
+
+
+@pytest.mark.parametrize(
+    ("communicators", "order", "calls"),
+    [
+        ("separate", "aba", ["a0", "b1", "a2"]),
+        ("separate", "aab", ["a0 a1", "b2"]),
+        ("separate", "ba", ["b0", "a1"]),
+        ("shared", "aba", ["a0 a2", "b1"]),
+    ],
+)
+def test_communicators_start_in_the_order_of_the_plan(communicators, order, calls):
+    # In order is what the proof covers where a GPU runs one communication kernel at a time.
+    started = []
+
+    def start(operations):
+        started.append(" ".join(operations))
+        return list(operations)
+
+    def lane(name):
+        mover = SimpleNamespace(start=start)
+        return SimpleNamespace(connection=object(), spec=name, mover=mover, operation=lambda transfer: transfer.name)
+
+    lanes = {name: lane(name) for name in "ab"}
+    transfers = [
+        SimpleNamespace(name=f"{name}{at}", lane=lanes[name], state=State.ACTIVE, ticket=None)
+        for at, name in enumerate(order)
+    ]
+    Submitter(config(communicators=communicators)).start(transfers)
+    assert started == calls
+    assert [transfer.ticket for transfer in transfers] == [transfer.name for transfer in transfers]

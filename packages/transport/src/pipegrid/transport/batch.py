@@ -144,15 +144,24 @@ class Submitter:
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Hand numbered transfers to their movers, those of one communicator as one batch. Under the lock.
 
-        Communicators come in the order of the transfers; within one, transfers come in the order of lanes, which both
-        sides know.
+        Communicators start in the order of the transfers, which is the plan's: `verify(batches="in_order")` proves that
+        order. With separate communicators only neighbours in it are combined, so that none starts before its turn; with
+        shared ones all of a pair of ranks are one call, in the order of lanes, which both sides know.
         """
-        batches: dict[int, list[tuple[Any, Transfer]]] = {}
+        batches: list[list[tuple[Any, Transfer]]] = []
+        by_connection: dict[int, list[tuple[Any, Transfer]]] = {}
+        previous = None
         for transfer in transfers:
             lane: Any = transfer.lane
-            if transfer.state is State.ACTIVE and transfer.ticket is None:
-                batches.setdefault(id(lane.connection), []).append((lane, transfer))
-        for batch in batches.values():
+            if transfer.state is not State.ACTIVE or transfer.ticket is not None:
+                continue
+            connection = id(lane.connection)
+            if connection not in by_connection or not (self._shared or connection == previous):
+                batches.append([])
+                by_connection[connection] = batches[-1]
+            by_connection[connection].append((lane, transfer))
+            previous = connection
+        for batch in batches:
             batch.sort(key=_by_lane)
             try:
                 tickets = batch[0][0].mover.start([lane.operation(transfer) for lane, transfer in batch])

@@ -154,7 +154,7 @@ BAD_COUNTS = [0, -3, "2", 2.0, None, True]
 @pytest.mark.parametrize("bad", BAD_COUNTS)
 def test_sizes_are_integers_of_at_least_one(bad):
     def refused(name):
-        return pytest.raises(StepArgumentError, match=f"^{name} is {bad!r}; it must be an integer of at least 1: ")
+        return pytest.raises(StepArgumentError, match=f"^{name} is {bad!r}; it must be an integer of at least 1$")
 
     with refused("num_microbatches"):
         get_pp_rank_microbatches(bad, 1, None)
@@ -173,7 +173,7 @@ def test_sizes_are_integers_of_at_least_one(bad):
 @pytest.mark.parametrize("bad", [size for size in BAD_COUNTS if size is not None])
 def test_a_group_without_microbatches_is_not_taken_for_none_given(bad):
     place = Place(2, 0)
-    with pytest.raises(StepArgumentError, match=f"^microbatch_group_size_per_vp_stage is {bad!r}; .* number of ranks"):
+    with pytest.raises(StepArgumentError, match=f"^microbatch_group_size_per_vp_stage is {bad!r}; it must be an"):
         get_pp_rank_microbatches(4, 2, bad, p2p_communicator=place)
     assert get_pp_rank_microbatches(4, 2, None, p2p_communicator=place) == (8, False, 4, 4)
 
@@ -219,9 +219,9 @@ def test_the_sizes_of_a_shape_are_integers_of_at_least_one(bad):
     sizes = {"seq_length": 4, "micro_batch_size": 2, "decoder_seq_length": None, "tp_group": None, "cp_group": None}
     for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
         if bad is not None or name != "decoder_seq_length":
-            with pytest.raises(StepArgumentError, match=f"^{name} is {bad!r}; it must be an integer of at least 1: "):
+            with pytest.raises(StepArgumentError, match=f"^{name} is {bad!r}; it must be an integer of at least 1$"):
                 get_tensor_shapes(**{**sizes, name: bad}, config=Config())
-    with pytest.raises(StepArgumentError, match=f"^config.hidden_size is {bad!r}; .* or set config.variable_seq_len"):
+    with pytest.raises(StepArgumentError, match=f"^config.hidden_size is {bad!r}; it must be an integer"):
         get_tensor_shapes(**sizes, config=Config(hidden_size=bad))
     assert get_tensor_shapes(**{**sizes, "seq_length": bad}, config=Config(variable_seq_lengths=True)) == [()]
 

@@ -340,7 +340,7 @@ def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(netw
             **common,
         )
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
-    with pytest.raises(StepArgumentError, match="knows one list of shapes, and the modules of a graph have one each"):
+    with pytest.raises(StepArgumentError, match="has one list of shapes, and the modules of a graph have one each"):
         call(p2p_communicator=memory_communicator(network, 2, 0, graph, (0,)), adjust_tensor_shapes_fn=adjust)
 
 
@@ -388,7 +388,7 @@ def test_bad_arguments_are_named(network, memory_communicator):
         call()
     with pytest.raises(AnnouncedShapesError, match="the config has no hidden_size; set it"):
         call(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))
-    with pytest.raises(StepArgumentError, match="num_microbatches=0: a step needs at least 1"):
+    with pytest.raises(StepArgumentError, match="num_microbatches is 0; it must be an integer of at least 1"):
         call(p2p_communicator=communicator, num_microbatches=0)
     with pytest.raises(StepArgumentError, match="model is a list of 2: without interleaving a rank has one chunk"):
         call(p2p_communicator=communicator, model=[nn.Linear(1, 1), nn.Linear(1, 1)])
@@ -418,7 +418,7 @@ def test_bad_arguments_are_named(network, memory_communicator):
 
 @pytest.mark.parametrize("bad", [0, -3, "2", 2.0, None, True])
 def test_a_number_of_microbatches_is_an_integer(bad, network, memory_communicator):
-    with pytest.raises(StepArgumentError, match=f"^num_microbatches={bad!r}: a step needs at least 1; give an integer"):
+    with pytest.raises(StepArgumentError, match=f"^num_microbatches is {bad!r}; it must be an integer of at least 1$"):
         call(p2p_communicator=memory_communicator(network, 2, 0), num_microbatches=bad)
 
 
@@ -441,7 +441,7 @@ def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network, 
 def test_one_more_forward_in_flight_is_had_from_interleaving_alone(network, memory_communicator):
     config = PipelineConfig(overlap_moe_expert_parallel_comm=True)
     part = build(Case(ModuleGraph({"model": 1}), 4, config=config))[0]
-    with pytest.raises(StepArgumentError, match="asks for one more microbatch in flight, which only interleaving has"):
+    with pytest.raises(StepArgumentError, match="needs one more microbatch in flight, which only interleaving has"):
         call(p2p_communicator=memory_communicator(network, 2, 0), model=part)
 
 
@@ -451,11 +451,9 @@ def test_the_step_function_follows_the_pipeline_size():
     assert get_forward_backward_func(4, 1) is forward_backward_pipelining_without_interleaving
     assert get_forward_backward_func(pg_collection=SimpleNamespace(pp=None)) is forward_backward_no_pipelining
     for bad in (0, -3, "2", 2.0, True):
-        with pytest.raises(StepArgumentError, match=f"^pp_size is {bad!r}; it must be an integer of at least 1: give"):
+        with pytest.raises(StepArgumentError, match=f"^pp_size is {bad!r}; it must be an integer of at least 1$"):
             get_forward_backward_func(pp_size=bad)
-        with pytest.raises(
-            StepArgumentError, match=f"^vp_size is {bad!r}; it must be an integer of at least 1: .* None"
-        ):
+        with pytest.raises(StepArgumentError, match=f"^vp_size is {bad!r}; it must be an integer of at least 1$"):
             get_forward_backward_func(pp_size=2, vp_size=bad)
     with pytest.raises(StepArgumentError, match="pg_collection is a SimpleNamespace without a `pp` group, .* pass pp_"):
         get_forward_backward_func(pg_collection=SimpleNamespace(dp=None))

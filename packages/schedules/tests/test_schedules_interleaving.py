@@ -287,11 +287,11 @@ def call(network, memory_communicator, **changes):
         ({"model": [nn.Linear(1, 1)]}, "model is a list of 1; interleaving takes"),
         ({"data_iterator": [None]}, "data_iterator is a list of 1 and model a list of 2 chunks"),
         ({"data_iterator": iter(())}, "data_iterator is .*iterator and model a list of 2 chunks"),
-        ({"num_microbatches": 1}, "1 microbatches in groups of 2 over 2 ranks: .* takes groups of at least as many"),
+        ({"num_microbatches": 1}, "1 microbatches in groups of 2 over 2 ranks: .* ranks <= group size <= microbatches"),
         ({"num_microbatches": 3}, "3 microbatches in groups of 2 over 2 ranks: .* a last group that is full"),
         ({"config": PipelineConfig(microbatch_group_size_per_vp_stage=5)}, "4 microbatches in groups of 5"),
         ({"config": PipelineConfig(microbatch_group_size_per_vp_stage=1)}, "4 microbatches in groups of 1"),
-        ({"num_microbatches": "4"}, "num_microbatches='4': a step needs at least 1"),
+        ({"num_microbatches": "4"}, "num_microbatches is '4'; it must be an integer"),
         (
             {"config": SimpleNamespace(microbatch_group_size_per_vp_stage=0)},
             "microbatch_group_.* is 0; it must be an integer",

@@ -273,8 +273,8 @@ class TestMonitor:
     @pytest.mark.parametrize(
         ("settings", "text"),
         [
-            ({"deadline": 0.0}, r"deadline is 0\.0; give a positive"),
-            ({"interval": -1.0}, r"interval is -1\.0; give a positive"),
+            ({"deadline": 0.0}, r"deadline is 0\.0; it must be a finite number above 0"),
+            ({"interval": -1.0}, r"interval is -1\.0; it must be a finite number above 0"),
             ({"rank": 5}, r"rank 5 is not among the ranks \[0, 1\]"),
         ],
     )

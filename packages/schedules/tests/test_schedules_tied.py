@@ -71,7 +71,7 @@ def test_two_ties_are_reduced_in_one_order_everywhere():
 @pytest.mark.parametrize(
     ("plan", "tied", "text"),
     [
-        (one_f_one_b(4, 2), TIED, "no communication yet; give tied=... to lower"),
+        (one_f_one_b(4, 2), TIED, "no communication; pass tied=... to lower"),
         (lower(one_f_one_b(4, 2), tied=TIED), TIED, "has the name of another group"),
         (lower(one_f_one_b(2, 2)), TIED, "names stage 3; the plan has stages 0..1"),
     ],
@@ -423,7 +423,7 @@ def test_copies_that_differ_are_named_with_ranks_and_difference_on_every_rank(ra
 
     values = torch.ones(5, 3)
     values[4, 2] += 0.25 * ranks.rank
-    with pytest.raises(TyingError, match=r"'word' differ from that of rank 0: rank 1 by 0\.25; initialize them alike"):
+    with pytest.raises(TyingError, match=r"'word' differ from that of rank 0: rank 1 by 0\.25; initialize them with"):
         tie(values)
     values = torch.ones(5, 3)
     values[1, 1] = float("nan") if ranks.rank else 1.0
@@ -441,12 +441,14 @@ def test_copies_that_differ_are_named_with_ranks_and_difference_on_every_rank(ra
 def test_what_is_tied_wrongly_is_refused_before_anything_is_sent(ranks):
     box = HyperCommGrid([3], ["pp"])
     module = nn.Linear(2, 2)
-    with pytest.raises(TyingError, match=rf"rank {ranks.rank} holds the stages .* but gave copies for"):
+    with pytest.raises(TyingError, match=rf"rank {ranks.rank} holds the stages .* but copies are for"):
         tie_parameters("w", {} if ranks.rank != 1 else {0: module.weight}, stages=[0, 1, 2], grids=box)
-    with pytest.raises(TyingError, match=r"has the stages \[0, 0\]; name each of the two or more"):
+    with pytest.raises(TyingError, match=r"has the stages \[0, 0\]; name two or more stages"):
         tie_parameters("w", {}, stages=[0, 0], grids=box)
     with pytest.raises(TyingError, match="neither grids nor a group"):
         tie_parameters("w", {0: module.weight}, stages=[0, 2])
+    with pytest.raises(TyingError, match=f"the copy of stage {ranks.rank} is a Tensor; pass the Parameter"):
+        tie_parameters("w", {ranks.rank: module.weight.detach()}, stages=[0, 1, 2], grids=box)
     middle = ranks.rank == 1
     nn.init.ones_(module.weight)
     tied = tie_parameters("w", {} if middle else {ranks.rank: module.weight}, stages=[0, 2], grids=box)
@@ -454,7 +456,7 @@ def test_what_is_tied_wrongly_is_refused_before_anything_is_sent(ranks):
     assert (tied.stages, tied.copies == ()) == ((0, 2), middle)
     if middle:
         return
-    with pytest.raises(TyingError, match="is tied as 'w' already"):
+    with pytest.raises(TyingError, match="is already tied as 'w'"):
         tie_parameters("v", {ranks.rank: module.weight}, stages=[0, 2], grids=box)
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.schedules.arguments import shown
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
 from pipegrid.schedules.monitor import JobFailedError
+from pipegrid.topology.fields import shown
 from pipegrid.transport.opening import resolve_device
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""The output layer whose weight gradient waits until the last backward has sent its gradient on.
+"""Deferred weight gradient of the output layer: computed after the last backward has sent its gradient.
 
-The last stage is the first to finish a backward, and every other stage waits for it. Its largest product, the
-weight gradient over the whole vocabulary, is needed by nobody before the reduction: `output_linear` puts aside what
-it takes, and `finish_embedding_wgrad_compute` computes it in the cooldown, when this stage has nothing else to do.
+The last stage is the first to finish a backward, and every other stage waits for it. Its largest product, the weight
+gradient over the whole vocabulary, has no use before the reduction: `output_linear` stores the inputs of the product,
+and `finish_embedding_wgrad_compute` computes it in the cooldown, when this stage is idle.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.schedules.arguments import require, shown
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.main_grad import add_gradient
+from pipegrid.topology.fields import shown
 
 
 class DeferralError(ValueError):
-    """A model does not have what deferred weight gradients need."""
+    """A model lacks the buffers or the weight of deferred weight gradients."""
 
 
 def output_linear(
@@ -32,12 +32,12 @@ def output_linear(
     config: Any,
     tp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``, for the output layer of a model whose weight gradient may be deferred.
+    """``x @ weight.T + bias``, for an output layer whose weight gradient may be deferred.
 
-    With ``config.defer_embedding_wgrad_compute``, the backward leaves the weight's gradient out, and appends the
+    With ``config.defer_embedding_wgrad_compute``, the backward skips the weight's gradient and appends the
     input to ``module.embedding_activation_buffer`` and the output's gradient to ``module.grad_output_buffer`` (lists),
-    both in the backward, so that they match whatever the schedule's order. With ``config.wgrad_deferral_limit`` of n
-    above 0, only while fewer than n microbatches wait there.
+    both in the backward, so they match in any schedule. With ``config.wgrad_deferral_limit`` n > 0, only while fewer
+    than n microbatches are stored.
 
     Over tp, ``weight`` is this rank's rows (its part of the vocabulary), the output stays sharded along its last axis,
     and the gradient of ``x`` is summed over ``tp_group``. With ``config.sequence_parallel``, ``x`` is sharded along
@@ -57,9 +57,9 @@ def output_linear(
 
     Raises:
         DeferralError: deferral is set and ``module`` lacks a buffer.
-        StepArgumentError: no tensors, or shapes that do not go together.
+        StepArgumentError: shapes do not match.
     """
-    _require_linear(x, weight, bias)
+    _require_shapes(x, weight, bias)
     deferred = bool(getattr(config, "defer_embedding_wgrad_compute", False))
     if deferred:
         _require_buffers(module)
@@ -74,21 +74,19 @@ def output_linear(
     return output
 
 
-def _require_linear(x: Any, weight: Any, bias: Any) -> None:
-    named = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
-    for name, tensor in named.items():
-        require(name, tensor, torch.Tensor, "give a tensor", error=StepArgumentError)
+def _require_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     fits = weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+        named = {"x": x, "weight": weight, "bias": bias}.items()
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named if tensor is not None)
         raise StepArgumentError(
-            f"shapes that do not go together: {shapes}; x is (..., hidden), weight (vocabulary / tp, hidden) and bias "
+            f"shapes do not match: {shapes}; x is (..., hidden), weight (vocabulary / tp, hidden) and bias "
             "(vocabulary / tp)"
         )
 
 
 class _OutputLinear(torch.autograd.Function):
-    """Saves the input as it came (a shard, under sequence parallelism); ``limit`` None defers nothing."""
+    """Saves the input before gathering (a shard, under sequence parallelism); ``limit`` None is no deferral."""
 
     @staticmethod
     def forward(
@@ -134,7 +132,7 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The shards of all ranks, one after the other along the first axis."""
+    """The shards of all ranks, concatenated along the first axis."""
     whole, handle = _start_gather(x, group)
     handle.wait()
     return whole
@@ -156,23 +154,23 @@ def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 
 
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
-    """Before a step, forget what an aborted one may have left behind.
+    """Clear the buffers before a step: an aborted one may have left entries.
 
     Args:
         config: ``defer_embedding_wgrad_compute``.
-        model: this rank's stage, or its chunks: the last one has the output layer.
+        model: this rank's stage, or its chunks, with the output layer in the last.
         is_last_stage: whether this rank has the output layer.
 
     Returns:
-        The module with the buffers, for `finish_embedding_wgrad_compute`; None where nothing is deferred.
+        The module with the buffers, for `finish_embedding_wgrad_compute`; None without deferral.
 
     Raises:
-        DeferralError: deferral is set, and neither the model nor anything that it wraps has the buffers.
+        DeferralError: deferral is set, and neither the model nor a module it wraps has the buffers.
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
     if isinstance(model, (list, tuple)) and not model:
-        raise DeferralError("model is an empty list; give this rank's chunks, of which the last has the output layer")
+        raise DeferralError("model is an empty list; pass this rank's chunks, with the output layer in the last")
     chunk = model[-1] if isinstance(model, (list, tuple)) else model
     inner = chunk
     while inner is not None and not hasattr(inner, "embedding_activation_buffer"):
@@ -187,14 +185,14 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
 def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_stage: bool, tp_group: Any) -> None:
     """Compute the deferred weight gradients of the output layer, oldest first, and empty the buffers.
 
-    They are added to ``main_grad`` where the weight keeps one, else to ``grad``: with everything deferred, the same
-    sum in the same order as without. Under sequence parallelism, the next microbatch's input is gathered while
-    this one's product is computed. Calling it with empty buffers does nothing.
+    Added to the weight's ``main_grad`` if it has one, else to ``grad``: with all microbatches deferred, the same
+    sum in the same order as without deferral. Under sequence parallelism, the gather of the next microbatch's input
+    overlaps this one's product. No effect with empty buffers.
 
     Args:
         config: ``defer_embedding_wgrad_compute``, ``sequence_parallel``.
-        embedding_module: what `clear_embedding_activation_buffer` returned. Its weight is ``output_layer.weight``, or
-            where it has none what ``shared_embedding_or_output_weight()`` returns.
+        embedding_module: result of `clear_embedding_activation_buffer`. Its weight is ``output_layer.weight``, or
+            without one the result of ``shared_embedding_or_output_weight()``.
         is_last_stage: whether this rank has the output layer.
         tp_group: None is one rank.
 
@@ -208,7 +206,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     if len(inputs) != len(gradients):
         raise DeferralError(
             f"{type(embedding_module).__name__} holds {len(inputs)} inputs of its output layer and {len(gradients)} "
-            "gradients; each waits for its other half. Let output_linear alone fill the buffers"
+            "gradients; each input needs its gradient: only output_linear may fill the buffers"
         )
     if not inputs:
         return
@@ -225,10 +223,9 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
 
 
 def deferred_weight_gradients(config: Any, model: Any, *, is_last_stage: bool, tp_group: Any) -> Callable[[], None]:
-    """Clear the buffers for a new step; what is returned finishes it, and may be called again in vain.
+    """Clear the buffers for a new step, and return the function that computes its deferred gradients (idempotent).
 
-    It must have run when the weight's gradient is summed: before the ``REDUCE`` of a tied weight, and before the
-    data-parallel reduction.
+    Call it before any sum of the weight's gradient: the ``REDUCE`` of a tied weight, and the data-parallel reduction.
     """
     module = clear_embedding_activation_buffer(config, model, is_last_stage)
     if module is None:
@@ -237,7 +234,7 @@ def deferred_weight_gradients(config: Any, model: Any, *, is_last_stage: bool, t
 
 
 def _nothing() -> None:
-    """Nothing was deferred."""
+    """No deferral."""
 
 
 def _require_buffers(module: Any) -> None:
@@ -245,8 +242,8 @@ def _require_buffers(module: Any) -> None:
         if not isinstance(getattr(module, name, None), list):
             what = type(module).__name__ if isinstance(module, torch.nn.Module) else shown(module)
             raise DeferralError(
-                f"defer_embedding_wgrad_compute is set, but {what} has no list `{name}`; give the "
-                "module with the output layer both buffers ([]), and let it call output_linear"
+                f"defer_embedding_wgrad_compute is set, but {what} has no list `{name}`; the "
+                "module with the output layer needs both buffers ([]) and calls output_linear"
             )
 
 
@@ -257,7 +254,7 @@ def _weight_of(module: Any) -> torch.nn.Parameter:
     if not isinstance(weight, torch.nn.Parameter):
         raise DeferralError(
             f"{type(module).__name__} has neither output_layer.weight nor shared_embedding_or_output_weight(), so "
-            "there is no weight to add deferred gradients to"
+            "deferred gradients have no weight"
         )
     return weight
 

@@ -1,4 +1,4 @@
-"""A parameter that several stages hold a copy of: checked to be equal at birth, and one gradient for all copies."""
+"""Tied parameters: copies of one parameter on several stages, equal when tied, with one summed gradient."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
 from pipegrid.schedules.gradients.tying import TyingError, shards_alike, stages_here, tie_groups
-from pipegrid.schedules.plan.plan import chain, require_graph
+from pipegrid.schedules.plan.plan import chain
 from pipegrid.topology import HyperCommGrid, create_groups
+from pipegrid.topology.fields import Index, Name, checked, checked_fields
 
 _CHUNK = 2**22
-"""Elements compared at a time: bounds what the check needs beside a large embedding."""
+"""Elements compared at a time: bounds the memory of the check beside a large embedding."""
 _MAX_DIMS = 8
 
 
@@ -29,8 +29,8 @@ class TieMark:
 
     Attributes:
         name: of the tie.
-        over_lanes: its ``REDUCE`` sums over data lanes, too, so that the data-parallel reduction must not.
-        summed: the ``REDUCE`` of this step is done, and nothing has used its result yet.
+        over_lanes: its ``REDUCE`` also sums over data lanes; the data-parallel reduction must not repeat that.
+        summed: the ``REDUCE`` of this step is done, and its result not yet used.
     """
 
     name: str
@@ -38,46 +38,29 @@ class TieMark:
     summed: bool = False
 
 
-def _as_stages(value: Iterable[int]) -> tuple[int, ...]:
-    return require_items("stages", value, int, "give the numbers of the stages that hold a copy", error=TyingError)
-
-
-def _as_copies(value: Iterable[torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:
-    return require_items("copies", value, torch.nn.Parameter, "give this rank's parameters", error=TyingError)
-
-
-def _require_own_kinds(name: Any, group: Any) -> None:
-    require("name", name, str, "give a name for the parameter", error=TyingError)
-    kinds = (dist.ProcessGroup, type(None))
-    require("group", group, kinds, "give the process group that holds a copy, or None", error=TyingError)
-
-
-@frozen(eq=False)
+@frozen(eq=False, field_transformer=checked_fields(TyingError))
 class TiedParameters:
     """This rank's part in a tied parameter; made by `tie_parameters` on every rank of the pipeline.
 
     Attributes:
         name: also that of its group in the plan.
-        stages: the stages that hold a copy, the same on every rank.
-        copies: this rank's; none on ranks that do not hold one of the stages.
-        group: all ranks that sum with this one; None where there is nothing to sum with, or no copy.
-        contributes: whether this rank's gradient counts, or is a tensor-parallel replica of one that does.
+        stages: the stages with a copy, the same on every rank.
+        copies: this rank's; empty on ranks without one of the stages.
+        group: the ranks of the sum; None without a copy, or with all copies on this rank.
+        contributes: whether this rank's gradient is a term of the sum; False for a tensor-parallel replica of one.
     """
 
-    name: str
-    stages: tuple[int, ...] = field(converter=_as_stages)
-    copies: tuple[torch.nn.Parameter, ...] = field(converter=_as_copies, default=())
+    name: Name
+    stages: tuple[Index, ...]
+    copies: tuple[torch.nn.Parameter, ...] = ()
     group: dist.ProcessGroup | None = None
     contributes: bool = True
 
-    def __attrs_post_init__(self) -> None:
-        _require_own_kinds(self.name, self.group)
-
     @torch.no_grad()
     def reduce(self, waiting: Waiting | None = None) -> None:
-        """Sum the gradient over all copies: what a ``REDUCE`` of this name does (``reducers={name: tied.reduce}``).
+        """Sum the gradient over all copies: the ``REDUCE`` of this name (``reducers={name: tied.reduce}``).
 
-        Every copy has the same bits afterwards. A copy without a gradient counts as zero, and has one from then on.
+        Afterwards the gradients of all copies are bitwise equal. A copy without one counts as zero and gets the sum.
         """
         if not self.copies:
             return
@@ -95,7 +78,7 @@ class TiedParameters:
 
 
 def mark_of(parameter: torch.nn.Parameter) -> Any:
-    """The parameter's `TieMark`; None for one that is not tied."""
+    """The parameter's `TieMark`; None for a parameter that is not tied."""
     return getattr(parameter, "tied", None)
 
 
@@ -109,58 +92,46 @@ def tie_parameters(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> TiedParameters:
-    """Tie the copies of a parameter that ``stages`` hold: check that they are equal, and sum their gradients as one.
+    """Tie the copies of a parameter on ``stages``: check that they are equal; their gradients are summed in each step.
 
-    Collective: every rank of the pipeline calls it, in the same order among several ties; on a rank without a copy it
-    costs nothing. Give the result to `PipelineConfig` (``tied_parameters``), or to a plan and a runtime yourself:
+    Collective: every rank of the pipeline calls it, several ties in the same order; on a rank without a copy it
+    costs nothing. The result goes to `PipelineConfig` (``tied_parameters``), or to a plan and a runtime directly:
     ``with_reduce(plan, {tied.name: tied.stages})`` and ``reducers={tied.name: tied.reduce}``.
 
-    With ``grids``, one all-reduce of a group of its own sums over stages and data lanes (dp x cp) together, and
-    `reduce_gradients` only divides: all copies keep the same bits, whatever the numbers of lanes of their modules.
-    With ``group``, it sums over the stages of one data lane, and `reduce_gradients` over the lanes after that: for
-    wrappers that do the latter, and for groups that are there already.
+    With ``grids``, one all-reduce in a new group sums over stages and data lanes (dp x cp) together, and
+    `reduce_gradients` only divides: all copies stay bitwise equal, for any numbers of lanes of their modules.
+    With ``group``, the all-reduce sums over the stages of one data lane, and `reduce_gradients` then over lanes: for
+    wrappers that reduce over lanes, and for existing groups.
 
     Args:
         name: a group name, unique in the plan.
-        copies: this rank's, by stage; empty where it holds none of the stages.
-        stages: global numbers of all stages that hold one.
+        copies: this rank's, by stage; empty on a rank without any of the stages.
+        stages: global numbers of all stages with a copy.
         grids: the grid of each module, or the one grid of a pipeline of one module.
-        graph: the modules; or how many stages a pipeline of one module has. Default: the pp size of the one grid.
-        group: in place of ``grids``: the ranks that hold a copy on this data lane and tp rank (``embd`` or
-            ``pos_embd`` of a collection), in the order of stages; None on a rank without a copy.
+        graph: the modules; or the number of stages of a pipeline of one module. Default: the pp size of the one grid.
+        group: instead of ``grids``: the ranks with a copy on this data lane and tp rank (``embd`` or ``pos_embd`` of a
+            collection), in the order of stages; None on a rank without a copy.
         timeout: of the group's creation and its operations; None is the backend's default.
 
     Raises:
-        TyingError: stages, grids and copies do not fit each other; copies differ in shape, dtype or value (on every
-            rank that holds one; the message names the ranks and the difference); a parameter that is tied already; an
-            argument of another kind.
+        TyingError: stages, grids and copies do not match; copies differ in shape, dtype or value (raised on every rank
+            with a copy, with the ranks and the difference); a copy is already tied under another name.
     """
-    _require_own_kinds(name, group)
-    stages = _as_stages(stages)
-    require("copies", copies, Mapping, "give a dict of this rank's parameters by stage", error=TyingError)
-    _as_copies(copies.values())
-    if grids is not None:
-        remedy = "give a dict of the modules' grids, or the one grid"
-        require("grids", grids, (HyperCommGrid, Mapping), remedy, error=TyingError)
-    if graph is not None and not isinstance(graph, int):
-        require_graph(graph, error=TyingError)
-    if timeout is not None:
-        require("timeout", timeout, timedelta, "give a datetime.timedelta, or None", error=TyingError)
+    name = checked(name, Name, "name", TyingError)
+    stages = checked(stages, tuple[Index, ...], "stages", TyingError)
     rank = dist.get_rank()
     if len(set(stages)) != len(stages) or len(stages) < 2:
-        raise TyingError(
-            f"tied parameter {name!r} has the stages {list(stages)}; name each of the two or more that hold it once"
-        )
+        raise TyingError(f"tied parameter {name!r} has the stages {list(stages)}; name two or more stages, each once")
     if grids is not None:
         if group is not None:
-            raise TyingError(f"tied parameter {name!r} was given grids and a group; give one of the two")
+            raise TyingError(f"tied parameter {name!r} has both grids and a group; pass one of the two")
         if isinstance(grids, HyperCommGrid):
             depth = grids.dim_size("pp") if "pp" in grids.dim_names else 1
             graph = chain(depth) if graph is None else graph
             names = (chain(graph) if isinstance(graph, int) else graph).order
             grids = dict.fromkeys(names, grids)
         if graph is None:
-            raise TyingError(f"tied parameter {name!r} was given grids of several modules and no graph; pass graph=...")
+            raise TyingError(f"tied parameter {name!r} has grids of several modules and no graph; pass graph=...")
         graph = chain(graph) if isinstance(graph, int) else graph
         found = tie_groups(name, stages, graph, grids)
         _require_copies(name, copies, stages_here(stages, graph, grids, rank), rank)
@@ -168,9 +139,9 @@ def tie_parameters(
         made = create_groups((tie.spec for tie in found if len(tie.spec.ranks) > 1), timeout=timeout)
         own = next((tie for tie in found if rank in tie.spec.ranks), None)
         if own is None:
-            return TiedParameters(name, sorted(stages))
+            return TiedParameters(name, tuple(sorted(stages)))
         tied = TiedParameters(
-            name, sorted(stages), _distinct(copies), made.get(own.spec), contributes=rank in own.contributing
+            name, tuple(sorted(stages)), _distinct(copies), made.get(own.spec), contributes=rank in own.contributing
         )
         replica, over_lanes = rank not in own.first, True
     else:
@@ -181,8 +152,8 @@ def tie_parameters(
             )
         _require_copies(name, copies, [stage for stage in stages if stage in copies], rank)
         if not copies:
-            return TiedParameters(name, sorted(stages))
-        tied = TiedParameters(name, sorted(stages), _distinct(copies), group)
+            return TiedParameters(name, tuple(sorted(stages)))
+        tied = TiedParameters(name, tuple(sorted(stages)), _distinct(copies), group)
         replica, over_lanes = min(stages) not in copies, False
     _mark(tied, replica=replica, over_lanes=over_lanes)
     _require_equal(tied)
@@ -190,26 +161,30 @@ def tie_parameters(
 
 
 def _distinct(copies: Mapping[int, torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:
-    """Stages of one rank may share the very parameter: autograd sums that itself."""
+    """Distinct parameters: stages of one rank may share one, whose gradient autograd sums."""
     return tuple({id(copies[stage]): copies[stage] for stage in sorted(copies)}.values())
 
 
 def _require_copies(name: str, copies: Mapping[int, torch.nn.Parameter], held: Sequence[int], rank: int) -> None:
     if set(copies) != set(held):
         raise TyingError(
-            f"tied parameter {name!r}: rank {rank} holds the stages {sorted(held)} of it, but gave copies for "
-            f"{sorted(copies)}; give the copy of each stage that it holds"
+            f"tied parameter {name!r}: rank {rank} holds the stages {sorted(held)} of it, but copies are for "
+            f"{sorted(copies)}; pass one copy for each of these stages"
         )
     for stage, copy in copies.items():
+        if not isinstance(copy, torch.nn.Parameter):  # a detached tensor would add zero to every sum
+            raise TyingError(
+                f"tied parameter {name!r}: the copy of stage {stage} is a {type(copy).__name__}; pass the Parameter"
+            )
         mark = mark_of(copy)
         if mark is not None and mark.name != name:
             raise TyingError(
-                f"tied parameter {name!r}: the copy of stage {stage} is tied as {mark.name!r} already; tie all copies "
+                f"tied parameter {name!r}: the copy of stage {stage} is already tied as {mark.name!r}; tie all copies "
                 "of one parameter under one name"
             )
         if hasattr(copy, "device_mesh"):
             raise TyingError(
-                f"tied parameter {name!r}: the copy of stage {stage} is a DTensor, whose shards this sum does not know"
+                f"tied parameter {name!r}: the copy of stage {stage} is a DTensor; tied parameters are plain tensors"
             )
         if copy.dim() > _MAX_DIMS:
             raise TyingError(f"tied parameter {name!r}: the copy of stage {stage} has {copy.dim()} axes; at most 8")
@@ -220,7 +195,7 @@ def _require_whole(name: str, copies: Mapping[int, torch.nn.Parameter], *, alike
         if not alike and getattr(copy, "tensor_model_parallel", False):
             raise TyingError(
                 f"tied parameter {name!r}: the copy of stage {stage} is sharded over tp, and the modules that hold it "
-                "have different tp sizes, so no shard equals another; give them equal tp sizes, or hold it whole"
+                "have different tp sizes, so their shards differ; use equal tp sizes, or hold it whole on every tp rank"
             )
 
 
@@ -232,7 +207,7 @@ def _mark(tied: TiedParameters, *, replica: bool, over_lanes: bool) -> None:
 
 @torch.no_grad()
 def _require_equal(tied: TiedParameters) -> None:
-    """All members learn every member's difference, so all of them raise, with one message."""
+    """Raise on all members or none: every member gathers the differences of all, and the text is the same."""
     first = tied.copies[0]
     ranks = [dist.get_rank()] if tied.group is None else dist.get_process_group_ranks(tied.group)
     forms = _gathered(_form_of(tied.copies), tied.group)
@@ -255,12 +230,12 @@ def _require_equal(tied: TiedParameters) -> None:
         apart = [f"rank {rank} by {value:.6g}" for rank, value in zip(ranks, differences, strict=True) if value]
         raise TyingError(
             f"the copies of tied parameter {tied.name!r} differ from that of rank {ranks[0]}: {', '.join(apart)}; "
-            "initialize them alike (one seed), or broadcast one of them first"
+            "initialize them with the same seed, or broadcast one of them first"
         )
 
 
 def _difference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The largest absolute difference; infinite where one is NaN and the other is not, or infinities differ."""
+    """The largest absolute difference; infinite if exactly one value is NaN, or infinities differ."""
     same = (values == reference) | (values.isnan() & reference.isnan())
     apart = (values.double() - reference.double()).abs().nan_to_num(nan=float("inf"))
     return torch.where(same, 0.0, apart).max()
@@ -273,7 +248,7 @@ _DTYPES = (
 
 
 def _form_of(copies: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Dtype, number of axes and sizes, as integers that travel; of several copies here, the first that is unlike."""
+    """Dtype, number of axes and sizes, as a tensor of integers; of several copies here, the first that differs."""
     first = copies[0]
     unlike = next((copy for copy in copies if (copy.shape, copy.dtype) != (first.shape, first.dtype)), None)
     if unlike is not None:
@@ -286,7 +261,7 @@ def _form_of(copies: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 def _form(form: torch.Tensor) -> str:
     unlike, dtype, dims, *sizes = form.tolist()
     name = _DTYPES[dtype] if dtype >= 0 else "another dtype"
-    return f"{name} of shape {tuple(sizes[:dims])}" + (" (beside an unlike copy there)" if unlike else "")
+    return f"{name} of shape {tuple(sizes[:dims])}" + (" (beside a different copy on that rank)" if unlike else "")
 
 
 def _gathered(own: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
@@ -298,13 +273,12 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.
 
 
 def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """By name the stages of each, hashable: what `lower` and `with_reduce` take, as pairs.
+    """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`.
 
     Raises:
-        TyingError: a name twice, or something that `tie_parameters` has not made.
+        TyingError: a duplicate name.
     """
-    tied = require_items("tied", tied, TiedParameters, "give what tie_parameters(...) returned", error=TyingError)
     pairs = tuple((each.name, each.stages) for each in tied)
     if len(dict(pairs)) != len(pairs):
-        raise TyingError(f"tied parameters have the names {[name for name, _ in pairs]}; each name once")
+        raise TyingError(f"tied parameters have the names {[name for name, _ in pairs]}; names are unique")
     return pairs

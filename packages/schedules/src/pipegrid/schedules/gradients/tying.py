@@ -1,9 +1,9 @@
-"""Parameters with a copy on several stages: the place of their ``REDUCE`` in a plan, and its groups. Pure.
+"""Tied parameters in a plan: the position of their ``REDUCE``, and its groups. Pure.
 
-The copies of a tied parameter (an embedding and the head that shares its weight) lie on several stages, and on
-every data lane of each. The gradient of the parameter is the sum over all of them, and all copies must get the
-very same bits, or they drift apart. So one all-reduce makes the whole sum, over stages and data lanes together; the
-data-parallel reduction that follows only divides. That is right for any numbers of data lanes on the two sides.
+The copies of a tied parameter (an embedding and the head that shares its weight) are on several stages, and on
+every data lane of each. The gradient of the parameter is the sum over all of them, and must be bitwise equal on all
+copies, or they drift apart. One all-reduce therefore sums over stages and data lanes together, and the data-parallel
+reduction only divides. That is correct for any numbers of data lanes on the two sides.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _STAGE_DIM = "pp"
 
 
 class TyingError(ValueError):
-    """Parameters cannot be tied as asked: their stages, their grids or their values do not fit."""
+    """The stages, grids or values of tied parameters do not match."""
 
 
 @frozen
 class TieGroup:
-    """The ranks that hold a copy of one shard of a tied parameter.
+    """The ranks with a copy of one shard of a tied parameter.
 
     Attributes:
         spec: the group to create: all copies, ascending by stage, then by rank.
-        contributing: the ranks whose gradient counts. The others are tensor-parallel replicas of one that does.
-        first: the ranks of the lowest stage, whose copy is the parameter; all others are replicas of it.
+        contributing: the ranks whose gradient is a term of the sum. The others are tensor-parallel replicas.
+        first: the ranks of the lowest stage, whose copy counts as the parameter; all others are replicas.
     """
 
     spec: GroupSpec
@@ -43,25 +43,25 @@ class TieGroup:
 
 
 def with_reduce(plan: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
-    """``plan`` with a ``REDUCE`` of each tied parameter, after the last backward of all stages that hold it.
+    """``plan`` with a ``REDUCE`` of each tied parameter, after the last backward of all its stages.
 
-    As `lower` does with its argument ``tied``, for a plan that has its communication already. It stands at the end
-    of each position that holds one of the stages: the sum waits for the slowest of them wherever it stands.
+    The same as the argument ``tied`` of `lower`, for a lowered plan. The ``REDUCE`` is the last step of each position
+    with one of the stages: the sum waits for the slowest of them in any order.
 
     Args:
         plan: lowered.
-        tied: by name, the stages that hold a copy.
+        tied: the stages with a copy, by name.
 
     Raises:
-        PlanError: a plan of computes alone, a name that is taken, or a stage that does not exist or has no backward.
+        PlanError: a plan of computes alone, a name in use, or a stage that does not exist or has no backward.
     """
     require_plan(plan)
     if plan.num_positions > 1 and not plan.has_communication:
-        raise PlanError("the plan has no communication yet; give tied=... to lower, which adds both")
+        raise PlanError("the plan has no communication; pass tied=... to lower, which adds both")
     added = tied_groups(plan, tied)
     creation = None
     if plan.creation != default_creation(plan):
-        # Created by all members before anything that the plan creates in an order of its own.
+        # All members create these groups before the plan's own creation order.
         creation = tuple(
             (*(group.name for group in added if position in group.positions), *names)
             for position, names in enumerate(plan.creation)
@@ -71,16 +71,16 @@ def with_reduce(plan: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
 
 
 def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> tuple[TieGroup, ...]:
-    """Who shares which shard of a tied parameter: one group per tp rank, across stages and data lanes.
+    """Groups of a tied parameter: one per tp rank, across stages and data lanes.
 
-    Modules whose grids agree in all dimensions but ``pp``, ``dp`` and ``cp`` share shard by shard. Where they do not
-    (tp 2 beside tp 1), only a parameter that every tp rank holds whole can be tied: all its copies are one group, to
-    which each module contributes by its first tp rank.
+    Modules whose grids agree in all dims but ``pp``, ``dp`` and ``cp`` have one group per shard. With different grids
+    (tp 2 beside tp 1), every tp rank must hold the whole parameter: all copies are one group, in which the first tp
+    rank of each module contributes.
 
     Args:
         name: the parameter's.
-        stages: global numbers of the stages that hold a copy.
-        graph: the modules and so the stages.
+        stages: global numbers of the stages with a copy.
+        graph: the modules and their stages.
         grids: the grid of each of these modules.
 
     Raises:
@@ -113,7 +113,7 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
             if shard_of.setdefault(rank, shard) != shard:
                 raise TyingError(
                     f"tied parameter {name!r}: rank {rank} holds two of the stages {held}, but of one the shard "
-                    f"{dict(shard_of[rank])} and of another {dict(shard)}; order the dimensions of their grids alike"
+                    f"{dict(shard_of[rank])} and of another {dict(shard)}; use the same order of dims in their grids"
                 )
     lowest, index = places[0]
     first = frozenset(rank for rank in lowest.ranks if lowest.coords(rank).get(_STAGE_DIM, 0) == index)
@@ -128,13 +128,13 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
 
 
 def shards_alike(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> bool:
-    """Whether the modules of ``stages`` cut a parameter alike: the same sizes but for stages and data lanes."""
+    """Whether the modules of ``stages`` shard a parameter alike: equal sizes of all dims but stages and data lanes."""
     kinds = [_shard_sizes(grids[graph.module_of(stage)[0]]) for stage in stages]
     return all(kind == kinds[0] for kind in kinds)
 
 
 def stages_here(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any], rank: int) -> tuple[int, ...]:
-    """Those of ``stages`` that ``rank`` holds."""
+    """The subset of ``stages`` on ``rank``."""
     here = []
     for stage in stages:
         module, index = graph.module_of(stage)
@@ -148,7 +148,7 @@ def _grid_of(name: str, stage: int, graph: ModuleGraph, grids: Mapping[str, Any]
     module, index = graph.module_of(stage)
     if module not in grids:
         raise TyingError(
-            f"tied parameter {name!r} lies on stage {stage} of module {module!r}, which has no grid; there are grids "
+            f"tied parameter {name!r} is on stage {stage} of module {module!r}, which has no grid; there are grids "
             f"for {sorted(grids)}"
         )
     grid = grids[module]
@@ -162,7 +162,7 @@ def _grid_of(name: str, stage: int, graph: ModuleGraph, grids: Mapping[str, Any]
 
 
 def _shard_sizes(grid: Any) -> dict[str, int]:
-    """The dimensions that cut or replicate a parameter on one stage of one data lane, with their sizes."""
+    """Dims that shard or replicate a parameter on one stage of one data lane, with their sizes."""
     sizes = zip(grid.dim_names, grid.shape, strict=True)
     return {dim: size for dim, size in sizes if size > 1 and dim not in (*_LANE_DIMS, _STAGE_DIM)}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from pipegrid.schedules.arguments import require
 from pipegrid.schedules.autograd import free_storage, run_backward, shape_of_gradient
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import option
@@ -18,8 +17,8 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any
     """Backward through one stage.
 
     Args:
-        input_tensor: what the stage's forward received (a tensor, a list, a dict by module, or None).
-        output_tensor: what it handed on, of the same kinds; on the last stage the loss.
+        input_tensor: input of the stage's forward (a tensor, a list, a dict by module, or None).
+        output_tensor: its output, in one of these forms; on the last stage the loss.
         output_tensor_grad: gradients of the same structure as ``output_tensor``; None on the last stage.
         model_type: not used; in the signature for callers that pass it by position.
         config: ``grad_scale_func``, ``deallocate_pipeline_outputs``.
@@ -29,7 +28,7 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any
         require grad).
 
     Raises:
-        StepArgumentError: something else than tensors, or gradients that are not those of the outputs.
+        StepArgumentError: a payload without tensors, or gradients that do not match the outputs.
     """
     del model_type
     inputs = tensors_of("input_tensor", input_tensor)
@@ -77,18 +76,18 @@ def backward_roots(
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
-    """Backward from an output whose storage was freed by `deallocate_output_tensor`.
+    """Backward from an output whose storage `deallocate_output_tensor` has freed.
 
     ``torch.autograd.backward`` compares the shapes of output and gradient, which a freed output fails; the
     engine itself does not.
 
     Args:
-        output: has one element, because it was freed or is a loss.
-        grad_output: of the shape that ``output`` had before; None is a one, for an output that always had one element.
+        output: one element: freed, or a loss.
+        grad_output: of the shape before freeing; None is a one, for an output that always had one element.
 
     Raises:
-        StepArgumentError: no tensors, the output still has its storage, or no gradient is given for an output that had
-            another number of elements than one, or one of another shape.
+        StepArgumentError: an argument is no tensor, the output still has its storage, or the gradient is missing or
+            has another shape than the output before freeing.
     """
     if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
         raise StepArgumentError(
@@ -103,12 +102,12 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     if grad_output is None and math.prod(shape) != 1:
         raise StepArgumentError(
             f"output had shape {shape} before it was freed, and no gradient was given; only an output of one element "
-            "has one by itself: pass the gradient that was received for it"
+            "has a default: pass the gradient that was received for it"
         )
     if grad_output is not None and tuple(grad_output.shape) != shape:
         raise StepArgumentError(
             f"grad_output has shape {tuple(grad_output.shape)}, but output had shape {shape} before it was freed, and "
-            "the engine would sum up what is too large; pass the gradient that was received for it"
+            "the engine would sum a larger one to that shape; pass the gradient that was received for it"
         )
     run_backward([output], [output.new_ones(shape) if grad_output is None else grad_output])
 
@@ -117,9 +116,10 @@ def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outpu
     """Free the storage of an activation that was sent; its ``grad_fn`` stays for the backward.
 
     Raises:
-        StepArgumentError: no tensor, or a view: freeing it would free its base as well.
+        StepArgumentError: no tensor, or a view: its base shares the storage.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
-    require("out", out, torch.Tensor, "call it once for each tensor of a payload", error=StepArgumentError)
+    if not isinstance(out, torch.Tensor):
+        raise StepArgumentError(f"out is {describe(out)}; it must be a tensor: call once for each tensor of a payload")
     free_storage(out)

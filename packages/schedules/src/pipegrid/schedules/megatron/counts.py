@@ -7,45 +7,34 @@ Megatron-LM", section 2.2 (1F1B and its interleaved form).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from pipegrid.schedules.arguments import is_integer, require_integer, require_items, shown
 from pipegrid.schedules.errors import StepArgumentError
-
-require_size = partial(require_integer, error=StepArgumentError)
-"""What all sizes of a step are checked by."""
-
-_MICROBATCHES = "give the microbatches of a step"
-_CHUNKS = "give the model chunks of a rank, 1 without interleaving"
+from pipegrid.topology.fields import Count, Index, checked, checked_arguments, index_of, shown
 
 
-def _require_group(size: Any) -> None:
-    remedy = "a group has that many microbatches; without a wish of your own, give the number of ranks"
-    require_size("microbatch_group_size_per_vp_stage", size, remedy)
-
-
+@checked_arguments(StepArgumentError)
 def get_pp_rank_microbatches(
-    num_microbatches: int,
-    num_model_chunks: int,
-    microbatch_group_size_per_vp_stage: int | None,
+    num_microbatches: Count,
+    num_model_chunks: Count,
+    microbatch_group_size_per_vp_stage: Count | None,
     forward_only: bool = False,
     overlap_moe_expert_parallel_comm: bool = False,
     p2p_communicator: Any = None,
 ) -> tuple[int, bool, int, int]:
-    """How many microbatches this rank runs in all, in its warmup, and after it.
+    """Number of microbatches of this rank: in all, in its warmup, and after it.
 
-    A microbatch counts once per chunk. With one chunk the warmup is the distance to the loss in stages; with
+    A microbatch counts once per chunk. With one chunk the warmup is the distance to the loss in stages; with V > 1
     chunks it is ``2 (P - r - 1) + (V - 1) N`` (one more where MoE communication overlaps).
 
     Args:
         num_microbatches: M, per chunk.
         num_model_chunks: V.
-        microbatch_group_size_per_vp_stage: N; None stands for P.
+        microbatch_group_size_per_vp_stage: N; None is P.
         forward_only: everything is warmup.
         overlap_moe_expert_parallel_comm: one more microbatch in flight.
-        p2p_communicator: says where this rank stands (``total_stages``, ``current_stage``, and for a graph of
-            modules ``distance_to_sink``). None means no pipeline at all.
+        p2p_communicator: has this rank's stage (``total_stages``, ``current_stage``, and for a graph of modules
+            ``distance_to_sink``). None is no pipeline.
 
     Returns:
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
@@ -53,10 +42,6 @@ def get_pp_rank_microbatches(
     Raises:
         StepArgumentError: one of the sizes is no integer of at least 1.
     """
-    require_size("num_microbatches", num_microbatches, _MICROBATCHES)
-    require_size("num_model_chunks", num_model_chunks, _CHUNKS)
-    if microbatch_group_size_per_vp_stage is not None:
-        _require_group(microbatch_group_size_per_vp_stage)
     total = num_microbatches * num_model_chunks
     stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
     if forward_only:
@@ -73,12 +58,14 @@ def get_pp_rank_microbatches(
 
 
 def require_communicator(communicator: Any) -> Any:
-    """``communicator``, where it says at which of how many stages this rank stands, or at which of a graph.
+    """``communicator``, if it has this rank's stage in a chain or its stages in a graph.
 
     Raises:
-        StepArgumentError: it does not.
+        StepArgumentError: it has neither.
     """
-    missing = [name for name in ("total_stages", "current_stage") if not is_integer(getattr(communicator, name, None))]
+    missing = [
+        name for name in ("total_stages", "current_stage") if index_of(getattr(communicator, name, None)) is None
+    ]
     if missing and not (hasattr(communicator, "graph") and hasattr(communicator, "stages")):
         raise StepArgumentError(
             f"p2p_communicator is {shown(communicator)}, which has no number {missing[0]!r}; pass a P2PCommunicator or "
@@ -88,17 +75,18 @@ def require_communicator(communicator: Any) -> Any:
 
 
 def size_of(name: str, group: Any) -> int:
-    """The ranks of a group; None is one rank.
+    """Number of ranks of a group; None is one rank.
 
     Raises:
-        StepArgumentError: no group.
+        StepArgumentError: an object without a size.
     """
     if group is None:
         return 1
     size = getattr(group, "size", None)
-    if isinstance(group, type) or not callable(size) or not is_integer(ranks := size(), least=1):
+    ranks = index_of(size()) if callable(size) and not isinstance(group, type) else None
+    if ranks is None or ranks < 1:
         raise StepArgumentError(f"{name} is {shown(group)}; pass a process group, or None for one rank")
-    return int(ranks)
+    return ranks
 
 
 def _distance_to_loss(communicator: Any) -> int:
@@ -109,8 +97,9 @@ def _distance_to_loss(communicator: Any) -> int:
     return int(distance)
 
 
+@checked_arguments(StepArgumentError)
 def get_schedule_table(
-    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+    num_microbatches: Count, num_model_chunks: Count, microbatch_group_size_per_vp_stage: Count
 ) -> list[tuple[int, int]]:
     """``(microbatch, chunk)`` in the order of forwards: groups of N microbatches, chunk-major inside a group.
 
@@ -119,9 +108,6 @@ def get_schedule_table(
     Raises:
         StepArgumentError: one of the sizes is no integer of at least 1.
     """
-    require_size("num_microbatches", num_microbatches, _MICROBATCHES)
-    require_size("num_model_chunks", num_model_chunks, _CHUNKS)
-    _require_group(microbatch_group_size_per_vp_stage)
     table: list[tuple[int, int]] = []
     for start in range(0, num_microbatches, microbatch_group_size_per_vp_stage):
         group = range(start, min(start + microbatch_group_size_per_vp_stage, num_microbatches))
@@ -129,25 +115,22 @@ def get_schedule_table(
     return table
 
 
+@checked_arguments(StepArgumentError)
 def convert_schedule_table_to_order(
-    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
+    num_warmup_microbatches: Index, num_model_chunks: Count, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
     """One list of chunks, forwards as ``chunk + 1`` and backwards as ``chunk - V``.
 
-    First the warmup forwards, then forward/backward pairs, then the remaining backwards. This is the order
-    that CUDA graph capture of model chunks asks for.
+    Warmup forwards, then forward/backward pairs, then the remaining backwards: the order of CUDA graph capture of
+    model chunks.
 
     Raises:
-        StepArgumentError: more warmup forwards than there are, or a table with a chunk that does not exist.
+        StepArgumentError: more warmup forwards than forwards, or a chunk outside the range.
     """
-    require_size("num_model_chunks", num_model_chunks, _CHUNKS)
-    require_size("num_warmup_microbatches", num_warmup_microbatches, "get_pp_rank_microbatches counts them", least=0)
-    remedy = "make the table with get_schedule_table"
-    require_items("schedule_table", schedule_table, object, remedy, error=StepArgumentError)
     if num_warmup_microbatches > len(schedule_table):
         raise StepArgumentError(
             f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {len(schedule_table)} "
-            "forwards in all; give at most these, as get_pp_rank_microbatches does"
+            "forwards in all; the warmup of get_pp_rank_microbatches is at most that"
         )
     for place, entry in enumerate(schedule_table):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or entry[1] not in range(num_model_chunks):
@@ -174,46 +157,41 @@ def get_tensor_shapes(
 ) -> list[tuple[int, ...]]:
     """Shapes ``(sequence, batch, hidden)`` of the activations between stages.
 
-    The sequence is the decoder's where one is given; it is cut over the cp ranks and, with
-    ``config.sequence_parallel``, over the tp ranks. With ``config.variable_seq_lengths`` the shape is agreed
-    at run time, and the answer is ``[()]``.
+    The sequence length is ``decoder_seq_length`` unless None; it is divided over the cp ranks and, with
+    ``config.sequence_parallel``, over the tp ranks. With ``config.variable_seq_lengths`` neighbours agree on shapes at
+    run time, and the result is ``[()]``.
 
     Args:
         seq_length: tokens of a sample.
         micro_batch_size: samples of a microbatch.
-        decoder_seq_length: tokens of a sample on the decoder's side, where it differs.
+        decoder_seq_length: tokens of a sample in the decoder, where that differs.
         config: ``hidden_size``, ``sequence_parallel``, ``variable_seq_lengths``.
-        tp_group: anything with ``size()``; None stands for one rank.
+        tp_group: any object with ``size()``; None is one rank.
         cp_group: likewise.
 
     Raises:
-        StepArgumentError: a size is no integer of at least 1 (nothing is asked of sizes where lengths vary), or the
-            sequence does not divide over the ranks that share it.
+        StepArgumentError: a size is no integer of at least 1 (unchecked where lengths vary), or the sequence does not
+            divide over the ranks that share it.
     """
     if getattr(config, "variable_seq_lengths", False):
         return [()]
-    require_size("seq_length", seq_length, "give the tokens of a sample, or set config.variable_seq_lengths")
-    require_size("micro_batch_size", micro_batch_size, "give the samples of a microbatch")
-    if decoder_seq_length is not None:
-        require_size("decoder_seq_length", decoder_seq_length, "give None where it is that of seq_length")
-    hidden_size = require_size(
-        "config.hidden_size",
-        getattr(config, "hidden_size", None),
-        "set it to the last axis of the activations, or set config.variable_seq_lengths",
-    )
+    seq_length = checked(seq_length, Count, "seq_length", StepArgumentError)
+    micro_batch_size = checked(micro_batch_size, Count, "micro_batch_size", StepArgumentError)
+    decoder_seq_length = checked(decoder_seq_length, Count | None, "decoder_seq_length", StepArgumentError)
+    hidden_size = checked(getattr(config, "hidden_size", None), Count, "config.hidden_size", StepArgumentError)
     sequence = seq_length if decoder_seq_length is None else decoder_seq_length
     cp, tp = size_of("cp_group", cp_group), size_of("tp_group", tp_group)
     tp = tp if getattr(config, "sequence_parallel", False) else 1
     if sequence % (cp * tp):
         raise StepArgumentError(
-            f"a sequence of {sequence} tokens cannot be shared evenly by cp {cp} x sequence-parallel tp {tp} ranks; "
+            f"a sequence of {sequence} tokens does not divide over cp {cp} x sequence-parallel tp {tp} ranks; "
             f"pad it to {-(-sequence // (cp * tp)) * cp * tp}, or set variable_seq_lengths"
         )
     return [(sequence // cp // tp, micro_batch_size, hidden_size)]
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
-    """``cond``, and in a forward-only run where ``first_val_step`` is given, that as well."""
+    """``cond``; in a forward-only run with a ``first_val_step``, both of them."""
     if first_val_step is not None and forward_only:
         return first_val_step and cond
     return cond

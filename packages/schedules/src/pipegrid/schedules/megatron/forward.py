@@ -20,9 +20,9 @@ from pipegrid.schedules.runtime import describe
 class WithLoss:
     """An output with a loss of the stage's own, such as an encoder's contrastive loss or a balance of experts.
 
-    What ``forward_step_func`` returns as its output on a stage that is not the last one. The step functions
-    differentiate it beside the gradients that come back, divided by the number of microbatches and weighed so that it
-    is a mean over the data lanes of its own module, whatever the lanes of the module with the main loss.
+    The output of ``forward_step_func`` on a stage before the last. The step functions differentiate the loss together
+    with the received gradients, divided by the number of microbatches and scaled to a mean over the data lanes of its
+    own module, independent of the lanes of the module with the main loss.
 
     Attributes:
         output: as without a loss.
@@ -35,13 +35,13 @@ class WithLoss:
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
-    """Set ``current_microbatch`` of every module of ``model`` that has it."""
+    """Set ``current_microbatch`` of every module of ``model`` with that attribute."""
     for module in numbered_modules(model):
         module.current_microbatch = microbatch_id  # type: ignore[assignment]
 
 
 def numbered_modules(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The modules of ``model`` that ask for the number of their microbatch."""
+    """The modules of ``model`` with a ``current_microbatch``."""
     return tuple(module for module in model.modules() if hasattr(module, "current_microbatch"))
 
 
@@ -65,17 +65,17 @@ def forward_step(
 ) -> tuple[Any, torch.Tensor]:
     """Run ``forward_step_func`` on one microbatch; on the last stage, its loss function too.
 
-    ``input_tensor`` (a tensor, a list of tensors, or a dict by module) is handed to the model's
+    ``input_tensor`` (a tensor, a list of tensors, or a dict by module) is the argument of the model's
     ``set_input_tensor``. A first stage ignores it and reads ``data_iterator``.
 
     Returns:
-        What the stage hands on (on the last stage the scaled loss; a list where ``input_tensor`` was a list)
-        and the number of tokens its loss counted (0 elsewhere).
+        The output of the stage (on the last stage the scaled loss; a list where ``input_tensor`` was a list) and the
+        number of tokens in its loss (0 elsewhere).
 
     Raises:
         StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``.
-            Only the last stage calls ``loss_func``, so that others may return None in its place.
-        LossError: the loss function's result is none of the three documented forms.
+            Only the last stage calls ``loss_func``; the others may return None in its place.
+        LossError: the loss function's result has none of the documented forms.
     """
     if is_first_microbatch:
         start = unwrapped_attribute(model, "set_is_first_microbatch")
@@ -90,14 +90,14 @@ def forward_step(
     elif input_tensor is not None and any(item is not None for item in _values(input_tensor)):
         raise StepArgumentError(
             f"{type(model).__name__} has no set_input_tensor(input_tensor), but this stage receives an activation; "
-            "give it the method (it is called before each forward with what arrived)"
+            "define it (it is called before each forward with the received activation)"
         )
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     with autocast(config, model):
         result = forward_step_func(data_iterator, model, *extra)
     output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
     if is_last_stage and isinstance(output, WithLoss):
-        raise LossError("a last stage returned WithLoss; there loss_func(output) returns the loss, of all terms")
+        raise LossError("a last stage returned WithLoss; its loss_func(output) returns the sum of all losses")
     output, num_tokens = forward_step_calc_loss(
         model,
         output,
@@ -117,7 +117,7 @@ def forward_step(
 
 
 def _output_and_loss(result: Any, *, is_last_stage: bool) -> tuple[Any, Any]:
-    """Taken apart only where it is a pair: an activation whose first axis is 2 comes apart as well."""
+    """Unpack a tuple or list of two only: a tensor with a first axis of 2 unpacks as well."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         found = describe(result)
     elif not callable(result[1]) and (is_last_stage or result[1] is not None):
@@ -160,20 +160,20 @@ def forward_step_calc_loss(
       ``config.calculate_per_token_loss``: then it is a pure sum, finished by ``finalize_model_grads_func``.
       ``num_tokens`` may be the sum of tokens' weights, which need not be whole. Under context parallelism each rank
       counts its own tokens, and the count of a sequence is the sum over ``cp_group``;
-    - anything at all, with ``collect_non_loss_data``.
+    - any object, with ``collect_non_loss_data``.
 
-    The user's loss tensor is not modified. ``info`` (or the anything) is appended to ``forward_data_store``.
+    The user's loss tensor is not modified. ``info`` (or the object) is appended to ``forward_data_store``.
 
     Returns:
         ``(output, num_tokens)``: the scaled loss on the last stage, ``output_tensor`` elsewhere.
 
     Raises:
         StepArgumentError: ``is_last_stage`` is None.
-        LossError: the loss function's result is none of the documented forms.
+        LossError: the loss function's result has none of the documented forms.
     """
     del model
     if is_last_stage is None:
-        raise StepArgumentError("is_last_stage is None; pass is_last_stage=True on the stage that has the loss")
+        raise StepArgumentError("is_last_stage is None; pass is_last_stage=True on the stage with the loss")
     num_tokens = torch.zeros((), dtype=torch.int64)
     if not is_last_stage:
         return output_tensor, num_tokens
@@ -184,7 +184,7 @@ def forward_step_calc_loss(
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise LossError(
             f"the loss function returned {describe(result)}; expected (loss, info) or (loss, num_tokens, info), or "
-            "anything at all with collect_non_loss_data=True"
+            "any object with collect_non_loss_data=True"
         )
     loss, info = result[0], result[-1]
     if isinstance(loss, (int, float)) and not torch.is_grad_enabled():  # an evaluation differentiates nothing
@@ -217,7 +217,7 @@ def _tokens_per_rank(
     """The tokens of the sequence, the sum over its cp ranks, per cp rank.
 
     The gradient reduction averages over cp as over dp, so a rank's sum over its own tokens is divided by the mean
-    count: after the average, by the sum. A count that every rank has of the whole sequence is its own mean.
+    count: after the average, by the sum. A count of the whole sequence on every rank is its own mean.
     """
     total = num_tokens.detach().to(loss.device, copy=True)
     if cp_group is None or cp_group.size() == 1:
@@ -227,7 +227,7 @@ def _tokens_per_rank(
 
 
 def _tokens(counted: Any) -> torch.Tensor:
-    """A number of tokens, to be added up exactly: whole ones as int64, weighted ones as float64."""
+    """A number of tokens in a dtype of exact sums: int64 for integers, float64 for weighted counts."""
     if not isinstance(counted, (int, float, torch.Tensor)) or (
         isinstance(counted, torch.Tensor) and counted.numel() != 1
     ):
@@ -255,7 +255,7 @@ def require_autocast(config: Any, model: torch.nn.Module) -> tuple[str, torch.dt
     """The device type and the dtype (None: the device's default) of a forward under autocast.
 
     Raises:
-        StepArgumentError: ``enable_autocast`` with a dtype that autocast does not have: torch would go on without it.
+        StepArgumentError: ``enable_autocast`` with a dtype outside autocast's, which torch would ignore.
     """
     parameter = next(model.parameters(), None)
     device = "cpu" if parameter is None else parameter.device.type

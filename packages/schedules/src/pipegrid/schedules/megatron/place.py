@@ -1,4 +1,4 @@
-"""The stages of this rank in the graph that its communicator serves, and the plan of a step. Pure."""
+"""The stages of this rank in its communicator's graph, and the plan of a step. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.arguments import require_items, shown
 from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b
 from pipegrid.schedules.lowering import Receives, lower
@@ -17,7 +16,7 @@ from pipegrid.schedules.megatron.counts import require_communicator
 from pipegrid.schedules.plan import as_placement
 from pipegrid.schedules.plan.plan import Plan, require_graph
 from pipegrid.schedules.verify.verify import verify
-from pipegrid.topology.fields import Count, checked
+from pipegrid.topology.fields import Count, Name, checked
 from pipegrid.transport.edge import Edge
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -26,14 +25,14 @@ Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 @frozen
 class Place:
-    """The job as its communicator has it, and this rank's part.
+    """The module graph of a job, and this rank's stages in it.
 
     Attributes:
         graph: the modules.
         stages: the stages on this rank, ascending.
-        placement: per stage its positions; None gives each stage one of its own.
+        placement: the positions of each stage; None is one position per stage.
         collectives: the edges between modules on the same ranks that need a ``COLLECTIVE``.
-        frozen: modules that get no gradient.
+        frozen: modules without gradients.
     """
 
     graph: ModuleGraph
@@ -52,10 +51,10 @@ class Place:
         return tuple(dict.fromkeys(map(self.module_of, self.stages)))
 
     def by_stage(self, value: Any, name: str) -> dict[int, Any]:
-        """What belongs to each of this rank's stages, of a mapping by module or of one thing for all of them.
+        """``value`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
 
         Raises:
-            StepArgumentError: the mapping does not name exactly the modules on this rank.
+            StepArgumentError: the keys of the mapping are not the modules on this rank.
         """
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.stages, value)
@@ -74,11 +73,11 @@ def one_module(depth: int) -> ModuleGraph:
 
 
 def place_of(communicator: Any) -> Place:
-    """What a communicator says of its job.
+    """The place of this rank by its communicator.
 
     Raises:
-        StepArgumentError: it does not say; or this rank holds several stages of one module, none, or one that the graph
-            does not have.
+        StepArgumentError: the communicator has no stages; or this rank holds no stage, several of one module, or one
+            outside the graph.
     """
     require_communicator(communicator)
     graph = getattr(communicator, "graph", None)
@@ -116,35 +115,24 @@ def step_plan(
     collectives: tuple[Edge, ...] = (),
     frozen: tuple[str, ...] = (),
 ) -> Plan:
-    """The verified 1F1B plan that the step function runs: for drawing, simulating, or a recording.
+    """The verified 1F1B plan of the step function, cached: for drawing, simulation, or a recording.
 
-    ``tied`` has the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
-    ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`. Pure, so remembering it
-    changes nothing but the time of the second step.
+    ``tied`` is the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
+    ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`.
 
     Raises:
-        PlanError: an argument of another kind, or as `multi_module_1f1b` and `lower`.
+        PlanError: as `multi_module_1f1b` and `lower`.
     """
     require_graph(graph)
     num_microbatches = checked(num_microbatches, Count, "num_microbatches", PlanError)
     return _step_plan(
         graph,
         num_microbatches,
-        _as_ties(tied),
+        tuple((name, tuple(stages)) for name, stages in tied),
         None if placement is None else as_placement(placement),
-        require_items("collectives", collectives, Edge, "give a list of Edge(source, destination)", error=PlanError),
-        require_items("frozen", frozen, str, "give a list of the names of modules", error=PlanError),
+        tuple(collectives),
+        checked(frozen, tuple[Name, ...], "frozen", PlanError),
     )
-
-
-def _as_ties(tied: Any) -> Ties:
-    remedy = "give tied_stages(...), pairs of a name and its stages"
-    ties = []
-    for pair in require_items("tied", tied, tuple, remedy, error=PlanError):
-        if len(pair) != 2 or not isinstance(pair[0], str):
-            raise PlanError(f"tied holds {shown(pair)}; {remedy}")
-        ties.append((pair[0], require_items(f"tied[{pair[0]!r}]", pair[1], int, remedy, error=PlanError)))
-    return tuple(ties)
 
 
 @lru_cache(maxsize=64)
@@ -175,7 +163,7 @@ def interleaved_plan(
     tied: Ties = (),
     extra_warmup: int = 0,
 ) -> Plan:
-    """The verified plan that the interleaved step function runs. Pure."""
+    """The verified plan of the interleaved step function. Pure."""
     plan = lower(
         interleaved_1f1b(
             num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup

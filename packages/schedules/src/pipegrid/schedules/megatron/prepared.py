@@ -1,8 +1,8 @@
-"""What the step functions keep between calls: the runtime of a plan, with its stages.
+"""Cache of the step functions: the runtime of a plan and its stages, reused by later calls.
 
-A runtime costs several steps of a small model to build, and is the same for every call with the same plan,
-communicator and models. It is kept by its first model, weakly: while no step runs, nothing here refers to a model, an
-iterator, a config or a hook, so a model that is dropped goes at once, and its runtime with it.
+Building a runtime costs as much as several steps of a small model; its inputs are the plan, the communicator and the
+models. The cache is a weak dictionary by first model: between steps it holds no reference to a model, an iterator, a
+config or a hook, so a deleted model is freed at once, together with its runtime.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def prepared_step(
     *,
     hooked: bool,
 ) -> PreparedStep:
-    """The runtime of an earlier call with the same arguments, or a new one. ``hooked``: the call has hooks of its own.
+    """The runtime of an earlier call with the same arguments, or a new one. ``hooked``: the step function adds hooks.
 
-    Steps on other communicators are forgotten: a model trains through one at a time.
+    Runtimes on other communicators are dropped: a model trains through one at a time.
     """
     key = _key(config, ties, hooked=hooked)
     kept = _PREPARED.setdefault(next(iter(models.values())), [])
@@ -51,13 +51,13 @@ def prepared_step(
 
 
 def forget(prepared: PreparedStep) -> None:
-    """Build another runtime at the next call: this one has failed."""
+    """Drop a runtime whose step has failed; the next call builds another."""
     for kept in _PREPARED.values():
         kept[:] = [each for each in kept if each is not prepared]
 
 
 def _key(config: Any, ties: Sequence[TiedParameters], *, hooked: bool) -> tuple[object, ...]:
-    """What of a config and of a call is bound into a runtime."""
+    """The options of a config and of a call that a runtime is built with."""
     hooks = option(config, "hooks")
     return (
         hooked or bool(hooks),
@@ -116,7 +116,7 @@ class PreparedStep:
     def serves(
         self, plan: Plan, communicator: Any, models: Mapping[int, torch.nn.Module], key: tuple[object, ...]
     ) -> bool:
-        """Whether this is the runtime for a call with these arguments."""
+        """Whether a call with these arguments can use this runtime."""
         return (
             self.communicator is communicator
             and (self.plan is plan or self.plan == plan)
@@ -133,26 +133,26 @@ class PreparedStep:
         ties: Sequence[TiedParameters],
         output_layers: Sequence[Callable[[], None]],
     ) -> None:
-        """Take up the arguments of a call."""
+        """Store the arguments of a call, before its step."""
         for stage, call in calls.items():
             self.stages[stage].begin(call)
         self._config, self._hooks.current = config, tuple(hooks)
         self._ties, self._output_layers = {tie.name: tie for tie in ties}, output_layers
 
     def end(self) -> None:
-        """Let go of them."""
+        """Drop the arguments of the call, after its step."""
         for stage in self.stages.values():
             stage.end()
         self._config, self._hooks.current = None, ()
         self._ties, self._output_layers = {}, ()
 
     def finish_output_layers(self) -> None:
-        """Compute the weight gradients that output layers put aside; again and again does no harm."""
+        """Compute the deferred weight gradients of output layers; idempotent."""
         for finish in self._output_layers:
             finish()
 
     def _reduce(self, name: str) -> None:
-        self.finish_output_layers()  # the REDUCE of a tied weight needs what the output layer has put aside
+        self.finish_output_layers()  # the REDUCE of a tied weight includes its deferred gradient
         self._ties[name].reduce(self.waiting)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class _CallHooks:
 
 
 class _CallMessageHooks:
-    """The same, where one of them is a `MessageHook`."""
+    """`_CallHooks` where at least one hook is a `MessageHook`."""
 
     def __init__(self, hooks: _CallHooks) -> None:
         self._hooks = hooks
@@ -193,7 +193,7 @@ def _names(ties: object) -> tuple[str, ...]:
 
 
 def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
-    """Which chunk of its module each stage is, where a module has several here."""
+    """The chunk number of each stage, for modules with several stages on this rank."""
     by_module: dict[str, list[int]] = {}
     for stage in stages:
         by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
@@ -201,14 +201,14 @@ def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
 
 
 def _forwards(plan: Plan, position: int, stage: int) -> tuple[int, ...]:
-    """Per microbatch of ``stage``, how many forwards (of any stage) ``position`` has run before it."""
+    """Per microbatch of ``stage``, the number of earlier forwards (of any stage) on ``position``."""
     forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
     places = {action.microbatch: place for place, action in enumerate(forwards) if action.stage == stage}
     return tuple(places[microbatch] for microbatch in range(plan.num_microbatches))
 
 
 def _window(plan: Plan, position: int) -> int:
-    """How many forwards ``position`` runs before its first backward: so many microbatches are in flight."""
+    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
     count = 0
     for action in plan.actions(position):
         if action.kind is ActionKind.F:

@@ -1,7 +1,7 @@
-"""Shapes of activations that follow from the arguments of a step, compared with those of the messages.
+"""Check of message shapes against the arguments of a step.
 
-Neighbours agree on shapes by themselves; this check finds a stage whose output differs from the arguments before it is
-sent.
+Neighbours agree on shapes by themselves; the check finds a stage whose output does not match the arguments, before the
+send.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from typing import Any
 
 from attrs import frozen
 
-from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.config import option
-from pipegrid.schedules.megatron.counts import get_tensor_shapes, require_size
+from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.runtime import flatten
+from pipegrid.topology.fields import Count, checked
 
 
 class AnnouncedShapesError(ValueError):
-    """``adjust_tensor_shapes_fn`` cannot be used as given."""
+    """``adjust_tensor_shapes_fn`` returns no shapes, or the config has no ``hidden_size`` to adjust."""
 
 
 @frozen
 class AnnouncedShapes:
-    """The shapes that ``adjust_tensor_shapes_fn`` says a stage receives and sends: checked against what does travel.
+    """Shapes of a stage's received and sent tensors by ``adjust_tensor_shapes_fn``, checked against the messages.
 
-    An empty shape (``variable_seq_lengths``) is any.
+    An empty shape (``variable_seq_lengths``) matches any.
     """
 
     received: tuple[tuple[int, ...], ...]
     sent: tuple[tuple[int, ...], ...]
 
     def check(self, payload: Any, *, sent: bool, stage: int, microbatch: int) -> None:
-        """Compare a payload's tensors with what was announced.
+        """Compare a payload's tensors with the announced shapes.
 
         Raises:
             StageOutputError: another number of tensors, or another shape.
@@ -58,7 +59,7 @@ def announced_shapes(
     tp_group: Any,
     cp_group: Any,
 ) -> AnnouncedShapes:
-    """What ``adjust(receive_shapes, send_shapes)`` makes of `get_tensor_shapes`.
+    """Shapes from ``adjust(receive_shapes, send_shapes)``, applied to `get_tensor_shapes`.
 
     Raises:
         AnnouncedShapesError: the config has no ``hidden_size``, or ``adjust`` does not return two lists of shapes.
@@ -93,10 +94,10 @@ def _as_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
 
 @frozen
 class ExpectedShape:
-    """The one tensor that a stage sends: ``hidden_size`` last, and before it the tokens of a microbatch on this rank.
+    """Shape of the one tensor that a stage sends: the tokens of a microbatch on this rank, then ``hidden_size``.
 
-    These may lie on any axes (``(sequence, batch)``, ``(batch, sequence)``, or one), since all that travels is a
-    tensor. ``exact`` is False where the groups that share a sequence are not known; then it may be any even share.
+    Tokens may be on any leading axes: ``(sequence, batch)``, ``(batch, sequence)``, or one. ``exact`` is False where
+    the groups that share a sequence are unknown; then any even share matches.
     """
 
     sequences: tuple[int, ...]
@@ -105,7 +106,7 @@ class ExpectedShape:
     exact: bool
 
     def check(self, payload: Any, *, sent: bool, stage: int, microbatch: int) -> None:
-        """Compare what a stage sends. Of several tensors the arguments of a step say nothing.
+        """Compare a sent payload of one tensor; the arguments of a step do not determine several.
 
         Raises:
             StageOutputError: another shape.
@@ -120,8 +121,8 @@ class ExpectedShape:
         raise StageOutputError(
             f"stage {stage} sends a tensor of shape {tuple(tensors[0].shape)} for microbatch {microbatch}, but "
             f"seq_length, micro_batch_size and config.hidden_size make it {shapes}"
-            f"{'' if self.exact else ', or an even share of the sequence'}; return that, or pass what holds. Where "
-            "microbatches differ set config.variable_seq_lengths; where activations have another form, leave "
+            f"{'' if self.exact else ', or an even share of the sequence'}; return that, or correct the sizes. For "
+            "microbatches of different lengths set config.variable_seq_lengths; for activations of another form leave "
             "config.hidden_size None"
         )
 
@@ -141,11 +142,11 @@ def expected_shape(
     tp_group: Any,
     cp_group: Any,
 ) -> ExpectedShape | None:
-    """The shape that every message must have, where the config fixes it; else None.
+    """The shape of every message, if the config fixes it; else None.
 
-    It does where it has a ``hidden_size`` and says that ``variable_seq_lengths`` is False: a config that is not made
-    for pipelines may well have a ``hidden_size``, but says nothing about messages. The sequence is that of the encoder
-    or of the decoder, where both are given.
+    A config fixes it with a ``hidden_size`` and an explicit ``variable_seq_lengths=False``: a config of another
+    library may have a ``hidden_size`` that is unrelated to messages. The sequence is the encoder's or the decoder's,
+    where both have a length.
 
     Raises:
         StepArgumentError: one of the sizes is no integer of at least 1.
@@ -158,17 +159,16 @@ def expected_shape(
     exact = None not in shared
     ranks = math.prod(group.size() for group in shared if group is not None)
     lengths = [seq_length] if decoder_seq_length is None else [seq_length, decoder_seq_length]
-    for length in lengths:
-        require_size("seq_length", length, "give the tokens of a sample, or set config.variable_seq_lengths")
+    lengths = [checked(length, Count, "seq_length", StepArgumentError) for length in lengths]
     if any(length % ranks for length in lengths):
-        return None  # uneven shares are the model's business
+        return None  # uneven shares depend on the model
     return ExpectedShape(
         tuple(dict.fromkeys(length // ranks for length in lengths)),
-        require_size("micro_batch_size", micro_batch_size, "give the samples of a microbatch"),
-        require_size("config.hidden_size", hidden_size, "set it to the last axis of activations, or leave it None"),
+        checked(micro_batch_size, Count, "micro_batch_size", StepArgumentError),
+        checked(hidden_size, Count, "config.hidden_size", StepArgumentError),
         exact,
     )
 
 
 _FIXED = ("given", "agreed")
-"""How a receiver learns what to expect, where every message is alike."""
+"""Values of ``config.shapes`` with one shape for all messages."""

@@ -1,4 +1,4 @@
-"""A stage made of the user's ``forward_step_func`` and model: from the step functions' calls to the runtime's."""
+"""The runtime's `Stage` over the user's ``forward_step_func`` and model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pipegrid.transport.edge import Edge
 
 @frozen(eq=False)
 class StageCall:
-    """What one call of a step function gives to one stage.
+    """Arguments of one call of a step function, for one stage.
 
     Attributes:
         cp_group: context-parallel ranks of the module.
-        loss_factor: multiplies the stage's loss, so that it is a mean over its own data lanes.
-        shapes: of messages, to check them against.
+        loss_factor: factor of the stage's loss, for a mean over its own data lanes.
+        shapes: expected shapes of messages.
         per_token: losses are sums over tokens.
-        numbered: modules that ask for the number of their microbatch.
+        numbered: modules with a ``current_microbatch``.
     """
 
     forward_step_func: Callable[..., Any]
@@ -53,19 +53,18 @@ class StageCall:
 class MegatronStage:
     """Runs one microbatch of one stage through `forward_step`.
 
-    In a graph of one module, what travels is a tensor (or whatever payload the user's function returns). In a
-    graph of several, it is a dict: received by the name of the module it comes from, returned by the name of
-    the module it belongs to.
+    In a graph of one module, a payload is the output of the user's function, such as a tensor. In a graph of several,
+    inputs are a dict by source module, and the output is a dict with the key of the stage's own module.
 
     Attributes:
         stage: global number.
-        window: forwards that the rank runs before its first backward.
-        forwards: per microbatch, forwards of any of its chunks that the rank runs before this one; by default the
+        window: number of forwards on this rank before its first backward.
+        forwards: per microbatch, the number of forwards of any chunk on this rank before this one; default: the
             microbatch's number.
-        vp_stage: chunk of the module, where the rank has several.
-        call: the arguments of the running step; the stage outlives them.
-        infos: what the loss function has returned for each microbatch.
-        num_tokens: what the losses have counted, where losses are sums over tokens; None before the first one.
+        vp_stage: chunk of the module, on a rank with several.
+        call: the arguments of the running step.
+        infos: the ``info`` of the loss function for each microbatch.
+        num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
     """
 
     graph: ModuleGraph
@@ -87,11 +86,11 @@ class MegatronStage:
         return None if self.call is None else self.call.model
 
     def begin(self, call: StageCall) -> None:
-        """A step begins."""
+        """Store the arguments of a step, before it runs."""
         self.call, self.infos, self.num_tokens = call, [], None
 
     def end(self) -> None:
-        """Let go of everything that the call brought, so that a model that is dropped goes at once."""
+        """Drop all references of the call, so that a deleted model is freed at once."""
         self.call, self.infos, self.num_tokens = None, [], None
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
@@ -132,13 +131,13 @@ class MegatronStage:
             return Forwarded({})
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             raise LossError(
-                f"the loss of microbatch {microbatch} on stage {self.stage} does not depend on anything that requires "
+                f"the loss of microbatch {microbatch} on stage {self.stage} does not depend on a tensor that requires "
                 "grad; call with forward_only=True to evaluate"
             )
         return Forwarded({}, output if call.loss_factor == 1.0 else output * call.loss_factor)
 
     def _own_loss(self, call: StageCall, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
-        """A stage's own mean loss, scaled as that of the last stage."""
+        """A stage's own mean loss, scaled like the loss of the last stage."""
         if call.forward_only:
             return None
         if call.per_token:
@@ -168,7 +167,7 @@ class MegatronStage:
         return dict.fromkeys(self.outgoing, output[module])
 
     def _checkpoint(self, call: StageCall, microbatch: int) -> bool | None:
-        """Of each window of forwards in flight, the first few keep their activations as the model says."""
+        """Whether to checkpoint all activations: False for the first few of each window of forwards in flight."""
         partial = option(call.config, "num_microbatches_with_partial_activation_checkpoints")
         if partial is None:
             return None

@@ -1,4 +1,4 @@
-"""One step as the seeds' functions take it: models and iterators by stage in, the infos of the losses out."""
+"""One step of the step functions: from models and iterators by stage to the infos of the losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from pipegrid.schedules.arguments import is_integer
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients, required_ties, tied_stages
 from pipegrid.schedules.gradients.lanes import collection_of
@@ -23,14 +22,11 @@ from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, a
 from pipegrid.schedules.megatron.stage import StageCall
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook
+from pipegrid.topology.fields import Count, checked
 
 
 def single(value: Any, name: str) -> Any:
-    """``value``, or the one item of a list or tuple. Any other sequence is data (``range(100)``, a data set).
-
-    Raises:
-        StepArgumentError: a list of several.
-    """
+    """``value``, or the one item of a list or tuple; other sequences (``range(100)``, a data set) are values."""
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
@@ -56,17 +52,17 @@ def run_step(
     shapes: AnnouncedShapes | ExpectedShape | None = None,
     interleaved: bool = False,
 ) -> list[Any]:
-    """Run the stages that are the keys of ``models``, whose order is that of the chunks, by ``plan``.
+    """Run one step of the stages in ``models`` (in the order of chunks).
 
-    The config is the first model's. ``plan`` is called once the other arguments are known to be right, with the
-    name and the stages of each tied parameter. The runtime is kept for the next call (`prepared_step`).
+    The config is the first model's. ``plan`` makes the plan from the name and the stages of each tied parameter, after
+    the checks of the other arguments. The runtime is cached for the next call (`prepared_step`).
     """
     config = config_of(next(iter(models.values())))
-    require_microbatches(num_microbatches)
+    num_microbatches = checked(num_microbatches, Count, "num_microbatches", StepArgumentError)
     _require_forward_step(forward_step_func, config)
     if option(config, "overlap_moe_expert_parallel_comm") and not interleaved:
         raise StepArgumentError(
-            "config.overlap_moe_expert_parallel_comm asks for one more microbatch in flight, which only interleaving "
+            "config.overlap_moe_expert_parallel_comm needs one more microbatch in flight, which only interleaving "
             "has: use forward_backward_pipelining_with_interleaving with two chunks or more, or unset it"
         )
     for model in models.values():
@@ -112,7 +108,7 @@ def run_step(
         reduction is not None
         and reduction.communicates
         and bool(option(config, "overlap_grad_reduce"))
-        and not option(config, "defer_embedding_wgrad_compute")  # what is put aside is added after the last backward
+        and not option(config, "defer_embedding_wgrad_compute")  # deferred gradients come after the last backward
     )
     prepared = prepared_step(agreed, communicator, models, config, ties, hooked=syncs or early)
     try:
@@ -146,9 +142,9 @@ def _train(
     *,
     leave: Callable[[], None],
 ) -> None:
-    """Forwards, backwards and the reduction of their gradients, added to those that earlier calls have left.
+    """Forwards, backwards and the reduction of their gradients, added to the gradients of earlier calls.
 
-    ``leave`` leaves the no-sync contexts, which ``grad_sync_func`` and ``finalize_model_grads_func`` find closed.
+    ``leave`` closes the no-sync contexts, before ``grad_sync_func`` and ``finalize_model_grads_func`` run.
     """
 
     def finish() -> None:
@@ -167,20 +163,8 @@ def _train(
         prepared.runtime.step(finish=finish, agree=policy.agreement)
 
 
-def require_microbatches(num_microbatches: Any) -> None:
-    """Refuse what is no number of microbatches.
-
-    Raises:
-        StepArgumentError: no integer of at least 1.
-    """
-    if not is_integer(num_microbatches, least=1):
-        raise StepArgumentError(
-            f"num_microbatches={num_microbatches!r}: a step needs at least 1; give an integer, the same on every rank"
-        )
-
-
 def _require_forward_step(forward_step_func: Any, config: Any) -> None:
-    """It must take the arguments that it will be called with, of which the third depends on the config."""
+    """Raise unless the function accepts two arguments, or three with partial activation checkpoints."""
     if not callable(forward_step_func):
         raise StepArgumentError(
             f"forward_step_func is {forward_step_func!r}; give a function f(data_iterator, model) that returns "
@@ -191,28 +175,24 @@ def _require_forward_step(forward_step_func: Any, config: Any) -> None:
     checked_option(config, "num_microbatches_with_partial_activation_checkpoints")
     try:
         signature = inspect.signature(forward_step_func)
-    except (TypeError, ValueError):  # some callables of C do not tell theirs
+    except (TypeError, ValueError):  # a callable in C without a signature
         return
     try:
         signature.bind(None, None, True)
     except TypeError:
         raise StepArgumentError(
-            "config.num_microbatches_with_partial_activation_checkpoints is set, so forward_step_func is told as a "
-            f"third argument whether to checkpoint a microbatch, but it takes {signature}; give it "
+            "config.num_microbatches_with_partial_activation_checkpoints is set, so forward_step_func needs a "
+            f"third argument (whether to checkpoint a microbatch), but it takes {signature}; add "
             "checkpoint_activations_microbatch, or unset the option"
         ) from None
 
 
 def require_one_config(models: Mapping[int, Any]) -> None:
-    """Refuse models on one rank with different configs.
-
-    Raises:
-        StepArgumentError: they have different ones.
-    """
+    """Raise StepArgumentError unless all models on this rank have the same config."""
     first, *others = [config_of(model) for model in models.values()]
     if any(other is not first and other != first for other in others):
         raise StepArgumentError(
-            "the models on this rank have different configs; a step has one: give them the same PipelineConfig"
+            "the models on this rank have different configs; a step has one: use the same PipelineConfig for all"
         )
 
 
@@ -225,9 +205,9 @@ def message_shapes(
     decoder_seq_length: int | None,
     collection: Any,
 ) -> AnnouncedShapes | ExpectedShape | None:
-    """The shapes to check messages against, as `announced_shapes` or else `expected_shape` have them.
+    """Expected shapes of messages: `announced_shapes` with an ``adjust`` function, else `expected_shape`.
 
-    Config and groups are those of a step's ``models``, which are of one module.
+    All ``models`` are chunks of one module.
     """
     sizes = {
         "seq_length": seq_length,
@@ -241,7 +221,7 @@ def message_shapes(
 
 
 def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection: Any) -> list[Callable[[], None]]:
-    """What finishes the weight gradients that output layers put aside, for each stage with a loss."""
+    """One function per stage that computes the deferred weight gradients of its output layer."""
     finish = []
     for stage, model in models.items():
         groups = None if pg_collection is None else collection_of(pg_collection, plan.graph.module_of(stage)[0])
@@ -253,7 +233,7 @@ def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection
 
 
 def _per_chunk(config: Any, name: str, models: Mapping[int, Any]) -> list[Any]:
-    """An option that is one function for all chunks, or a list with one for each."""
+    """An option per chunk: one function for all chunks, or a list with one for each."""
     value = option(config, name)
     if not isinstance(value, (list, tuple)):
         return [value] * len(models)
@@ -266,7 +246,7 @@ def _per_chunk(config: Any, name: str, models: Mapping[int, Any]) -> list[Any]:
 
 
 def _syncing(plan: Plan, config: Any, models: Mapping[int, Any], outside: contextlib.ExitStack) -> list[Any]:
-    """Hooks that keep the no-sync contexts, but for the last backward of each chunk, which reduces gradients."""
+    """Hooks that hold the no-sync contexts, except in the last backward of each chunk, which reduces gradients."""
     by_itself = [
         stage
         for stage, sync in zip(models, _per_chunk(config, "grad_sync_func", models), strict=True)
@@ -291,7 +271,7 @@ def _last(plan: Plan, stages: Iterable[int]) -> set[Action]:
 
 
 class _Suspended:
-    """A context that is left just before each of some actions, and entered again after it while others follow."""
+    """A context that is closed before each action of a set, and reentered after it unless it was the last."""
 
     def __init__(self, enter: Callable[[], Any], actions: set[Action], outside: contextlib.ExitStack) -> None:
         self._enter, self._left = enter, set(actions)

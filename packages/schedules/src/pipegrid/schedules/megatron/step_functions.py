@@ -1,4 +1,4 @@
-"""Megatron's step functions: each builds its plan and runs it."""
+"""Megatron's step functions: the plan of each, and its run."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
-from pipegrid.schedules.megatron.counts import require_communicator, require_size, size_of
+from pipegrid.schedules.megatron.counts import require_communicator, size_of
 from pipegrid.schedules.megatron.place import Place, interleaved_plan, one_module, place_of, step_plan
-from pipegrid.schedules.megatron.step import message_shapes, require_microbatches, require_one_config, run_step, single
+from pipegrid.schedules.megatron.step import message_shapes, require_one_config, run_step, single
+from pipegrid.topology.fields import Count, checked, checked_arguments
 
 ForwardStepFunc = Callable[..., Any]
 
 
+@checked_arguments(StepArgumentError)
 def get_forward_backward_func(
-    pp_size: int | None = None, vp_size: int | None = None, pg_collection: Any = None
+    pp_size: Count | None = None, vp_size: Count | None = None, pg_collection: Any = None
 ) -> Callable[..., list[Any]]:
     """The step function for a pipeline of ``pp_size`` stages with ``vp_size`` chunks on each.
 
     Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``.
 
     Raises:
-        StepArgumentError: neither is given (there is no global parallel state to read), a size that is no integer of at
-            least 1, or chunks without a pipeline.
+        StepArgumentError: no pipeline size (there is no global parallel state), a size that is no integer of at least
+            1, or chunks without a pipeline.
     """
     if pp_size is None and pg_collection is not None:
         if not hasattr(pg_collection, "pp"):
             raise StepArgumentError(
-                f"pg_collection is a {type(pg_collection).__name__} without a `pp` group, so that the pipeline size is "
-                "not known; pass pp_size=... (of several modules: the communicator's total_stages)"
+                f"pg_collection is a {type(pg_collection).__name__} without a `pp` group, so the pipeline size is "
+                "unknown; pass pp_size=... (of several modules: the communicator's total_stages)"
             )
         pp_size = size_of("pg_collection.pp", pg_collection.pp)
     if pp_size is None:
         raise StepArgumentError(
-            "the pipeline size is not known: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
+            "the pipeline size is unknown: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
             "with its `pp` group"
         )
-    require_size("pp_size", pp_size, "give the number of pipeline stages on ranks, 1 without a pipeline")
-    if vp_size is not None:
-        require_size("vp_size", vp_size, "give the model chunks of a rank, or None without interleaving")
     if vp_size is not None and vp_size > 1:
         if pp_size == 1:
             raise StepArgumentError(
-                f"vp_size={vp_size} with pp_size=1: chunks of one rank follow each other anyway; use vp_size=1 and one "
+                f"vp_size={vp_size} with pp_size=1: chunks of one rank run in sequence anyway; use vp_size=1 and one "
                 "model"
             )
         return forward_backward_pipelining_with_interleaving
@@ -74,7 +73,7 @@ def forward_backward_no_pipelining(
     """Forward and backward of every microbatch in turn, on one stage.
 
     Arguments as in `forward_backward_pipelining_without_interleaving`; ``seq_length``, ``micro_batch_size`` and
-    ``decoder_seq_length`` describe messages, of which there are none here.
+    ``decoder_seq_length`` describe messages and have no effect here.
 
     Returns:
         The ``info`` of every microbatch's loss function.
@@ -116,37 +115,36 @@ def forward_backward_pipelining_without_interleaving(
 
     Args:
         forward_step_func: ``f(data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func)``.
-            With several modules, ``output`` is a dict ``{module name: payload}``, and what the model's
-            ``set_input_tensor`` receives is a dict keyed by the modules it comes from.
-        data_iterator: read by ``forward_step_func`` on stages that need data; a list of one is taken as its item.
-            On a rank with several modules a dict by module, or one iterator that all of them read.
-        model: this rank's stage; a list of one is taken as its item. Its ``config`` is read (`PipelineConfig`). On a
-            rank with several modules a dict by module; they have one config.
+            With several modules, ``output`` is a dict ``{module name: payload}``, and the argument of the model's
+            ``set_input_tensor`` is a dict keyed by source module.
+        data_iterator: read by ``forward_step_func`` on stages that need data; a list of one is its item. On a rank with
+            several modules a dict by module, or one iterator for all of them.
+        model: this rank's stage, with a ``config`` (`PipelineConfig`); a list of one is its item. On a rank with
+            several modules a dict by module; all have the same config.
         num_microbatches: M, the same on every rank.
-        seq_length: tokens of a sample. Neighbours agree on shapes by themselves, so the sizes only serve a check: of
-            one module whose config has a ``hidden_size`` and fixed shapes, a stage that is about to send another shape
-            than ``(seq_length / cp / (tp with sequence parallelism), micro_batch_size, hidden_size)`` is told so.
+        seq_length: tokens of a sample. Neighbours agree on shapes by themselves; the sizes serve a check only: with one
+            module whose config has a ``hidden_size`` and fixed shapes, a stage that sends another shape than
+            ``(seq_length / cp / (tp with sequence parallelism), micro_batch_size, hidden_size)`` fails before the send.
         micro_batch_size: samples of a microbatch, likewise.
-        decoder_seq_length: tokens of a sample on the decoder's side, likewise; both lengths are fine then.
+        decoder_seq_length: tokens of a sample in the decoder, likewise; both lengths pass the check.
         forward_only: no backward, no gradients.
-        collect_non_loss_data: return what ``loss_func(output, non_loss_data=True)`` returns.
+        collect_non_loss_data: return the results of ``loss_func(output, non_loss_data=True)``.
         first_val_step: the first step of a validation phase.
-        adjust_tensor_shapes_fn: ``f(receive_shapes, send_shapes)``, given the shapes that ``seq_length`` and the
-            others imply; neighbours agree on shapes by themselves, so the result is what tensors are checked against.
-            For a pipeline of one module.
+        adjust_tensor_shapes_fn: ``f(receive_shapes, send_shapes)``, called with the shapes that ``seq_length`` and the
+            other sizes imply; messages are checked against its result. For a pipeline of one module.
         p2p_communicator: a `P2PCommunicator` or a `MultiModulePipelineCommunicator`.
         pg_collection: this rank's process groups; with a ``dp`` or ``dp_cp`` group, gradients are reduced after
-            the last backward unless the model's wrapper does that or ``finalize_model_grads_func`` is set.
+            the last backward unless the model's wrapper does so or ``finalize_model_grads_func`` is set.
 
     Returns:
         On a last stage the ``info`` of every microbatch's loss function, in order; elsewhere an empty list.
 
     Raises:
-        StepArgumentError: no communicator, chunks, an argument that would be ignored, or models that are not those
-            of this rank's modules.
-        ReductionError: the gradients could not be made right with what was given; nothing was sent.
+        StepArgumentError: no communicator, chunks, an argument without effect, or models of other modules than this
+            rank's.
+        ReductionError: these groups and options do not give correct gradients; nothing was sent.
         GradientError: ``pg_collection`` is no collection of process groups.
-        PipelineError: the step failed; the message says where in the plan this rank stood.
+        PipelineError: the step failed; the text has this rank's action in the plan.
     """
     if p2p_communicator is None:
         raise StepArgumentError(
@@ -156,8 +154,8 @@ def forward_backward_pipelining_without_interleaving(
     place = place_of(p2p_communicator)
     if adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
         raise StepArgumentError(
-            "adjust_tensor_shapes_fn knows one list of shapes, and the modules of a graph have one each. Remove it: "
-            "neighbours agree on the shapes of what is sent"
+            "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each. Remove it: "
+            "neighbours agree on the shapes of messages by themselves"
         )
     models = _models(place, model)
     return run_step(
@@ -214,16 +212,16 @@ def forward_backward_pipelining_with_interleaving(
     `forward_backward_pipelining_without_interleaving`, except:
 
     - ``model`` is the list of this rank's V chunks. The config of the first is read, where
-      ``microbatch_group_size_per_vp_stage`` is how many microbatches N a chunk runs before the next chunk has its turn
-      (default P), and with ``overlap_p2p_comm`` receives are posted a compute ahead, so that transfers hide behind
-      it. With ``overlap_moe_expert_parallel_comm`` one forward more runs before the first backward, so that a model
-      that interleaves two microbatches has both. ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` may be
+      ``microbatch_group_size_per_vp_stage`` is the number N of microbatches that a chunk runs before the next chunk
+      (default P), and with ``overlap_p2p_comm`` receives are posted one compute ahead, which hides transfers. With
+      ``overlap_moe_expert_parallel_comm`` one more forward runs before the first backward, for a model that
+      interleaves two microbatches. ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` may be
       lists, one per chunk.
     - ``data_iterator`` is a list with one iterator per chunk (None where a chunk needs no data).
-    - ``p2p_communicator`` is a `P2PCommunicator`, whose stages lie round and round on its ranks (no placement).
+    - ``p2p_communicator`` is a `P2PCommunicator`, whose stages are placed round-robin on its ranks (no placement).
 
     Raises:
-        StepArgumentError: the lists do not fit each other, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
+        StepArgumentError: the lists differ in length, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
     if p2p_communicator is None:
         raise StepArgumentError(
@@ -233,7 +231,7 @@ def forward_backward_pipelining_with_interleaving(
     require_communicator(p2p_communicator)
     if getattr(p2p_communicator, "graph", None) is not None:
         raise StepArgumentError(
-            "p2p_communicator serves a graph of modules, and the interleaved schedule is one of a single module: run "
+            "p2p_communicator serves a graph of modules, and the interleaved schedule has a single module: run "
             "another plan over the graph with PipelineRuntime"
         )
     chunks = _chunks(model, data_iterator, p2p_communicator)
@@ -242,7 +240,7 @@ def forward_backward_pipelining_with_interleaving(
     group_size = checked_option(config, "microbatch_group_size_per_vp_stage")
     if group_size is None:
         group_size = ranks
-    require_microbatches(num_microbatches)
+    num_microbatches = checked(num_microbatches, Count, "num_microbatches", StepArgumentError)
     _require_group_size(group_size, ranks, num_microbatches)
     receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
     extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
@@ -286,7 +284,7 @@ def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
 
 
 def _chunks(model: Any, data_iterator: Any, communicator: Any) -> list[tuple[Any, Any]]:
-    """Per chunk its model and its iterator."""
+    """The model and the iterator of each chunk."""
     if not isinstance(model, Sequence) or len(model) < 2:
         found = f"a list of {len(model)}" if isinstance(model, Sequence) else type(model).__name__
         raise StepArgumentError(
@@ -312,8 +310,8 @@ def _require_group_size(group_size: int, ranks: int, num_microbatches: int) -> N
     last = num_microbatches % group_size
     if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
         raise StepArgumentError(
-            f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step takes "
-            "groups of at least as many microbatches as ranks, at most all of them, and a last group that is full or "
-            "as long as the pipeline. Change num_microbatches or config.microbatch_group_size_per_vp_stage, or run "
-            "interleaved_1f1b's plan with PipelineRuntime, which takes any number"
+            f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step needs "
+            "ranks <= group size <= microbatches, and a last group that is full or has at least as many microbatches "
+            "as ranks. Change num_microbatches or config.microbatch_group_size_per_vp_stage, or run the plan of "
+            "interleaved_1f1b with PipelineRuntime, which has no such limit"
         )

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, frozen
 
-from pipegrid.schedules.arguments import as_number, require_integer, require_items, shown
 from pipegrid.schedules.monitor.bounded import BoundedCalls, BoundedStore
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
@@ -26,6 +25,7 @@ from pipegrid.schedules.monitor.control import (
     where_all_stand,
 )
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
+from pipegrid.topology.fields import Index, Seconds, checked, shown
 
 if TYPE_CHECKING:
     import torch
@@ -120,18 +120,18 @@ class Monitor:
         interval: float = 0.5,
         device: torch.device | None = None,
     ) -> None:
-        for name, seconds in (("deadline", deadline), ("first_deadline", first_deadline), ("interval", interval)):
-            if seconds is not None or name == "interval":
-                as_number(name, seconds, "give a positive number of seconds", above=0.0, error=MonitorError)
+        deadline = checked(deadline, Seconds | None, "deadline", MonitorError)
+        first_deadline = checked(first_deadline, Seconds | None, "first_deadline", MonitorError)
+        interval = checked(interval, Seconds, "interval", MonitorError)
         for verb in STORE_VERBS:
             if isinstance(store, type) or not callable(getattr(store, verb, None)):
                 raise MonitorError(f"store is {shown(store)}, without {verb}(); give control_store('monitor')")
         if device is not None and not isinstance(getattr(device, "type", None), str):
             raise MonitorError(f"device is {shown(device)}; give the torch.device that computes, or None")
-        require_integer("rank", rank, "give this rank", least=0, error=MonitorError)
-        ranks = require_items("ranks", ranks, int, "give the list of all ranks that run steps", error=MonitorError)
-        if rank not in ranks:
-            raise MonitorError(f"rank {rank} is not among the ranks {list(ranks)}: give all ranks that run steps")
+        rank = checked(rank, Index, "rank", MonitorError)
+        everyone: tuple[int, ...] = checked(ranks, tuple[Index, ...], "ranks", MonitorError)
+        if rank not in everyone:
+            raise MonitorError(f"rank {rank} is not among the ranks {list(everyone)}: give all ranks that run steps")
         self.rank = rank
         self.deadline = deadline
         self.first_deadline = max(_FIRST_DEADLINE, deadline or 0.0) if first_deadline is None else first_deadline
@@ -139,9 +139,9 @@ class Monitor:
         self.progress = DeviceProgress() if device is not None and device.type == "cuda" else None
         self._calls = BoundedCalls()
         patience = deadline or self.first_deadline
-        self._control = Control(BoundedStore(store, self._calls, patience), rank, ranks)
+        self._control = Control(BoundedStore(store, self._calls, patience), rank, everyone)
         # For looks and for a failing rank: a store that is silent delays neither.
-        self._brief = Control(BoundedStore(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, ranks)
+        self._brief = Control(BoundedStore(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, everyone)
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
         self._steps = 0

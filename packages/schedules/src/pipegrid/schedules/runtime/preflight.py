@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.schedules.arguments import require, require_items, shown
+from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.plan import actions_of, require_plan
 from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.stage import modules_of
 from pipegrid.schedules.verify import Proof, verify
-from pipegrid.topology.fields import Seconds, checked
+from pipegrid.topology.fields import Seconds, checked, shown
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.plan import Plan

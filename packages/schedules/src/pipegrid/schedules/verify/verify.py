@@ -8,7 +8,6 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.schedules.arguments import shown
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.verify.creation import check_creation
@@ -18,7 +17,7 @@ from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
-from pipegrid.topology.fields import checked
+from pipegrid.topology.fields import checked, shown
 
 
 @frozen(slots=False)

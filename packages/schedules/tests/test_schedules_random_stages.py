@@ -85,6 +85,7 @@ OPERATORS = {
     "sum": lambda s, x, y, k: x + y,
     "halves swapped": lambda s, x, y, k: torch.cat(x.chunk(2, -1)[::-1], -1),
     "cut off": lambda s, x, y, k: x.detach() + 0.5 * y,
+    "apart": lambda s, x, y, k: torch.tanh(x.detach() @ s.weights[k]) * torch.sigmoid(s.biases[k]),
     "tanh": lambda s, x, y, k: torch.tanh(x),
 }
 

@@ -374,6 +374,34 @@ def test_without_inputs_everything_waits_for_w():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def both_of(gate, x, w):
+    return [x * gate, gate @ w]
+
+
+APART = {
+    "an output that no input reaches": lambda x, w, v: [torch.tanh(x @ w), torch.tanh(v)],
+    "of a parameter of the input path": lambda x, w, v: [torch.tanh(x @ w @ v), torch.tanh(w)],
+    "behind one node of two": lambda x, w, v: both_of(torch.sigmoid(v), x, w),
+    "beside an input passed on": lambda x, w, v: [x, torch.tanh(w @ v)],
+    "a parameter": lambda x, w, v: [x @ w, v],
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_an_output_off_the_input_path_has_its_gradient(name):
+    torch.manual_seed(0)
+    leaves = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    twins = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    outputs, expected = APART[name](*leaves), APART[name](*twins)
+    gradients = [torch.randn_like(output) for output in outputs]
+    found, half = backward_inputs([get_gradient_edge(output) for output in outputs], gradients, leaves[:1])
+    backward_weights(half)
+    torch.autograd.backward(expected, gradients)
+    for mine, twin in zip([found[0], leaves[1].grad, leaves[2].grad], twins, strict=True):
+        assert (mine is None) == (twin.grad is None)
+        assert mine is None or torch.allclose(mine, twin.grad, rtol=1e-12)
+
+
 @pytest.mark.parametrize("kind", [Checkpointed, NestedCheckpoints])
 def test_a_checkpointed_region_is_recomputed_once_for_both_halves(kind):
     _, expected, _ = whole(kind)

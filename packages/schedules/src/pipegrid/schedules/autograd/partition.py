@@ -22,6 +22,7 @@ from pipegrid.schedules.autograd.unsplittable import UNSPLITTABLE
 _DIVISIONS_KEPT = 32
 
 _NOWHERE = -1
+_APART = -2  # in place of an owner: the roots off the input path
 """The target of an edge without a node."""
 
 
@@ -99,6 +100,8 @@ class Division:
         reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
         spent: nodes of the input path that W does not run again.
         unsplittable: nodes of the input path that cannot run while others are kept for later.
+        apart: which roots lie off the input path: their whole backward is weight half.
+        apart_at_i: whether that runs at I, since it shares nodes with others that do.
     """
 
     input_path: tuple[int, ...]
@@ -109,6 +112,8 @@ class Division:
     reruns: bool
     spent: tuple[int, ...]
     unsplittable: tuple[int, ...]
+    apart: tuple[int, ...]
+    apart_at_i: bool
 
 
 def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], Outline]:
@@ -164,7 +169,9 @@ def divide(outline: Outline) -> Division:
                 outputs[child].add(output)
             else:
                 entries.setdefault(node, []).append((index, child, output))
-    sinks, sharing = _claims(outline, entries)
+    apart = tuple(index for index, (node, _) in enumerate(outline.roots) if not heights[node])
+    below = {node: [entry for _, entry, _ in edges] for node, edges in entries.items()}
+    sinks, sharing = _claims(outline, {**below, _APART: [outline.roots[index][0] for index in apart]})
     custom = {node for node in entries if _is_custom(outline.kinds[node])}
     owners = [
         Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]), heights[node])
@@ -186,6 +193,8 @@ def divide(outline: Outline) -> Division:
         reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
         spent=tuple(node for node in path if node not in waiting),
         unsplittable=tuple(node for node in path if outline.kinds[node].__name__ in UNSPLITTABLE),
+        apart=apart,
+        apart_at_i=_APART in sharing,
     )
 
 
@@ -215,14 +224,14 @@ def _heights(outline: Outline) -> dict[int, int]:
     return heights
 
 
-def _claims(outline: Outline, entries: dict[int, list[tuple[int, int, int]]]) -> tuple[dict[int, list[int]], set[int]]:
+def _claims(outline: Outline, entries: dict[int, list[int]]) -> tuple[dict[int, list[int]], set[int]]:
     """Per owner the sinks behind its entries, and those owners of which two reach the same node."""
     claimed: dict[int, int] = {}
     sinks: dict[int, list[int]] = {}
     sharing: set[int] = set()
-    for owner, edges in entries.items():
+    for owner, starts in entries.items():
         sinks[owner] = []
-        stack = [node for _, node, _ in edges]
+        stack = list(starts)
         while stack:
             node = stack.pop()
             if node in claimed:

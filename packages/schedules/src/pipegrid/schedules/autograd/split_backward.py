@@ -93,10 +93,14 @@ def backward_inputs(
         keep_recomputed(nodes[owner.node])
     keep = bool(parts.owners) or parts.reruns
     group = GraphExecGroup()
+    apart = [(roots[index], gradients[index]) for index in parts.apart]
+    if parts.apart_at_i:
+        leaving += apart
+    onto = [index for index in range(len(roots)) if index not in parts.apart]
     with group:
         found = run_backward(
-            roots,
-            gradients,
+            [roots[index] for index in onto],
+            [gradients[index] for index in onto],
             inputs=[*inputs, *arriving, *asked],
             keep_graph=keep,
             accumulate=False,
@@ -108,6 +112,8 @@ def backward_inputs(
             release_saved(nodes[node])
     arrived = found[len(inputs) : len(inputs) + len(arriving)]
     calls: list[Call] = []
+    if apart and not parts.apart_at_i:
+        calls.append(Call([edge for edge, _ in apart], [gradient for _, gradient in apart], ()))
     for level in parts.levels:
         pairs = zip(arriving[level.arrivals], arrived[level.arrivals], strict=True)
         starts = [(edge, gradient) for edge, gradient in pairs if gradient is not None]

@@ -148,22 +148,22 @@ class _Bomb(torch.autograd.Function):
     """The identity, whose backward reaches a place of its own, inside of autograd."""
 
     @staticmethod
-    def forward(ctx, x, injector):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, x, injector):
         ctx.injector = injector
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, gradient):
         ctx.injector.reach("backward")
         return gradient, None
 
 
 class _Stage:
-    def __init__(self, number: int, plan, injector: Injector) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, number: int, plan, injector: Injector) -> None:
         self.out = [edge for edge in plan.graph.stage_edges if edge.source == number]
         self.model, self.injector = torch.nn.Linear(8, 8), injector
 
-    def forward(self, microbatch, inputs):  # type: ignore[no-untyped-def]
+    def forward(self, microbatch, inputs):
         del microbatch
         self.injector.reach("forward")
         x = sum(inputs.values()) if inputs else torch.randn(4, 2, 8)
@@ -171,7 +171,7 @@ class _Stage:
         return Forwarded(dict.fromkeys(self.out, y)) if self.out else Forwarded({}, y.square().mean())
 
 
-def _job(case: Case, config: P2PConfig):  # type: ignore[no-untyped-def]
+def _job(case: Case, config: P2PConfig):
     """Plan, communicator, stages of this rank, and grids by module."""
     if case.schedule in CHAINS:
         plan = lower(CHAINS[case.schedule]())

@@ -51,7 +51,7 @@ def as_mapping(value: object, what: str, of: str, *, error: ErrorType = BridgeEr
 
 
 def check_grid(grid: Any, what: str, *, error: ErrorType = BridgeError) -> None:
-    """Refuse what has not the arithmetic of a grid: as many sizes as names of dims, and a first rank."""
+    """Raise unless ``grid`` has the arithmetic of a grid: as many sizes as names of dims, and a first rank."""
     if not all(hasattr(grid, name) for name in ("shape", "dim_names", "rank_offset")) or isinstance(grid, type):
         raise error(f"{what} is {shown(grid)}; it must be a grid: a HyperCommGrid, or what has its attributes")
     sizes = as_integers(grid.shape, f"the shape of {what}", error=error)

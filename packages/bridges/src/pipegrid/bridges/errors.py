@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class BridgeError(ValueError):
-    """Base of everything a bridge refuses."""
+    """Base of the errors of bridges."""
 
 
 class UndeclaredDimError(BridgeError):
-    """A grid has a dim, or a placement names an axis, of which nobody said what it does at the boundary."""
+    """A dim of a grid, or an axis of a placement, without a declaration of what it does at the boundary."""
 
 
 class LaneTotalsError(BridgeError):

@@ -92,7 +92,7 @@ class ModuleGraph:
                     )
         if len(set(self.edges)) != len(self.edges):
             raise ModuleGraphError(f"an edge is declared twice in {list(self.edges)}; one edge per pair of modules")
-        self.order  # noqa: B018 -- computing the order refuses cycles at birth
+        self.order  # noqa: B018 -- computing the order raises for cycles
 
     @cached_property
     def order(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.testing.messages import Channel, Job
 from pipegrid.testing.ranks import Ranks
 
-# Several ranks on one GPU: refused by NCCL before 2.30, broken before this version (nccl#2257).
+# Several ranks on one GPU: an error of NCCL before 2.30, broken before this version (nccl#2257).
 _NCCL_SHARED_GPU = (2, 31, 2)
 # Growth of a worker's descriptors and native threads that is no leak: lazily opened files, a library's own thread.
 _SLACK = 16

@@ -75,9 +75,9 @@ def abort_together(lanes: Sequence[LaneEnd], reason: str) -> None:
 def end_together(ends: Sequence[End], *, kind: str) -> None:
     """End lanes; ``kind`` goes to their other sides.
 
-    All other sides are told, then all connections cut, then all groups aborted at the same time: on a device, an abort
-    may wait for kernels of groups that are not aborted yet. Each part is bounded. The other lanes of a communicator end
-    with the first cause on it.
+    All other sides get the error, then all connections are cut, then all groups aborted at the same time: on a device,
+    an abort may wait for kernels of groups that are not aborted yet. Each part is bounded. The other lanes of a
+    communicator end with the first cause on it.
     """
     over: list[tuple[LaneEnd, P2PError]] = []
     connections: dict[int, tuple[Connection, str]] = {}

@@ -126,8 +126,8 @@ class Transfer:
     def is_completed(self) -> bool:
         """Whether the transfer is done or has failed: whether `wait` would return, or raise, at once.
 
-        True is always right; right after the end of a transfer that nobody waits for, False is possible. Over gloo the
-        first question hands the transfer to a thread and may take half a millisecond.
+        True is always right; right after the end of a transfer without a waiting thread, False is possible. Over gloo
+        the first question hands the transfer to a thread and may take half a millisecond.
         """
         return self.state is _DONE or self.state is _FAILED or self.lane.poll(self)
 
@@ -138,7 +138,7 @@ class Transfer:
         self.lane.synchronize(self, timeout)
 
     def on_done(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(handle)`` once when the transfer has ended, in success or failure, though nobody waits.
+        """Call ``callback(handle)`` once when the transfer has ended, in success or failure, with or without a `wait`.
 
         At once if it has ended before, else on the thread that sees the end. A callback that raises ends the lane. Over
         NCCL a callback must not start transfers (see `pipegrid.transport.backends.nccl`).

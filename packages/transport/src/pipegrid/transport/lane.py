@@ -58,7 +58,7 @@ from pipegrid.transport.wire import timedelta_of
 # backend's own timeout does so this much later, without one.
 BACKSTOP_SECONDS = 1.0
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
-_UNATTENDED_SECONDS = 0.05  # until the lane's own thread looks after sends that nobody has waited for
+_UNATTENDED_SECONDS = 0.05  # until the lane's own thread completes sends without a waiting thread
 _POLL_SECONDS = 0.0001
 _CLOSED_SECONDS = 1.0  # after the other side closed: transfers that it saw done may still be under way here
 
@@ -727,7 +727,7 @@ class Lane:
             self.look_after(transfer)
 
     def look_after(self, transfer: Transfer) -> None:
-        """Have the end of a transfer seen though nobody waits for it: by this lane's thread, or by `sweep`."""
+        """Have the end of a transfer without a waiting thread seen: by this lane's thread, or by `sweep`."""
         if not self.mover.polled or self._header is not None:
             self._wait_lock.watch(transfer)
 
@@ -794,7 +794,7 @@ class Lane:
     # ---- The progress thread
 
     def sweep(self, now: float) -> None:
-        """See ends and deadlines of transfers that nobody waits for."""
+        """See ends and deadlines of transfers without a waiting thread."""
         if self.mover.polled:
             for transfer in self.queue.copy():
                 if transfer.ticket is None or not self._is_done(transfer):
@@ -912,7 +912,7 @@ class Lane:
         for callback in callbacks:
             try:
                 callback(transfer)
-            except Exception as error:  # noqa: BLE001 -- it may run on a thread that nobody listens to
+            except Exception as error:  # noqa: BLE001 -- it may run on a thread without a caller
                 found = P2PUsageError(
                     f"{type(error).__name__}: {text_of(error)} (raised by the on_done callback {callback!r} of message "
                     f"{transfer.sequence} of lane {self.spec}, which has ended with it)"

@@ -139,7 +139,7 @@ class Lanes(dict[LaneSpec, Lane]):
 
 
 def _watch(ends: Sequence[Lane]) -> list[BackgroundThread]:
-    """A thread per connection of a device group that sees at once when the other side is gone: nobody waits there."""
+    """A thread per connection of a device group: it sees at once that its peer is gone, as no call waits there."""
     watchers = []
     for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
 

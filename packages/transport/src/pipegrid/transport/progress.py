@@ -1,4 +1,4 @@
-"""The thread beside the caller's: sees ends and deadlines of transfers that nobody waits for."""
+"""The thread beside the caller's: sees ends and deadlines of transfers without a waiting thread."""
 
 from __future__ import annotations
 

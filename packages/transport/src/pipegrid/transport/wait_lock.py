@@ -1,8 +1,8 @@
 """Which thread waits in the backend for a lane: one at a time, the leader; the others follow.
 
 A work of a backend can be waited for once, by one thread. A caller that waits anyway becomes the leader, so the common
-case needs no hop between threads. The lane's own thread leads where nobody waits and something must be seen: a handle
-was asked whether it is done, a header must be received before a buffer can be posted, or sends pile up.
+case needs no hop between threads. The lane's own thread leads where no other thread waits and an end must be seen: a
+handle was asked whether it is done, a header must be received before a buffer can be posted, or sends pile up.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class BridgeCommunicator:
     consecutive blocks of the batch; destination lanes take consecutive blocks of the same batch, in any ratio.
 
     Sizes: with ``shapes="fixed"`` the first message of the edge carries the source's shape, and later messages
-    are payload only; a tensor of another shape is refused. With ``shapes="variable"`` each message has a
+    are payload only; a tensor of another shape is a ShapeError. With ``shapes="variable"`` each message has a
     header on a CPU group, so lanes, sequences and packed samples may change from microbatch to microbatch, and
     a lane may have no rows. Gradients then belong to activations in the order in which those were sent, counting
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
@@ -109,7 +109,7 @@ class BridgeCommunicator:
             others, so that one batch can span them, and gives them to `attach`.
 
     Raises:
-        UndeclaredDimError: a dim of a grid that nobody declared, or a sharded axis that the tensor does not name.
+        UndeclaredDimError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name.
         LaneTotalsError: lanes of the two sides that hold different numbers of samples.
     """
 
@@ -351,7 +351,7 @@ class BridgeCommunicator:
         sending = self._send(
             known, known.there, tensor.detach(), _FORWARD, self._wiring.receivers, note=announced.encode()
         )
-        # Only now: what a lane refuses was not sent, and no gradient of it will come.
+        # Only now: after a lane's error nothing was sent, and no gradient of it will come.
         self._announced = announced
         if not self.variable and samples is None:
             self._steady = tensor.shape, tensor.dtype, known
@@ -547,7 +547,7 @@ class BridgeCommunicator:
     # -- underneath -------------------------------------------------------------------------------------
 
     def _require_backward(self, verb: str) -> None:
-        """Refuse what has to do with gradients on an edge without them.
+        """Raise unless the edge carries gradients.
 
         Raises:
             NoBackwardError: there are none.

@@ -20,7 +20,7 @@ class BridgeWiring:
     """The lanes and groups of ``rank`` on an edge from ``src`` to ``dst``.
 
     Attributes:
-        label: of the edge; its lanes and groups are told apart from others by it.
+        label: of the edge; part of the names of its lanes and groups.
         src: the side that makes the activation.
         dst: the side that consumes it.
         axes: names of the tensor's axes.
@@ -177,5 +177,5 @@ def with_lanes(src: Side, dst: Side, label: str) -> Side:
 
 
 def group_spec(ranks: Sequence[int], label: str, what: str) -> GroupSpec:
-    """A group of a bridge's own, which shares its traffic with nobody."""
+    """A group of a bridge's own, for its traffic alone."""
     return GroupSpec(tuple(ranks), f"{label}/{what}", shared=False)

@@ -33,7 +33,7 @@ class DictExchange:
     has_backward: Mapping[str, bool]
 
     def require(self, stage_placement: Mapping[str, Sequence[int]]) -> None:
-        """Refuse what dicts by module cannot tell apart.
+        """Raise where dicts by module are ambiguous.
 
         Raises:
             StageError: several stages of a module on this rank's places, or both ends of an edge on this rank.

@@ -65,7 +65,7 @@ class EdgeOptions:
 
 
 def check_topology(topology: Mapping[str, Sequence[str] | None], grids: Mapping[str, GridLike]) -> None:
-    """Refuse modules without a grid, and grids without a module.
+    """Raise for modules without a grid, and grids without a module.
 
     Raises:
         ModuleGraphError: the two name different modules.

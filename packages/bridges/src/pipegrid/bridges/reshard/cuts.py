@@ -97,7 +97,7 @@ def part_cuts(src: Side, dst: Side, axes: AxisNames) -> tuple[Cut[Fraction], ...
 
 
 def check_axes(src: Side, dst: Side, axes: AxisNames) -> None:
-    """Refuse sides that shard what the tensor does not have."""
+    """Raise for sides that shard an axis which the tensor does not have."""
     named = [name for names in axes for name in names]
     for side in (src, dst):
         for axis in side.axes:

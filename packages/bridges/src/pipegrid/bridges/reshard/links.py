@@ -80,7 +80,7 @@ Route = tuple[int, int]
 
 
 def check_strategy(strategy: str) -> None:
-    """Refuse a strategy that does not exist."""
+    """Raise unless the strategy exists."""
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise BridgeError(f"strategy {shown(strategy)} is unknown; use one of {list(STRATEGIES)}")
 

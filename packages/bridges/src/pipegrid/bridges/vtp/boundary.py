@@ -115,7 +115,7 @@ class VTPBoundary:
         return tuple(extents)
 
     def check(self, whole: Sequence[int]) -> None:
-        """Refuse a whole tensor whose sequence a side cannot cut.
+        """Raise for a whole tensor whose sequence a side cannot cut.
 
         Raises:
             ShapeError: there is no such axis, or its extent is no multiple of a side's ranks.
@@ -161,7 +161,7 @@ class VTPBoundary:
 
 
 def check_sequence(length: int, name: str, parts: int) -> None:
-    """Refuse a sequence that ``parts`` ranks cannot share evenly.
+    """Raise unless ``parts`` ranks can share the sequence evenly.
 
     Raises:
         ShapeError: it is no multiple.

@@ -129,7 +129,7 @@ class VTPTopology:
                 seen[rank] = stage
 
     def check_world(self, world_size: int) -> None:
-        """Refuse a world that the stages do not fit.
+        """Raise unless the stages fit the world.
 
         Raises:
             VTPTopologyError: the message says which world, or which ``dp``, would.

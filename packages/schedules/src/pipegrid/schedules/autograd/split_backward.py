@@ -21,7 +21,7 @@ Two kinds of owner cannot be run in halves, and run whole at I:
 - a custom `torch.autograd.Function` computes both halves whenever it runs (or accumulates into a ``main_grad`` itself);
 - nodes that share a parameter: from the upper of the two, the engine would go down the input path to the other one.
 
-A stage without inputs that need a gradient has no input path. Nobody waits for anything there, so all of it runs at W.
+A stage without inputs that need a gradient has no input path. No other stage waits for it, so all of it runs at W.
 
 Tensor hooks may run more often than in a whole backward, to the same effect on gradients: one on an activation that an
 owner made runs in each half, one on a parameter that several nodes of the input path read directly runs twice.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FIRST_DEADLINE = 60.0
 # Between two looks at this rank's own place. Local, so it may be short.
 _LOOK_SECONDS = 0.1
-# What a look or a failing rank waits for one call of the store; and for the last words of the others.
+# Seconds that a look or a failing rank waits for one call of the store, and for the final positions of the others.
 _BRIEF_SECONDS = 0.5
 # Between two looks for a failure of another rank while a collective is waited for.
 _SLICE = timedelta(milliseconds=50)

@@ -125,7 +125,7 @@ def verify(
     checked(batches, Batches, "batches", PlanError)
     limits = _limits(memory_limit, plan)
     num_steps = sum(map(len, plan.positions))
-    if plan.num_microbatches > num_steps:  # a compute is a step; refused before memory for each microbatch is taken
+    if plan.num_microbatches > num_steps:  # a compute is a step; an error before memory for each microbatch is taken
         message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches"
         raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
     ids = EventIds(plan)

@@ -3,5 +3,5 @@
 . "$(dirname "$0")/common.sh"
 select=()
 [ -z "$DRY_RUN" ] || select=(--collect-only -q)
-run 540 "$PYTHON" -m pytest -p pipegrid.testing.plugin -m "not nightly" packages/transport/tests/test_transport_gpu.py "${select[@]}"
+run 540 "$PYTHON" -m pytest "${plugin[@]}" -m "not nightly" packages/transport/tests/test_transport_gpu.py "${select[@]}"
 finish

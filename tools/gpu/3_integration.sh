@@ -3,7 +3,7 @@
 . "$(dirname "$0")/common.sh"
 BACKEND=${BACKEND:-nccl}
 [ -z "$DRY_RUN" ] || BACKEND=fake_nccl
-tests() { run "$1" "$PYTHON" -m pytest -p pipegrid.testing.plugin -m "not nightly" --backend "$BACKEND" --deadline 300 "${@:2}"; }
+tests() { run "$1" "$PYTHON" -m pytest "${plugin[@]}" -m "not nightly" --backend "$BACKEND" --deadline 300 "${@:2}"; }
 if [ -n "$DRY_RUN" ]; then
     tests 60 --collect-only -q integration_tests/test_pipeline_steps.py integration_tests/test_vtp_training.py
     finish

@@ -26,6 +26,11 @@ if [ -n "${CARRIED:-}" ]; then
 fi
 export PYTHONPATH PYTHONUNBUFFERED=1
 
+# The plugin by name only where its entry point is not installed: pytest cannot load it twice.
+installed='from importlib.metadata import entry_points as found; exit("pipegrid-testing" not in found(group="pytest11").names)'
+plugin=()
+"$PYTHON" -c "$installed" || plugin=(-p pipegrid.testing.plugin)
+
 # Several ranks on one GPU; harmless where each has its own. Few CTAs, so that the ranks' kernels fit beside each other.
 export NCCL_MULTI_RANK_GPU_ENABLE=${NCCL_MULTI_RANK_GPU_ENABLE:-1} NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-1}
 # The transport setting that 1_facts.sh found to work, such as NCCL_P2P_DISABLE=1.

@@ -68,6 +68,8 @@ def hanging(tmp_path):
     (tmp_path / "test_inner.py").write_text(HANGS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     printed = tmp_path / "printed"
+    # A process that a shell has started in the background ignores SIGINT, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with printed.open("w") as output:
         running = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_inner.py"],
@@ -76,6 +78,7 @@ def hanging(tmp_path):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    signal.signal(signal.SIGINT, before)
     try:
         files = [tmp_path / f"{rank}.pids" for rank in range(4)]
         until(lambda: all(file.exists() for file in files) or running.poll() is not None, 120)

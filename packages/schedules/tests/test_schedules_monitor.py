@@ -23,6 +23,7 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
+from pipegrid.schedules.gradients.lanes import Waiting
 from pipegrid.schedules.monitor import Control, Failure, where_all_stand
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
@@ -244,6 +245,27 @@ class TestMonitor:
                 monitor.begin(lower(one_f_one_b(2, 4)), where=str, abort=print)
             monitor.close()
         assert time.monotonic() - began < 30  # a call of the closed store waited for its deadline, 60 s
+
+    def test_a_collective_that_ends_just_after_a_slice_of_the_wait_has_not_failed(self, store):
+        class JustAfter:
+            """gloo's work: the first wait runs out, and the work is complete a moment later."""
+
+            waits = 0
+
+            def wait(self, *_):
+                self.waits += 1
+                if self.waits == 1:
+                    raise RuntimeError("Operation timed out!")
+
+            def is_completed(self):
+                return True
+
+        monitor = Monitor(store, rank=0, ranks=[0])
+        for waiting in (Waiting(), Waiting(monitor=monitor)):
+            work = JustAfter()
+            waiting.wait(work, torch.zeros(1))
+            assert work.waits == 2
+        monitor.close()
 
     def test_the_thread_ends_with_the_monitor(self, store):
         monitor = Monitor(store, rank=0, ranks=[0], interval=0.01)

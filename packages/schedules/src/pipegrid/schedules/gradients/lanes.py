@@ -154,8 +154,9 @@ class Waiting:
             try:
                 work.wait(_SLICE)
             except RuntimeError:
-                if work.is_completed():  # it failed; otherwise the slice has passed
-                    raise
+                if work.is_completed():  # it failed, or ended just after the slice: its own wait tells
+                    work.wait()
+                    return
             else:
                 return
             if self.deadline is not None and time.monotonic() - start > self.deadline:

@@ -341,9 +341,9 @@ def _ended(work: Work) -> bool:
     try:
         work.wait(_SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # raises if it failed; a work that ended just after the slice returns
     return True
 
 

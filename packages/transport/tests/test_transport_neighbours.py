@@ -1,4 +1,4 @@
-"""Handshake tell each other what they run: whoever comes second to a step sees a difference, and nobody waits."""
+"""The handshake before a step: the rank that comes second to the step sees a difference; neither rank waits."""
 
 import threading
 import time

@@ -29,7 +29,7 @@ PLAIN = dict.fromkeys((THERE, BACK), torch.ones(2))
 
 
 class Polled:
-    """A gloo ticket that completes by itself, for every message of a batch; to order after it holds nobody."""
+    """A gloo ticket that completes by itself, for every message of a batch; ordering after it blocks no thread."""
 
     def __init__(self, tickets):
         self.ended = [False] * len(tickets)

@@ -127,7 +127,7 @@ class VTPCommunicator:
     def _check_config(self, given: Any) -> None:
         if self.config.shape_mode == "manifest":
             raise P2PConfigError(
-                "shapes='manifest' announces messages before a step, and nobody announces those of a VTPCommunicator; "
+                "shapes='manifest' announces messages before a step, which a VTPCommunicator does not support; "
                 "use variable_seq_lengths=True (a header with each message)"
             )
         wants_ring = getattr(given, "layerwise_disaggregated_training", None)

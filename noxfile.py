@@ -40,7 +40,7 @@ DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for 
 # What a package's tests need, from its dependency group `test`.
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
-EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn")
+EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
 
 
 def install(
@@ -91,7 +91,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict, over every package, the tools, the examples and this file."""
-    install(session, ALL, "mypy", "pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "nox")
+    install(session, ALL, "mypy", *EVERY_TEST, "nox")
     session.run("mypy", *(str(PACKAGES / name / "src") for name in ALL))
     session.run("mypy", "noxfile.py", "tools", "docs/examples")
 

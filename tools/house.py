@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "testing")
+PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "testing")
 
 
 # ---- Static figures: read from the source text.
 
 
 def sources() -> dict[str, Path]:
-    """Every module of the six packages, by dotted name."""
+    """Every module of the packages, by dotted name."""
     found = {}
     for package in PACKAGES:
         root = ROOT / "packages" / package / "src"

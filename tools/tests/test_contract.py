@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "testing")
+PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "testing")
 
 
 def lint_imports(sources: Path) -> subprocess.CompletedProcess[str]:
@@ -53,8 +53,10 @@ def test_the_contract_holds(sources):
         ("layout", "import pipegrid.topology", "strictly downward"),
         ("transport", "from pipegrid.bridges import graph", "strictly downward"),
         ("bridges", "import pipegrid.schedules", "strictly downward"),
+        ("schedules", "import pipegrid.training", "strictly downward"),
         ("testing", "import pipegrid.topology", "testing imports no pipegrid package"),
         ("transport", "import pipegrid.testing", "no package imports testing"),
+        ("training", "import pipegrid.testing", "no package imports testing"),
         ("layout", "import torch", "layout has no torch and no numpy"),
     ],
 )

@@ -20,6 +20,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+from pipegrid.schedules.plan import Lane
+from pipegrid.transport.edge import Direction
+
 STUCK = "stuck"  # some order of events ends before every position has done all its steps
 WRONG = "wrong"  # all runs to the end, and something was done twice, never, with wrong data or for nothing
 
@@ -431,7 +434,7 @@ def explore(plan, *, lanes="separate", batches="in_order", every_order=True):
     return explorer.walk(parts) if every_order else explorer.judge(parts)
 
 
-def explore_creation(plan, *, lanes="separate"):
+def explore_creation(plan, creation, *, lanes="separate"):
     """What can go wrong while groups and lanes are made, each by all its members at once, in every order.
 
     With shared lanes a pair of positions makes one communicator, with the first lane it comes to.
@@ -441,18 +444,26 @@ def explore_creation(plan, *, lanes="separate"):
     for group in plan.groups:
         for position in group.positions:
             wanted[position].add(group.name)
-    for lane in plan.lanes:
-        members[lane] = {lane.source, lane.destination}
-        for position in members[lane]:
-            wanted[position].add(lane)
-    for names, own in zip(plan.creation, wanted, strict=True):
+    for edge in plan.graph.stage_edges:
+        ends = plan.placement[edge.source], plan.placement[edge.destination]
+        if ends[0] == ends[1] or any(edge in group.edges for group in plan.groups):
+            continue
+        ways = [Direction.FORWARD, Direction.BACKWARD] if edge in plan.gradient_edges else [Direction.FORWARD]
+        for direction in ways:
+            sources, destinations = ends if direction is Direction.FORWARD else ends[::-1]
+            for pair in ((s, d) for s in sources for d in destinations if s != d):
+                lane = Lane(*pair, direction)
+                members[lane] = set(pair)
+                for position in pair:
+                    wanted[position].add(lane)
+    for names, own in zip(creation, wanted, strict=True):
         if len(names) != len(own) or set(names) != own:
             return {WRONG}
 
     def communicator(name):
         return frozenset(members[name]) if lanes == "shared" and not isinstance(name, str) else name
 
-    orders = [list(dict.fromkeys(communicator(name) for name in names)) for names in plan.creation]
+    orders = [list(dict.fromkeys(communicator(name) for name in names)) for names in creation]
     who = {communicator(name): positions for name, positions in members.items()}
     seen, todo = set(), [tuple(0 for _ in orders)]
     problems = set()

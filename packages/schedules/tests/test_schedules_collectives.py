@@ -14,7 +14,7 @@ from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import Action, ActionKind, from_text
 from pipegrid.schedules.runtime.preflight import check_collectives, require_runnable
 from pipegrid.schedules.simulate import simulate
-from pipegrid.schedules.verify import verify
+from pipegrid.schedules.verify import default_creation, verify
 from pipegrid.transport.edge import Edge
 
 GRAPH = ModuleGraph({"enc": 1, "llm": 2}, {"enc": ["llm"]})
@@ -90,7 +90,7 @@ def test_a_colocated_encoder_is_proved_with_its_collectives(lanes):
     for position in range(2):
         check_collectives(plan, position, able(BRIDGE))
         assert sum(action.kind is ActionKind.COLLECTIVE for action in plan.actions(position)) == 2 * 4
-    assert plan.creation[0][0] == plan.creation[1][0] == "bridge"
+    assert [names[0] for names in default_creation(plan)] == ["bridge", "bridge"]
 
 
 def test_messages_where_ranks_are_shared_are_refused():

@@ -27,7 +27,6 @@ import pytest
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import step_text
-from pipegrid.schedules.verify.creation import check_creation
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.table import Blocking, PositionTable
@@ -80,7 +79,6 @@ class Judges:
             ]
             for lanes, batches in MODES
         }
-        self.creation = {mode: check_creation(plan, lanes=mode[0]) for mode in MODES}
         self.explorers = {mode: Explorer(plan, *mode) for mode in MODES}
         self._read = functools.cache(
             lambda mode, position, letter: self.explorers[mode].read(position, self.alphabet.step(letter))
@@ -113,7 +111,7 @@ class Judges:
         right = True
         for mode in MODES:
             checks = [sound.checked[mode] for sound in sounds]
-            named = {fault.rule for fault in list_faults(self.ids, checks, self.creation[mode])}
+            named = {fault.rule for fault in list_faults(self.ids, checks)}
             parts = [sound.parts[mode] for sound in sounds]
             problems = self.explorers[mode].judge(parts)
             if self.every_order:

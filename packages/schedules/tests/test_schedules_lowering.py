@@ -24,6 +24,7 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.plan.actions import ActionKind, forward
+from pipegrid.schedules.verify import dataflow_of
 from pipegrid.transport.edge import Edge
 
 from .schedules_plans import compute_plans, random_module_plan
@@ -207,7 +208,7 @@ def test_an_edge_may_use_a_collective():
     ]
     assert plan.groups == (Group("bridge", [0, 1], edges=[Edge(0, 1)]),)
     assert plan.collective_edges == {Edge(0, 1): "bridge"}
-    assert [str(lane) for lane in plan.lanes] == ["F0>1", "B1>0"]  # for the language model's own edge
+    assert [str(lane) for lane in dataflow_of(plan).lanes] == ["F0>1", "B1>0"]  # for the language model's own edge
 
 
 def test_modules_on_the_same_position_may_share_their_data_in_different_ways():

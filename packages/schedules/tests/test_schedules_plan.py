@@ -6,6 +6,7 @@ from attrs import evolve
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import Group, Lane, Plan, PlanError, chain, lower, multi_module_1f1b, one_f_one_b
 from pipegrid.schedules.plan.actions import Action, ActionKind, backward, forward
+from pipegrid.schedules.verify import dataflow_of, default_creation
 from pipegrid.transport.edge import Direction, Edge
 
 SEND = Action(ActionKind.SEND_F, 0, 0, Edge(0, 1))
@@ -49,7 +50,6 @@ def test_plans_are_values():
         ({"forward_only": [1]}, "forward_only names stage 1; the graph has stages 0..0"),
         ({"groups": [Group("g", [1])]}, "group 'g' names position 1"),
         ({"groups": [Group("g", [0]), Group("g", [0])]}, "group 'g' has the name of another group"),
-        ({"creation": [[], []]}, "creation has 2 lists; give one for each of 1 positions"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes, message):
@@ -109,10 +109,11 @@ def test_lanes_join_positions_and_are_created_in_one_order():
     plan = lower(multi_module_1f1b(graph, 2, placement=[(0, 1), 0, 1]), tied={"tied": [0, 2]})
     # The encoder on both positions: position 1 sends to position 0, where the language model starts.
     assert plan.stages_at == ((0, 1), (0, 2))
-    assert [str(lane) for lane in plan.lanes] == ["B0>1", "F0>1", "B1>0", "F1>0"]
-    assert Lane(1, 0, Direction.FORWARD) in plan.lanes
-    assert plan.creation == (("tied", *plan.lanes), ("tied", *plan.lanes))
-    assert multi_module_1f1b(graph, 2).creation == ((), (), ())
+    lanes = dataflow_of(plan).lanes
+    assert [str(lane) for lane in lanes] == ["B0>1", "F0>1", "B1>0", "F1>0"]
+    assert Lane(1, 0, Direction.FORWARD) in lanes
+    assert default_creation(plan) == (("tied", *lanes), ("tied", *lanes))
+    assert default_creation(multi_module_1f1b(graph, 2)) == ((), (), ())
 
 
 def test_a_frozen_module_gets_no_gradient():
@@ -120,4 +121,4 @@ def test_a_frozen_module_gets_no_gradient():
     plan = multi_module_1f1b(graph, 2, forward_only=["enc"])
     assert plan.forward_only == (0, 1)
     assert plan.gradient_edges == frozenset()
-    assert not any(lane.direction is Direction.BACKWARD for lane in lower(plan).lanes)
+    assert not any(lane.direction is Direction.BACKWARD for lane in dataflow_of(lower(plan)).lanes)

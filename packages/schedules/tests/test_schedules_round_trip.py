@@ -12,7 +12,6 @@ from pipegrid.schedules import (
     Action,
     ActionKind,
     Group,
-    Lane,
     Plan,
     PlanError,
     from_csv,
@@ -26,7 +25,7 @@ from pipegrid.schedules import (
     verify,
     with_reduce,
 )
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.edge import Edge
 
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
 IDS = ["text", "csv", "json"]
@@ -85,7 +84,7 @@ def plans(draw):
         computes = [Action(kind, s, m) for kind in KINDS[:2] for m in range(microbatches) for s in stages]
         rows = [[a for a in computes if position in placement[a.stage]] for position in range(positions)]
     trained = draw(st.booleans())
-    plan = Plan(
+    return Plan(
         positions=rows,
         graph=graph,
         placement=placement,
@@ -93,10 +92,6 @@ def plans(draw):
         forward_only=() if trained else stages,
         groups=groups,
     )
-    if draw(st.booleans()):
-        names = st.sampled_from([*(group.name for group in groups), Lane(0, 1, Direction.FORWARD), "other:1.0"])
-        plan = evolve(plan, creation=[draw(st.lists(names, max_size=2)) for _ in range(positions)])
-    return plan
 
 
 @pytest.mark.parametrize(("write", "read"), FORMS, ids=IDS)
@@ -123,15 +118,9 @@ def test_positions_that_do_nothing_are_read_back_wherever_they_lie(write, read, 
     for at in range(rows + 1):
         whole = gpipe(1, 2)
         positions = [()] * at + [whole.positions[0]] + [()] * (rows - at)
-        plan = evolve(whole, positions=positions, placement=[at], creation=None)
+        plan = evolve(whole, positions=positions, placement=[at])
         assert read(write(plan)) == plan
         assert verify(read(write(plan)))
-
-
-@pytest.mark.parametrize("name", ["F0>#1", "a b", "a,b", "a\nb", "", "F0>1 ", "[a]", 7, None])
-def test_what_is_created_is_a_lane_or_has_the_name_of_a_group(name):
-    with pytest.raises(PlanError, match=r"creation\[1\]\[0\] is .*; it must be a group name"):
-        evolve(lower(gpipe(2, 2)), creation=[[], [name]])
 
 
 def test_shared_parameters_are_read_back():

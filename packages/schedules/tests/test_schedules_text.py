@@ -45,17 +45,10 @@ def test_graphs_of_modules_read_back_with_groups_and_placement(write, read):
 
 
 @pytest.mark.parametrize(("write", "read"), FORMS, ids=["text", "csv", "json"])
-def test_names_of_modules_are_free_and_creation_orders_are_kept(write, read):
+def test_names_of_modules_are_free(write, read):
     graph = ModuleGraph({'a "b" > c:1, #': 1, "ü ö": 2}, {'a "b" > c:1, #': ["ü ö"]})
     plan = lower(multi_module_1f1b(graph, 2, forward_only=['a "b" > c:1, #']))
     assert read(write(plan)) == plan
-    from attrs import evolve
-
-    reordered = evolve(plan, creation=[tuple(reversed(names)) for names in plan.creation])
-    assert reordered != plan
-    assert read(write(reordered)) == reordered
-    silent = evolve(plan, creation=[(), (), ()])
-    assert read(write(silent)) == silent
 
 
 def test_the_text_is_what_a_person_would_write():
@@ -177,8 +170,6 @@ def test_parts_that_contradict_each_other_are_named_with_their_line(text, line, 
         ("group t 0 edges 1>0\n0: 0F0", 1, 17, "'1>0'", "an edge between stages, such as 1>2"),
         ("group t 0 tied 0,x\n0: 0F0", 1, 18, "'x'", "a stage, an integer"),
         ("group a>b 0\n0: 0F0", 1, 7, "'a>b'", "a group name: letters, digits"),
-        ("create 0\ncreate 3 F0>1\n0: 0F0", 2, 8, "'3'", "a position in 0..0"),
-        ("create 0\ncreate 0\n0: 0F0", 2, 8, "'0'", "one 'create' line for position 0"),
         ("", 1, 1, "the end", "a position"),
         ("microbatches 1\n", 2, 1, "the end", "a position"),
     ],
@@ -270,10 +261,6 @@ GOOD = {
         ({"groups": [{"name": "g", "positions": [0], "edges": ["1"]}]}, "groups[0].edges[0]: an edge between stages,"),
         ({"groups": [{"name": "g", "positions": [0], "tied": 3}]}, "groups[0].tied: "),
         ({"groups": [{"name": "g", "positions": [0], "color": 3}]}, "groups[0]: unknown keys ['color']"),
-        ({"creation": [[]]}, "creation: creation has 1 lists; give one for each of 2 positions"),
-        ({"creation": [[1], []]}, "creation[0][0]: 1 is not a string"),
-        ({"creation": [["F0>#1"], []]}, "creation[0][0] is 'F0>#1'; it must be a group name"),
-        ({"creation": [["a b"], []]}, "creation[0][0] is 'a b'; it must be a group name"),
         ({"colour": "red"}, "the document: unknown keys ['colour']"),
     ],
 )

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
@@ -51,14 +51,6 @@ TIED = {"embedding": (0, 3)}
 )
 def test_adding_the_reduce_later_gives_the_plan_that_lower_gives(plan):
     assert with_reduce(lower(plan), TIED) == lower(plan, tied=TIED)
-
-
-def test_an_order_of_creation_of_its_own_is_kept_behind_the_new_group():
-    plan = lower(one_f_one_b(4, 2))
-    plan = evolve(plan, creation=[tuple(reversed(names)) for names in plan.creation])
-    tied = with_reduce(plan, TIED)
-    assert [names[0] for names in tied.creation if len(names) % 2] == ["embedding", "embedding"]
-    assert [tuple(n for n in names if n != "embedding") for names in tied.creation] == list(plan.creation)
 
 
 def test_two_ties_are_reduced_in_one_order_everywhere():

@@ -12,9 +12,7 @@ from pathlib import Path
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan import from_csv, from_text, to_csv, to_text
-from pipegrid.schedules.plan.json import from_json, to_json
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
 from pipegrid.schedules.search.compare import COMPARED, compare, comparison_table
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json

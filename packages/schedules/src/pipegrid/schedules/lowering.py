@@ -70,15 +70,15 @@ def lower(
     groups = with_collectives(plan, {} if collectives is None else collectives)
     groups += tied_groups(plan, {} if tied is None else tied)
     with _collector_paused():
-        if groups != plan.groups or plan.communicates:
-            plan = evolve(plan, groups=groups, creation=None)
+        if groups != plan.groups:
+            plan = evolve(plan, groups=groups)
         ties = any(group.tied for group in groups)
         # Each REDUCE is added below.
-        verify(evolve(plan, groups=[evolve(group, tied=()) for group in groups], creation=None) if ties else plan)
+        verify(evolve(plan, groups=[evolve(group, tied=()) for group in groups]) if ties else plan)
         computes = [list(plan.actions(position)) for position in range(plan.num_positions)]
         steps = _steps(plan, computes, _line(plan, computes, duration), receives)
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
-        return evolve(plan, positions=positions, creation=None)
+        return evolve(plan, positions=positions)
 
 
 @contextmanager

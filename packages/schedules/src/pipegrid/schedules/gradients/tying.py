@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.lowering import reductions, tied_groups
-from pipegrid.schedules.plan.plan import Plan, default_creation, require_plan
+from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.topology import GroupSpec
 
 _LANE_DIMS = ("dp", "cp")
@@ -59,15 +59,8 @@ def with_reduce(plan: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
     if plan.num_positions > 1 and not plan.has_communication:
         raise PlanError("the plan has no communication; pass tied=... to lower, which adds both")
     added = tied_groups(plan, tied)
-    creation = None
-    if plan.creation != default_creation(plan):
-        # All members create these groups before the plan's own creation order.
-        creation = tuple(
-            (*(group.name for group in added if position in group.positions), *names)
-            for position, names in enumerate(plan.creation)
-        )
     positions = tuple((*steps, *reductions(position, plan, added)) for position, steps in enumerate(plan.positions))
-    return evolve(plan, positions=positions, groups=plan.groups + added, creation=creation)
+    return evolve(plan, positions=positions, groups=plan.groups + added)
 
 
 def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> tuple[TieGroup, ...]:

@@ -13,8 +13,7 @@ from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_communicator
-from pipegrid.schedules.plan import as_placement
-from pipegrid.schedules.plan.plan import Plan, require_graph
+from pipegrid.schedules.plan import Plan, as_placement, require_graph
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.topology.fields import Count, Name, checked
 from pipegrid.transport.edge import Edge

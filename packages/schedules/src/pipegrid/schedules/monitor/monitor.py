@@ -30,7 +30,7 @@ from pipegrid.topology.fields import Index, Seconds, checked, shown
 if TYPE_CHECKING:
     import torch
 
-    from pipegrid.schedules.plan.plan import Plan
+    from pipegrid.schedules.plan import Plan
 
 _FIRST_DEADLINE = 60.0
 # Between two looks at this rank's own place. Local, so it may be short.

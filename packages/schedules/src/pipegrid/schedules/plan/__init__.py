@@ -14,24 +14,19 @@ from pipegrid.schedules.plan.actions import (
     parse_action,
     weight_backward,
 )
+from pipegrid.schedules.plan.csv import from_csv, to_csv
 from pipegrid.schedules.plan.json import from_json, load_json, to_json
+from pipegrid.schedules.plan.parts import Group, Lane, Step, actions_of, as_placement, chain, step_text
 from pipegrid.schedules.plan.plan import (
-    Group,
-    Lane,
     Plan,
-    Step,
-    actions_of,
-    as_placement,
-    chain,
     compute_plan,
-    default_creation,
     require_graph,
     require_plan,
     require_position,
-    step_text,
     to_text,
 )
-from pipegrid.schedules.plan.text import from_csv, from_text, parse_edge, to_csv
+from pipegrid.schedules.plan.text import from_text
+from pipegrid.schedules.plan.tokens import parse_edge
 
 __all__ = [
     "AT_SOURCE",
@@ -50,7 +45,6 @@ __all__ = [
     "backward",
     "chain",
     "compute_plan",
-    "default_creation",
     "forward",
     "from_csv",
     "from_json",

@@ -1,9 +1,9 @@
 """Plans as JSON, for other programs.
 
 An object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`` (pairs of names), ``placement``
-(positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages), ``creation`` and
-``positions``: per position its steps, an action as its token and a batch as a list of tokens. Optional: ``edges``,
-``forward_only``, ``groups`` and ``creation``, and a group's ``edges`` and ``tied``.
+(positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and ``positions``:
+per position its steps, an action as its token and a batch as a list of tokens. Optional: ``edges``,
+``forward_only`` and ``groups``, and a group's ``edges`` and ``tied``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from attrs import frozen
 
 from pipegrid.schedules.errors import PlanError, PlanFieldError, PlanSyntaxError
 from pipegrid.schedules.plan.actions import Action, parse_action
-from pipegrid.schedules.plan.plan import Group, Lane, Plan, Step, as_step, require_plan
-from pipegrid.schedules.plan.text import check_extent, expectation, module_graph, parse_creation, parse_edge
+from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
+from pipegrid.schedules.plan.parts import Group, Step, as_step
+from pipegrid.schedules.plan.plan import Plan, require_plan
+from pipegrid.schedules.plan.tokens import parse_edge
 from pipegrid.topology.fields import Count, checked, shown
 from pipegrid.transport.edge import Edge
 
@@ -43,7 +45,6 @@ def to_json(plan: Plan) -> str:
             {"name": g.name, "positions": g.positions, "edges": [str(edge) for edge in g.edges], "tied": g.tied}
             for g in plan.groups
         ],
-        "creation": [[str(name) for name in names] for names in plan.creation],
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     rows = [
@@ -118,7 +119,6 @@ class _Document:
     edges: tuple[tuple[str, str], ...] = ()
     forward_only: tuple[int, ...] = ()
     groups: tuple[Group, ...] = ()
-    creation: tuple[tuple[Lane | str, ...], ...] | None = None
 
 
 def _plan(document: _Document) -> Plan:
@@ -141,7 +141,6 @@ def _plan(document: _Document) -> Plan:
         num_microbatches=count,
         forward_only=document.forward_only,
         groups=document.groups,
-        creation=document.creation,
     )
 
 
@@ -170,9 +169,6 @@ def _converter() -> Converter:
     converter.register_structure_hook(Action, lambda value, _: _action(value))
     converter.register_structure_hook(Edge, lambda value, _: parse_edge(_string(value)))
     converter.register_structure_hook_func(lambda kind: kind == Step, step)
-    converter.register_structure_hook_func(
-        lambda kind: kind == Lane | str, lambda value, _: parse_creation(_string(value))
-    )
     return converter
 
 

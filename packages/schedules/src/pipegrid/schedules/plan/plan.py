@@ -1,156 +1,40 @@
 """A plan: what every position of a pipeline does, in order, as plain data; and how it is written as text.
 
-A *position* is the class of ranks that hold the same set of stages; all its ranks act alike. A *step* is one
-action, or a batch (a tuple) of communications that are issued together.
+A *position* is the class of ranks that hold the same set of stages; all its ranks act alike.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
+from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, PlanFieldError
-from pipegrid.schedules.plan.actions import Action, GroupName
-from pipegrid.topology.fields import Count, Index, checked, checked_fields, shown
-from pipegrid.transport.edge import Direction, Edge
-
-Step: TypeAlias = Action | tuple[Action, ...]
-"""One action, or a batch of at least two communications that are issued together."""
-
-
-def _ascending(value: Any) -> Any:
-    """The items of ``value`` in ascending order; a value without such an order is left to the check of its field."""
-    try:
-        return tuple(sorted(value))
-    except TypeError:
-        return value
-
-
-@frozen(order=True, field_transformer=checked_fields(PlanError))
-class Group:
-    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
-
-    ``edges``: the edges between stages whose data travels by a ``COLLECTIVE`` of this group, both ways, in place
-    of messages. ``tied``: the stages that share a parameter, whose gradients this group reduces.
-    """
-
-    name: GroupName
-    positions: tuple[Index, ...] = field(converter=_ascending)
-    edges: tuple[Edge, ...] = field(converter=_ascending, default=())
-    tied: tuple[Index, ...] = field(converter=_ascending, default=())
-
-    def __attrs_post_init__(self) -> None:
-        if not self.positions or len(set(self.positions)) != len(self.positions):
-            raise PlanFieldError(
-                f"group {self.name!r} has positions {list(self.positions)}; name one or more, each once",
-                path="positions",
-            )
-
-
-def _direction_key(direction: Direction) -> str:
-    return direction.value
-
-
-@frozen(order=True, cache_hash=True, field_transformer=checked_fields(PlanError))
-class Lane:
-    """One direction of traffic from one position to another, first in, first out.
-
-    All edges that lead between the two positions in that direction share it.
-    """
-
-    source: Index
-    destination: Index
-    direction: Direction = field(order=_direction_key)
-
-    def __str__(self) -> str:
-        return f"{self.direction.value}{self.source}>{self.destination}"
-
-
-def chain(num_stages: int) -> ModuleGraph:
-    """The graph of one module named ``model`` with ``num_stages`` stages in a row.
-
-    Raises:
-        ModuleGraphError: ``num_stages`` is not an integer of at least 1.
-    """
-    return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})
-
-
-def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step: one, or those of the batch."""
-    return (step,) if isinstance(step, Action) else step
-
-
-def _as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
-    try:
-        return tuple(tuple([step if type(step) is Action else as_step(step) for step in steps]) for steps in value)
-    except TypeError:
-        raise PlanFieldError(
-            f"positions is {shown(value)}; it must be a list with the steps of each position", path="positions"
-        ) from None
-
-
-def as_step(step: Action | Iterable[Action]) -> Step:
-    """An action or a batch as a step; a batch of one is that action.
-
-    Raises:
-        PlanError: something else, an empty batch, or a compute in a batch.
-    """
-    batch = (step,) if isinstance(step, Action) or not isinstance(step, Iterable) else tuple(step)
-    for action in batch:
-        if not isinstance(action, Action):
-            raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
-        if action.kind.is_compute and len(batch) > 1:
-            raise PlanError(f"{action} is in a batch; only communications are batched")
-    if not batch:
-        raise PlanError("a batch is empty; leave it out")
-    return batch[0] if len(batch) == 1 else batch
-
-
-def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Per stage its positions, ascending; a single position may be given as an integer.
-
-    Raises:
-        PlanError: something else.
-    """
-    stages: Any = value
-    with contextlib.suppress(TypeError):  # left to the check
-        stages = [(places,) if isinstance(places, int) else _ascending(places) for places in value]
-    placement: tuple[tuple[int, ...], ...] = checked(stages, tuple[tuple[Index, ...], ...], "placement", PlanError)
-    return placement
-
-
-def _as_creation(value: Any) -> tuple[tuple[Lane | str, ...], ...] | None:
-    if value is None:
-        return None
-    try:
-        rows = [list(names) for names in value]
-    except TypeError:
-        raise PlanFieldError(
-            f"creation is {shown(value)}; it must be a list of Lanes and group names for each position", path="creation"
-        ) from None
-    return tuple(
-        tuple(
-            name if isinstance(name, Lane) else checked(name, GroupName, f"creation[{position}][{at}]", PlanError)
-            for at, name in enumerate(names)
-        )
-        for position, names in enumerate(rows)
-    )
-
-
-def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(value)
+from pipegrid.schedules.plan.actions import Action
+from pipegrid.schedules.plan.parts import (
+    Group,
+    Step,
+    as_placement,
+    as_positions,
+    ascending,
+    chain,
+    step_text,
+)
+from pipegrid.topology.fields import Count, Index, checked_fields, shown
+from pipegrid.transport.edge import Edge
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
     return f"<{len(positions)} positions, {sum(map(len, positions))} steps>"
+
+
+def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(value)
 
 
 @frozen(slots=False, kw_only=True, field_transformer=checked_fields(PlanError))
@@ -162,8 +46,7 @@ class Plan:
     several stages of another). ``num_microbatches``: the microbatches of one training step.
     ``forward_only``: the stages without a backward, because nothing before or in them is trained (all of
     them in an evaluation); no gradient travels along an edge with such an end. ``groups``: the groups that
-    ``REDUCE`` and ``COLLECTIVE`` actions name. ``creation``: per position, the groups (by name) and lanes
-    that it creates before the first step, in order; by default all in one order that is the same everywhere.
+    ``REDUCE`` and ``COLLECTIVE`` actions name.
 
     Whether the plan is *right* is proved by `verify`; the class checks only that its parts fit each other.
 
@@ -171,13 +54,12 @@ class Plan:
         PlanError: a part that is not what it must be, or parts that contradict each other (`PlanFieldError`).
     """
 
-    positions: tuple[tuple[Step, ...], ...] = field(converter=_as_positions, repr=_count_steps)
+    positions: tuple[tuple[Step, ...], ...] = field(converter=as_positions, repr=_count_steps)
     graph: ModuleGraph
     placement: tuple[tuple[int, ...], ...] = field(converter=as_placement)
     num_microbatches: Count
-    forward_only: tuple[Index, ...] = field(converter=_ascending, default=())
+    forward_only: tuple[Index, ...] = field(converter=ascending, default=())
     groups: tuple[Group, ...] = field(converter=_as_groups, default=())
-    creation: tuple[tuple[Lane | str, ...], ...] = field(converter=_as_creation, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         require_graph(self.graph)
@@ -186,13 +68,6 @@ class Plan:
         _check_placement(self)
         _check_forward_only(self)
         _check_groups(self)
-        if self.creation is None:
-            object.__setattr__(self, "creation", default_creation(self))
-        if len(self.creation) != self.num_positions:
-            raise PlanFieldError(
-                f"creation has {len(self.creation)} lists; give one for each of {self.num_positions} positions",
-                path="creation",
-            )
 
     @property
     def num_positions(self) -> int:
@@ -246,11 +121,6 @@ class Plan:
             else:
                 yield from step
 
-    @property
-    def communicates(self) -> bool:
-        """Whether data travels between positions by actions of the plan; a plan of computes leaves that open."""
-        return any(self.creation) or self.has_communication
-
     @cached_property
     def gradient_edges(self) -> frozenset[Edge]:
         """The edges along which a gradient travels back."""
@@ -264,19 +134,6 @@ class Plan:
         """The edges along which data travels by a ``COLLECTIVE`` in place of messages, and its group."""
         return {edge: group.name for group in self.groups for edge in group.edges}
 
-    @cached_property
-    def lanes(self) -> tuple[Lane, ...]:
-        """The lanes that the graph's edges need under this placement, ascending."""
-        found: set[Lane] = set()
-        for edge in self.graph.stage_edges:
-            if edge in self.collective_edges:
-                continue
-            for source, destination in _message_routes(self, edge):
-                found.add(Lane(source, destination, Direction.FORWARD))
-                if edge in self.gradient_edges:
-                    found.add(Lane(destination, source, Direction.BACKWARD))
-        return tuple(sorted(found))
-
     def __str__(self) -> str:
         return to_text(self)
 
@@ -284,35 +141,6 @@ class Plan:
     def digest(self) -> str:
         """Twelve hex digits of the plan's text, the same in every process."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:12]
-
-
-def _message_routes(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
-    """The pairs of positions (source, destination) between which an activation on ``edge`` is a message.
-
-    Every position of the source stage sends to every position of the destination stage, itself excepted. A
-    pair of stages on the very same positions is colocated: each position keeps its own result.
-    """
-    sources, destinations = plan.placement[edge.source], plan.placement[edge.destination]
-    if sources == destinations:
-        return ()
-    return tuple((s, d) for s in sources for d in destinations if s != d)
-
-
-def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:
-    """Per position its groups and lanes, taken from one order for the whole plan: groups, then lanes.
-
-    Creating a group waits for all its members, so orders that disagree can wait for each other in a cycle;
-    parts of one order cannot.
-    """
-    creation: list[list[Lane | str]] = [[] for _ in plan.positions]
-    if plan.has_communication:
-        for group in plan.groups:
-            for position in group.positions:
-                creation[position].append(group.name)
-        for lane in plan.lanes:
-            creation[lane.source].append(lane)
-            creation[lane.destination].append(lane)
-    return tuple(tuple(names) for names in creation)
 
 
 def compute_plan(
@@ -467,11 +295,6 @@ def to_text(plan: Plan) -> str:
     return "\n".join([*header_lines(plan), *rows]) + "\n"
 
 
-def step_text(step: Step) -> str:
-    """A step as text: an action's token, or the tokens of a batch in brackets."""
-    return str(step) if isinstance(step, Action) else f"[{' '.join(map(str, step))}]"
-
-
 def header_lines(plan: Plan) -> list[str]:
     """The lines above the table of steps: all that the table itself does not say."""
     modules = [f"{_name_text(name)}:{depth}" for name, depth in plan.graph.modules]
@@ -484,8 +307,6 @@ def header_lines(plan: Plan) -> list[str]:
         " ".join(["forward_only", *map(str, plan.forward_only)]) if plan.forward_only else "",
         *map(_group_line, plan.groups),
     ]
-    if plan.creation != default_creation(plan):
-        lines += [" ".join(["create", str(position), *map(str, names)]) for position, names in enumerate(plan.creation)]
     return [line for line in lines if line]
 
 

@@ -1,4 +1,4 @@
-"""Plans as text, a table to write by hand, read, diff and edit; and as CSV, for exchange with torch.
+"""Plans as text: a table to write by hand, read, diff and edit.
 
 The text form has a header, then one line per position::
 
@@ -11,38 +11,29 @@ The text form has a header, then one line per position::
 
 A header line may be left out where the table implies it: without ``modules`` the stages are a chain, without
 ``placement`` a stage lies where its actions are, without ``microbatches`` the highest number counts.
-``forward_only``, ``group`` and ``create`` lines are written only where they differ from the default. ``#`` starts
+``forward_only`` and ``group`` lines are written only where they differ from the default. ``#`` starts
 a comment.
-
-CSV has one row per position and one step per cell: torch.distributed.pipelining's format of compute-only schedules
-(``0F0,1F0,...``). An empty cell is an idle slot. The header, where one is needed, comes first in lines of ``#:``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanError, PlanFieldError, PlanSyntaxError
-from pipegrid.schedules.plan.actions import Action, ActionKind, GroupName, parse_action
-from pipegrid.schedules.plan.plan import (
-    Group,
-    Lane,
-    Plan,
-    Step,
-    chain,
-    default_creation,
-    header_lines,
-    require_plan,
-    step_text,
-)
-from pipegrid.topology.fields import Count, checked, shown
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
+from pipegrid.schedules.plan.parts import Group, Step, chain
+from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.plan.tokens import Token, tokens
+from pipegrid.topology.fields import shown
+
+_POSITION = re.compile(r"\s*(\d+)\s*:", re.ASCII)
+_MODULE_EDGE = re.compile(r'("(?:[^"\\]|\\.)*"|[^">]+)>("(?:[^"\\]|\\.)*"|[^">]+)')
 
 
 def from_text(text: str) -> Plan:
@@ -52,8 +43,8 @@ def from_text(text: str) -> Plan:
         PlanSyntaxError: line and column, what was found, what was expected.
         PlanError: the parts contradict each other, such as a placement that misses a stage; the line where known.
     """
-    reader = _Reader()
-    for number, line in enumerate(_lines(text), start=1):
+    reader = Reader()
+    for number, line in enumerate(lines_of(text), start=1):
         head = _POSITION.match(line)
         if head is None:
             reader.add_header(tokens(line, line_number=number))
@@ -63,222 +54,30 @@ def from_text(text: str) -> Plan:
     return reader.plan(num_lines=text.count("\n") + 1)
 
 
-def to_csv(plan: Plan) -> str:
-    """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads the computes of a chain.
+def lines_of(text: Any) -> list[str]:
+    """The lines of a written plan.
 
     Raises:
-        PlanError: ``plan`` is not a `Plan`.
+        PlanError: ``text`` is not a string.
     """
-    require_plan(plan)
-    rows = [",".join(map(step_text, steps)) or "," for steps in plan.positions]  # "," is a row of idle slots
-    header = [] if _is_implied_by_its_table(plan) else [f"#: {line}" for line in header_lines(plan)]
-    return "\n".join([*header, *rows]) + "\n"
-
-
-def from_csv(text: str, *, num_microbatches: int | None = None, num_stages: int | None = None) -> Plan:
-    """Read CSV, one row per position, written by `to_csv` or by torch.
-
-    ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
-    ``(4F5;3B0)OVERLAP_F_B`` is read as the two computes one after the other.
-
-    Raises:
-        PlanSyntaxError: line and column, what was found, what was expected.
-        PlanError: the parts contradict each other; the line where known.
-    """
-    for name, size in (("num_microbatches", num_microbatches), ("num_stages", num_stages)):
-        checked(size, Count | None, name, PlanError)
-    reader = _Reader(num_stages=num_stages, num_microbatches=num_microbatches)
-    lines = _lines(text)
-    while lines and not lines[-1].strip():
-        lines.pop()  # an empty line in the middle is a position that does nothing; at the end it is no row
-    for number, line in enumerate(lines, start=1):
-        if line.startswith("#:"):
-            reader.add_header(tokens(line, line_number=number, start=2))
-        elif not line.startswith("#"):
-            reader.add_position(Token(str(len(reader.rows)), number, 1), _cells(line, number))
-    return reader.plan(num_lines=len(lines) + 1)
-
-
-def _lines(text: Any) -> list[str]:
     if not isinstance(text, str):
         raise PlanError(f"text is {shown(text)}; give the plan's text itself, such as Path(...).read_text()")
     return text.splitlines()
 
 
-def _is_implied_by_its_table(plan: Plan) -> bool:
-    """Whether the table of steps alone reads back to ``plan``: a chain in which every stage acts at home."""
-    count, stages = plan.num_microbatches, plan.num_stages
-    trains = False
-    forwards = set()
-    for position, steps in enumerate(plan.positions):
-        for action in steps:
-            if not isinstance(action, Action) or not action.kind.is_compute or action.stage >= stages:
-                return False
-            if plan.placement[action.stage] != (position,) or (action.microbatch or 0) >= count:
-                return False
-            if action.kind is ActionKind.F:
-                forwards.add((action.stage, action.microbatch))
-            trains = trains or action.kind is not ActionKind.F
-    return (
-        plan.graph == chain(stages)
-        and len(forwards) == stages * count
-        and plan.forward_only == (() if trains else tuple(range(stages)))
-        and not plan.groups
-        and plan.creation == default_creation(plan)
-    )
-
-
-# Tokens
-
-
-@frozen
-class Token:
-    """A piece of the text and its place; ``called`` names it in errors where its text does not."""
-
-    text: str
-    line: int
-    column: int
-    called: str = ""
-
-    def error(self, expected: str) -> PlanSyntaxError:
-        """The error for this token where ``expected`` should be."""
-        found = self.called or repr(self.text)
-        return PlanSyntaxError(line=self.line, column=self.column, found=found, expected=expected)
-
-    def within(self, text: str, offset: int) -> Token:
-        """A part of this token."""
-        return Token(text, self.line, self.column + offset)
-
-    def parts(self) -> Iterator[Token]:
-        """The parts between commas."""
-        offset = 0
-        for text in self.text.split(","):
-            yield self.within(text, offset)
-            offset += len(text) + 1
-
-    def end(self) -> Token:
-        """The end of a line whose last token is this one."""
-        return Token("", self.line, self.column + len(self.text), "the end of the line")
-
-    def number(self, what: str) -> int:
-        """This token as a number from 0."""
-        if _NUMBER.fullmatch(self.text) is None:
-            raise self.error(f"{what}, an integer from 0 of at most 9 digits")
-        return int(self.text)
-
-    def numbers(self, what: str) -> tuple[int, ...]:
-        """This token as numbers between commas."""
-        return tuple(part.number(what) for part in self.parts())
-
-    def edges(self) -> tuple[Edge, ...]:
-        """This token as edges between commas."""
-        found = []
-        for part in self.parts():
-            try:
-                found.append(parse_edge(part.text))
-            except PlanError as error:
-                raise part.error(str(error)) from None
-        return tuple(found)
-
-    def name(self, text: str) -> str:
-        """``text``, a part of this token, as the name of a module: plain, or in double quotes."""
-        if not text.startswith('"'):
-            return text
-        try:
-            return str(json.loads(text))
-        except json.JSONDecodeError:
-            raise self.error("a name in double quotes, as JSON writes it") from None
-
-    def group_name(self) -> str:
-        """This token as the name of a group."""
-        name: str = checked(self.text, GroupName, "", lambda text: self.error(text.partition("must be ")[2]))
-        return name
-
-    def action(self) -> Action:
-        """This token as an action."""
-        try:
-            return parse_action(self.text)
-        except PlanError as error:
-            raise self.error(f"an action ({error})") from None
-
-
-_TOKEN = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s#"])+|#.*')
-_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-_POSITION = re.compile(r"\s*(\d+)\s*:", re.ASCII)
-_EDGE = re.compile(r"(\d{1,9})>(\d{1,9})", re.ASCII)
-_LANE = re.compile(r"([FB])(\d{1,9})>(\d{1,9})", re.ASCII)
-_MODULE_EDGE = re.compile(r'("(?:[^"\\]|\\.)*"|[^">]+)>("(?:[^"\\]|\\.)*"|[^">]+)')
-_OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
-
-
-def tokens(line: str, *, line_number: int, start: int = 0) -> Iterator[Token]:
-    """The tokens of a line from ``start`` on, up to a comment; a name in double quotes may hold spaces."""
-    at = start
-    while at < len(line):
-        if line[at].isspace():
-            at += 1
-            continue
-        match = _TOKEN.match(line, at)
-        if match is None:
-            raise Token(line[at:], line_number, at + 1).error('the closing " of the name')
-        if match[0].startswith("#"):
-            return
-        yield Token(match[0], line_number, at + 1)
-        at = match.end()
-
-
-def _cells(line: str, line_number: int) -> Iterator[Token]:
-    """The tokens of a row of CSV."""
-    column = 1
-    for cell in line.split(","):
-        pair = _OVERLAP.fullmatch(cell)
-        if pair is not None:
-            for part in (1, 2):
-                yield Token(pair[part], line_number, column + pair.start(part))
-        elif "OVERLAP" in cell:
-            start = len(cell) - len(cell.lstrip())
-            raise Token(cell.strip(), line_number, column + start).error(
-                "a cell of its own for each step; a pair is written (4F5;3B0)OVERLAP_F_B"
-            )
-        else:
-            for match in re.finditer(r"\S+", cell):
-                yield Token(match[0], line_number, column + match.start())
-        column += len(cell) + 1
-
-
-def parse_edge(text: str) -> Edge:
-    """An edge between stages such as ``1>2``.
-
-    Raises:
-        PlanError: another form, or an edge that does not ascend.
-    """
-    match = _EDGE.fullmatch(text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise PlanError(f"an edge between stages, such as 1>2, not {text!r}")
-    return Edge(int(match[1]), int(match[2]))
-
-
-def parse_creation(text: str) -> Lane | str:
-    """A lane such as ``F0>1``, or ``text`` as the name of a group."""
-    match = _LANE.fullmatch(text)
-    return text if match is None else Lane(int(match[2]), int(match[3]), Direction(match[1]))
-
-
 # The header and the table, gathered token by token and then read as one plan
 
 _ONCE = ("microbatches", "modules", "edges", "placement", "forward_only")
-_EACH = ("group", "create")
 
 
 @define
-class _Reader:
+class Reader:
     """The tokens of a written plan; ``num_stages`` and ``num_microbatches`` bound a table without a header."""
 
     num_stages: int | None = None
     num_microbatches: int | None = None
     header: dict[str, list[Token]] = field(factory=dict)  # by keyword, the tokens of its line, keyword first
     groups: list[list[Token]] = field(factory=list)
-    creation: list[list[Token]] = field(factory=list)
     rows: list[list[Step]] = field(factory=list)
     actions: list[list[tuple[Token, Action]]] = field(factory=list)  # per position
 
@@ -288,11 +87,11 @@ class _Reader:
         if not words:
             return
         key = words[0]
-        if key.text in _EACH:
-            (self.groups if key.text == "group" else self.creation).append(words)
+        if key.text == "group":
+            self.groups.append(words)
             return
         if key.text not in _ONCE:
-            raise key.error(f"a position such as '0:' or one of {', '.join(_ONCE + _EACH)}")
+            raise key.error(f"a position such as '0:' or one of {', '.join(_ONCE)}, group")
         first = self.header.setdefault(key.text, words)[0]
         if first is not key:
             raise key.error(f"no second {key.text!r} line; the first is line {first.line}")
@@ -377,7 +176,6 @@ class _Reader:
             if "forward_only" in header
             else self._inferred_forward_only(graph),
             groups=groups,
-            creation=self._creation() if self.creation else None,
         )
 
     def _all_actions(self) -> Iterator[tuple[Token, Action]]:
@@ -430,21 +228,6 @@ class _Reader:
             return Group(words[1].group_name(), words[2].numbers("a position"), **parts)
         except PlanFieldError as error:
             raise PlanFieldError(str(error), path=f"groups[{number}].{error.path}") from None
-
-    def _creation(self) -> list[list[Lane | str]]:
-        orders: dict[int, list[Lane | str]] = {}
-        for words in self.creation:
-            if len(words) == 1:
-                raise words[0].end().error("a position, then groups and lanes after 'create'")
-            position = words[1].number("a position")
-            if position in orders:
-                raise words[1].error(f"one 'create' line for position {position}")
-            if position >= len(self.rows):
-                raise words[1].error(f"a position in 0..{len(self.rows) - 1}")
-            orders[position] = [
-                name if isinstance(name := parse_creation(word.text), Lane) else word.group_name() for word in words[2:]
-            ]
-        return [orders.get(position, []) for position in range(len(self.rows))]
 
     def _inferred_forward_only(self, graph: ModuleGraph) -> Sequence[int]:
         # A bare table without a single backward is an evaluation; one that lacks some of them is a mistake.
@@ -505,63 +288,3 @@ def _module_edges(words: Sequence[Token]) -> Iterator[tuple[str, str]]:
         if parts is None:
             raise word.error("an edge between modules as source>destination, such as enc>llm")
         yield word.name(parts[1]), word.name(parts[2])
-
-
-# What a table must be to its header, in every written form
-
-
-def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, str]]) -> ModuleGraph:
-    """The graph of ``modules`` and ``edges``.
-
-    Raises:
-        PlanFieldError: they form no graph.
-    """
-    path = "modules"
-    try:
-        ModuleGraph(modules)
-        path = "edges"
-        return ModuleGraph(modules, edges)
-    except ValueError as error:
-        raise PlanFieldError(str(error), path=path) from None
-
-
-def check_extent(actions: Iterable[Action], graph: ModuleGraph, num_microbatches: int) -> None:
-    """Check the stages and microbatches declared against a table, in which each of them acts.
-
-    A count that is far too large is found here, before anything of that size is made.
-
-    Raises:
-        PlanFieldError: more stages or microbatches than the table has.
-    """
-    stages = microbatches = 0
-    for action in actions:
-        stages = max(stages, action.stage + 1)
-        microbatches = max(microbatches, (action.microbatch or 0) + 1)
-    if num_microbatches > microbatches:
-        raise PlanFieldError(
-            f"{num_microbatches} microbatches are declared and the table has {microbatches}", path="microbatches"
-        )
-    if graph.num_stages > stages:
-        declared = ", ".join(f"{name}:{depth}" for name, depth in graph.modules)
-        raise PlanFieldError(
-            f"{graph.num_stages} stages are declared ({declared}) and the table has {stages}", path="modules"
-        )
-
-
-def expectation(graph: ModuleGraph, num_microbatches: int, groups: Sequence[Group]) -> Callable[[Action], str | None]:
-    """A function from an action to the text of what is expected in its place; None for an action the plan can have."""
-    stages, edges, names = graph.num_stages, frozenset(graph.stage_edges), {group.name for group in groups}
-
-    def expected(action: Action) -> str | None:
-        if action.stage >= stages:
-            return f"a stage in 0..{stages - 1}"
-        if action.microbatch is not None and action.microbatch >= num_microbatches:
-            return f"a microbatch in 0..{num_microbatches - 1}"
-        if action.edge is not None and action.edge not in edges:
-            known = [str(e) for e in graph.stage_edges if action.stage in (e.source, e.destination)]
-            return f"an edge of the graph; stage {action.stage} has {', '.join(known) or 'none'}"
-        if action.group is not None and action.group not in names:
-            return f"a declared group; known: {', '.join(sorted(names)) or 'none'}"
-        return None
-
-    return expected

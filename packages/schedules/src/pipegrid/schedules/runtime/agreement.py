@@ -15,7 +15,7 @@ from attrs import define, field
 from pipegrid.schedules.monitor import BoundedCalls, DisagreementError, SilentStoreError
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.plan.plan import Plan
+    from pipegrid.schedules.plan import Plan
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.handshake import Handshake
 

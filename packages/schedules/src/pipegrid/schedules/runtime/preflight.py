@@ -9,15 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import actions_of, require_plan
+from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.stage import modules_of
-from pipegrid.schedules.verify import Proof, verify
+from pipegrid.schedules.verify import Proof, dataflow_of, verify
 from pipegrid.topology.fields import Seconds, checked, shown
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.plan.plan import Plan
+    from pipegrid.schedules.plan import Plan
     from pipegrid.transport.edge import Direction, Edge
     from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -57,7 +56,7 @@ def prove(plan: Plan | Proof, communicator: Any) -> Proof:
     kind: Literal["separate", "shared"] = getattr(getattr(communicator, "config", None), "communicators", "separate")
     if not isinstance(plan, Proof):
         return verify(plan, lanes=kind)
-    if plan.lanes == kind or not plan.plan.lanes:
+    if plan.lanes == kind or not dataflow_of(plan.plan).lanes:
         return plan
     return verify(plan.plan, rendezvous=plan.rendezvous, lanes=kind, batches=plan.batches)
 
@@ -92,7 +91,7 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
             which edges carry gradients, messages but no communicator, a reducer for a group or stage that the plan
             does not reduce, or as `check_collectives`.
     """
-    if plan.lanes and not plan.has_communication:
+    if not plan.has_communication and dataflow_of(plan).lanes:
         raise PlanMismatchError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: nothing would be "
             "sent. Add the messages with lower(plan), and verify the result"

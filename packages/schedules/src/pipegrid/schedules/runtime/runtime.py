@@ -16,8 +16,7 @@ import torch
 from attrs import frozen
 
 from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import actions_of
+from pipegrid.schedules.plan import Action, ActionKind, actions_of
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
@@ -39,7 +38,7 @@ from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor, Report
-    from pipegrid.schedules.plan.plan import Plan
+    from pipegrid.schedules.plan import Plan
     from pipegrid.transport.protocol import PipelineCommunicator
 
 __all__ = [

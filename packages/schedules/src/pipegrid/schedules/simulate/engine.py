@@ -250,7 +250,7 @@ class Simulator:
             needs = [] if direction is FORWARD else [self._slots_made(FORWARD, stage, position)]
             for flow in self.dataflow.inputs(stage, direction):
                 needs += self._needed(flow, position)
-            if not self.plan.communicates:
+            if not self.plan.has_communication:
                 sends = tuple(
                     self._end(flow, position, destination)
                     for flow in self.dataflow.outputs(stage, direction)
@@ -267,7 +267,7 @@ class Simulator:
 
     def _needed(self, flow: EdgeFlow, position: int) -> list[Slots]:
         """The slots that a compute at ``position`` waits for, of one of its inputs."""
-        if flow.group is not None and self.plan.communicates:
+        if flow.group is not None and self.plan.has_communication:
             return [self._slots_arrived(flow, position, None)]
         return [
             self._slots_made(flow.direction, flow.producer, source)

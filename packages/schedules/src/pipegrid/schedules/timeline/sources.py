@@ -148,7 +148,7 @@ def _flows(plan: Plan, rows: Sequence[tuple[int, Sequence[tuple[int, Action]]]])
     for flow in dataflow_of(plan).crossing:
         edge, computes = None, _COMPUTES[flow.direction]
         first, last = computes, computes
-        if plan.communicates:
+        if plan.has_communication:
             edge, (send, receive) = flow.edge, MESSAGE_KINDS[flow.direction]
             first, last = (send,), (receive,)
         for sender, receiver in flow.routes:

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan import Lane, Plan
+from pipegrid.schedules.verify.dataflow import dataflow_of
 from pipegrid.schedules.verify.deadlock import Program, Wait, cycles, play
 
+Creation: TypeAlias = Sequence[Sequence[Lane | str]]
+"""Per position, the groups (by name) and lanes that it creates before the first step, in order."""
 
-def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separate") -> list[Fault]:
-    """The faults of the plan's creation order.
+
+def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:
+    """Per position its groups and lanes, taken from one order for the whole plan: groups, then lanes.
+
+    Creating a group waits for all its members, so orders that disagree can wait for each other in a cycle;
+    parts of one order cannot. A plan of computes alone needs none.
+    """
+    members = _members(plan) if plan.has_communication else {}
+    return tuple(tuple(name for name in members if position in members[name]) for position in range(plan.num_positions))
+
+
+def _members(plan: Plan) -> dict[Lane | str, tuple[int, ...]]:
+    members: dict[Lane | str, tuple[int, ...]] = {group.name: group.positions for group in plan.groups}
+    return members | {lane: (lane.source, lane.destination) for lane in dataflow_of(plan).lanes}
+
+
+def check_creation(plan: Plan, creation: Creation, *, lanes: Literal["separate", "shared"] = "separate") -> list[Fault]:
+    """The faults of an order of creation, for jobs that do not take `default_creation`.
 
     Creating a communicator waits for all its members. With shared lanes all lanes between two positions are
     one communicator, created in place of the first of them.
     """
-    if not plan.communicates:
-        return []
-    members: dict[Lane | str, tuple[int, ...]] = {group.name: group.positions for group in plan.groups}
-    members |= {lane: (lane.source, lane.destination) for lane in plan.lanes}
-    faults = _check_members(plan, members)
+    if len(creation) != plan.num_positions:
+        return [Fault("creation", f"there are {len(creation)} lists; the plan has {plan.num_positions} positions")]
+    members = _members(plan)
+    faults = _check_members(creation, members)
     if faults:
         return faults
     programs = []
     events: dict[tuple[object, int], int] = {}  # (communicator, member) -> the event that the member has come to it
-    for position, names in enumerate(plan.creation):
+    for position, names in enumerate(creation):
         program = Program()
         created: set[object] = set()
         for name in names:
@@ -42,8 +60,8 @@ def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separa
     at = play(programs, len(events))
     for cycle in cycles(programs, at):
         lines = [
-            f"\n      position {wait.position} creates {_name(plan, wait)} and waits for position "
-            f"{setter.position}, which creates {_name(plan, setter)} later"
+            f"\n      position {wait.position} creates {_name(creation, wait)} and waits for position "
+            f"{setter.position}, which creates {_name(creation, setter)} later"
             for wait, setter in cycle
         ]
         faults.append(
@@ -57,10 +75,10 @@ def check_creation(plan: Plan, *, lanes: Literal["separate", "shared"] = "separa
     return faults
 
 
-def _check_members(plan: Plan, members: Mapping[Lane | str, tuple[int, ...]]) -> list[Fault]:
+def _check_members(creation: Creation, members: Mapping[Lane | str, tuple[int, ...]]) -> list[Fault]:
     faults = []
     created: dict[Lane | str, set[int]] = {name: set() for name in members}
-    for position, names in enumerate(plan.creation):
+    for position, names in enumerate(creation):
         for name in names:
             what = _kind(name)
             if name not in members:
@@ -90,8 +108,8 @@ def _communicator(name: Lane | str, lanes: str) -> object:
     return name
 
 
-def _name(plan: Plan, wait: Wait) -> str:
-    return _kind(plan.creation[wait.position][wait.step])
+def _name(creation: Creation, wait: Wait) -> str:
+    return _kind(creation[wait.position][wait.step])
 
 
 def _kind(name: Lane | str) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan import Lane, Plan
 from pipegrid.transport.edge import Direction, Edge
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -96,6 +96,11 @@ class Dataflow:
     def crossing(self) -> tuple[EdgeFlow, ...]:
         """The flows that leave a position: by messages or by a collective."""
         return tuple([flow for flow in self.flows if not flow.is_local])
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes that the messages need, ascending."""
+        return tuple(sorted({Lane(*route, flow.direction) for flow in self.flows for route in flow.routes}))
 
     def inputs(self, stage: int, direction: Direction) -> tuple[EdgeFlow, ...]:
         """What the stage's compute in ``direction`` needs of other stages."""

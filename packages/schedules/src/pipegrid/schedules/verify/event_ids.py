@@ -42,7 +42,7 @@ class EventIds:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.dataflow = plan, dataflow_of(plan)
         self.size = 0
-        count, crossing = plan.num_microbatches, self.dataflow.crossing if plan.communicates else ()
+        count, crossing = plan.num_microbatches, self.dataflow.crossing if plan.has_communication else ()
         pairs = [(flow, *pair) for flow in crossing for pair in flow.routes]
         bases = self._take(count, len(pairs)), self._take(count, len(pairs))
         self.routes = [
@@ -58,7 +58,7 @@ class EventIds:
                 traffic[pair] = traffic.get(pair, 0) + count
         self.exchanges = {pair: self._take(most)[0] for pair, most in sorted(traffic.items())}
         self.made: dict[tuple[int, int, Direction], int] = {}
-        if not plan.communicates:
+        if not plan.has_communication:
             made = [(p, s, way) for s, places in enumerate(plan.placement) for p in places for way in Direction]
             self.made = dict(zip(made, self._take(count, len(made)), strict=True))
         joined = [

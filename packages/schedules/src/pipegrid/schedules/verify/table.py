@@ -93,7 +93,7 @@ class PositionTable:
             for group in self.plan.groups
             if (stages := [stage for stage in group.tied if stage in self.stages])
         }
-        for number, flow in enumerate(ids.dataflow.crossing if self.plan.communicates else ()):
+        for number, flow in enumerate(ids.dataflow.crossing if self.plan.has_communication else ()):
             if flow.group is not None:
                 self._add_collective(flow)
             else:
@@ -173,7 +173,7 @@ class PositionTable:
         for flow in self.ids.dataflow.inputs(stage, direction):
             self._add_input(flow, needs, events)
         events += self._joins(kind, stage)
-        if not self.plan.communicates:
+        if not self.plan.has_communication:
             events.append(self.ids.made[self.position, stage, direction])
         self.table[kind, stage] = ActionRule(Action(kind, stage, 0), done, tuple(needs), also, events=tuple(events))
 
@@ -187,7 +187,7 @@ class PositionTable:
         if position in origins:
             needs.append(self._result(flow.producer, flow.direction))
         others = [origin for origin in origins if origin != position]
-        if not self.plan.communicates:
+        if not self.plan.has_communication:
             events += [~self.ids.made[other, flow.producer, flow.direction] for other in others]
         elif others:
             receive = MESSAGE_KINDS[flow.direction][1]

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.plan import Plan, require_plan
-from pipegrid.schedules.verify.creation import check_creation
+from pipegrid.schedules.verify.dataflow import dataflow_of
 from pipegrid.schedules.verify.deadlock import cycles, play
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
@@ -51,7 +51,7 @@ class Proof:
     @property
     def communicates(self) -> bool:
         """False for a plan of computes alone, where a result is taken to reach other positions at once."""
-        return self.plan.communicates
+        return self.plan.has_communication
 
     @cached_property
     def communicators(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Proof:
         groups inside modules (tensor, context, data parallel) and the pieces of a bridge, which the plan does not name.
         """
         lanes: list[set[object]] = [set() for _ in self.plan.positions]
-        for lane in self.plan.lanes:
+        for lane in dataflow_of(self.plan).lanes:
             ends = lane.source, lane.destination
             for position in ends:
                 lanes[position].add(lane if self.lanes == "separate" else frozenset(ends))
@@ -98,8 +98,7 @@ def verify(
 
     Proved: every stage runs each microbatch forward once and backward once (``B``, or ``I`` and later ``W``)
     on each position that holds it; each compute finds its inputs, made before it on its position or received
-    before it; each message is sent once and received once, in the same order on its lane; groups and
-    lanes are created by all their members, and in orders that do not wait for each other; members name a
+    before it; each message is sent once and received once, in the same order on its lane; members name a
     group's collectives in one order; the positions of a stage that lies on several do its computes in one order, as
     their ranks may communicate inside it; and no positions wait for each other in a cycle.
 
@@ -133,7 +132,7 @@ def verify(
     verifiers = [
         PositionVerifier(PositionTable(ids, position, blocking), steps) for position, steps in enumerate(plan.positions)
     ]
-    faults = _twins(plan) + list_faults(ids, verifiers, check_creation(plan, lanes=lanes))
+    faults = _twins(plan) + list_faults(ids, verifiers)
     peaks = tuple(verifier.peak for verifier in verifiers)
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
@@ -197,13 +196,13 @@ def as_limit(memory_limit: float | None) -> float:
         return math.inf
 
 
-def list_faults(ids: EventIds, verifiers: Sequence[PositionVerifier], creation: Sequence[Fault] = ()) -> list[Fault]:
+def list_faults(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
     """Every fault of the steps: those of each position, and those between positions.
 
-    Cycles come last, as they mean nothing where anything else, the ``creation`` included, is wrong.
+    Cycles come last, as they mean nothing where anything else is wrong.
     """
     faults = [fault for verifier in verifiers for fault in verifier.faults]
-    faults += [*check_lanes(ids, verifiers), *check_calls(ids, verifiers), *creation]
+    faults += [*check_lanes(ids, verifiers), *check_calls(ids, verifiers)]
     faults = faults or list(check_exchanges(verifiers))
     if faults:
         return faults

@@ -1,0 +1,97 @@
+"""Plans as CSV, for exchange with torch: one row per position, one step per cell.
+
+The format is that of compute-only schedules in torch.distributed.pipelining (``0F0,1F0,...``). An empty cell is an
+idle slot. The header, where one is needed, comes first in lines of ``#:``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.parts import chain, step_text
+from pipegrid.schedules.plan.plan import Plan, header_lines, require_plan
+from pipegrid.schedules.plan.text import Reader, lines_of
+from pipegrid.schedules.plan.tokens import Token, tokens
+from pipegrid.topology.fields import Count, checked
+
+_OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
+
+
+def to_csv(plan: Plan) -> str:
+    """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads the computes of a chain.
+
+    Raises:
+        PlanError: ``plan`` is not a `Plan`.
+    """
+    require_plan(plan)
+    rows = [",".join(map(step_text, steps)) or "," for steps in plan.positions]  # "," is a row of idle slots
+    header = [] if _is_implied_by_its_table(plan) else [f"#: {line}" for line in header_lines(plan)]
+    return "\n".join([*header, *rows]) + "\n"
+
+
+def from_csv(text: str, *, num_microbatches: int | None = None, num_stages: int | None = None) -> Plan:
+    """Read CSV, one row per position, written by `to_csv` or by torch.
+
+    ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
+    ``(4F5;3B0)OVERLAP_F_B`` is read as the two computes one after the other.
+
+    Raises:
+        PlanSyntaxError: line and column, what was found, what was expected.
+        PlanError: the parts contradict each other; the line where known.
+    """
+    for name, size in (("num_microbatches", num_microbatches), ("num_stages", num_stages)):
+        checked(size, Count | None, name, PlanError)
+    reader = Reader(num_stages=num_stages, num_microbatches=num_microbatches)
+    lines = lines_of(text)
+    while lines and not lines[-1].strip():
+        lines.pop()  # an empty line in the middle is a position that does nothing; at the end it is no row
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("#:"):
+            reader.add_header(tokens(line, line_number=number, start=2))
+        elif not line.startswith("#"):
+            reader.add_position(Token(str(len(reader.rows)), number, 1), _cells(line, number))
+    return reader.plan(num_lines=len(lines) + 1)
+
+
+def _is_implied_by_its_table(plan: Plan) -> bool:
+    """Whether the table of steps alone reads back to ``plan``: a chain in which every stage acts at home."""
+    count, stages = plan.num_microbatches, plan.num_stages
+    trains = False
+    forwards = set()
+    for position, steps in enumerate(plan.positions):
+        for action in steps:
+            if not isinstance(action, Action) or not action.kind.is_compute or action.stage >= stages:
+                return False
+            if plan.placement[action.stage] != (position,) or (action.microbatch or 0) >= count:
+                return False
+            if action.kind is ActionKind.F:
+                forwards.add((action.stage, action.microbatch))
+            trains = trains or action.kind is not ActionKind.F
+    return (
+        plan.graph == chain(stages)
+        and len(forwards) == stages * count
+        and plan.forward_only == (() if trains else tuple(range(stages)))
+        and not plan.groups
+    )
+
+
+def _cells(line: str, line_number: int) -> Iterator[Token]:
+    """The tokens of a row of CSV."""
+    column = 1
+    for cell in line.split(","):
+        pair = _OVERLAP.fullmatch(cell)
+        if pair is not None:
+            for part in (1, 2):
+                yield Token(pair[part], line_number, column + pair.start(part))
+        elif "OVERLAP" in cell:
+            start = len(cell) - len(cell.lstrip())
+            raise Token(cell.strip(), line_number, column + start).error(
+                "a cell of its own for each step; a pair is written (4F5;3B0)OVERLAP_F_B"
+            )
+        else:
+            for match in re.finditer(r"\S+", cell):
+                yield Token(match[0], line_number, column + match.start())
+        column += len(cell) + 1

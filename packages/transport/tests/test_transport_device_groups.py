@@ -9,7 +9,17 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.testing import Fault
-from pipegrid.transport import Direction, Edge, LaneSpec, P2PCommunicator, P2PError, P2PPeerError, open_lanes
+from pipegrid.transport import (
+    Direction,
+    Edge,
+    LaneSpec,
+    P2PCommunicator,
+    P2PError,
+    P2PPeerError,
+    completion,
+    incoming,
+    open_lanes,
+)
 from pipegrid.transport import lane as lane_module
 
 from .two_ranks import DEADLINE, THERE, config, until
@@ -142,7 +152,8 @@ def test_buffers_of_a_header_are_allocated_under_the_stream_that_posted_the_rece
         else:
             caller = SimpleNamespace(device=torch.device("cpu"))
             monkeypatch.setattr(lane_module, "current_stream", lambda device: caller)
-            monkeypatch.setattr(lane_module, "working_on", working_on)
+            for module in (completion, incoming):
+                monkeypatch.setattr(module, "working_on", working_on)
             take = lane_module.ReceiveBuffers.take
             monkeypatch.setattr(
                 lane_module.ReceiveBuffers, "take", lambda buffers: (allocated.append(list(streams)), take(buffers))[1]

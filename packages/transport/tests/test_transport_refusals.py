@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pipegrid.transport import P2PPayloadError, P2PUsageError, open_lanes
-from pipegrid.transport import lane as lane_module
+from pipegrid.transport import P2PPayloadError, P2PUsageError, open_lanes, outgoing
 
 from .two_ranks import THERE, config
 
@@ -71,7 +70,7 @@ class TestUse:
             for value in (1.0, 2.0):
                 if ranks.rank == 0:
                     with monkeypatch.context() as patch, pytest.raises(P2PPayloadError, match="bytes: no view of it"):
-                        patch.setattr(lane_module, "carried", cannot)
+                        patch.setattr(outgoing, "carried", cannot)
                         lanes[THERE].isend([torch.zeros(2)])
                     lanes[THERE].isend([torch.full((2,), value)]).wait()
                 else:

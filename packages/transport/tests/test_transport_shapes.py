@@ -193,7 +193,8 @@ def test_a_receiver_of_another_dtype(ranks, given):
     # The settings of both ends agree; the message does not keep to them.
     with open_lanes([LANE], config=config(pipeline_dtype=torch.float32)) as lanes:
         lane = lanes[LANE]
-        lane._dtype = [torch.float64, torch.float32][ranks.rank]  # as if they had been told differently
+        # As if they had been told differently.
+        lane.outgoing.dtype = lane.incoming.dtype = [torch.float64, torch.float32][ranks.rank]
         text = r"in torch\.float32, but rank 0 announced float64\[2\]"
         if ranks.rank == 0:
             both_are_told(ranks, lane, lambda: send_all(lane, torch.ones(2, dtype=torch.float64)), text)

@@ -123,12 +123,12 @@ class Submitter:
                 for transfer in admitted:
                     lane = transfer.lane
                     if not transfer.is_ready:
-                        lane.settle()
+                        lane.completion.settle()
             self.start([transfer for transfer in admitted if transfer.is_ready])
         for transfer in admitted:
             lane = transfer.lane
             try:
-                lane.started(transfer)
+                lane.completion.started(transfer)
             except P2PError as error:
                 errors.append(error)
             if transfer.error is not None:
@@ -169,7 +169,7 @@ class Submitter:
                 raise
             except RuntimeError as error:
                 for lane, transfer in batch:
-                    lane.explain(error, transfer)
+                    lane.completion.explain(error, transfer)
             else:
                 for (_, transfer), ticket in zip(batch, tickets, strict=True):
                     transfer.ticket = ticket

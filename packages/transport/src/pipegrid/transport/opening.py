@@ -39,6 +39,7 @@ from pipegrid.transport.backends import (
     one_loop,
 )
 from pipegrid.transport.batch import Submitter
+from pipegrid.transport.completion import Completion
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.connection import Connection, End, abort_together, end_together
 from pipegrid.transport.errors import (
@@ -73,7 +74,7 @@ class Lanes(dict[LaneSpec, Lane]):
     def __init__(self, lanes: Mapping[LaneSpec, Lane], *, submitter: Submitter, groups: Sequence[Any]) -> None:
         super().__init__(lanes)
         self._submitter = submitter
-        ends = tuple(self.values())
+        ends = tuple(lane.completion for lane in self.values())
         watchers = _watch(ends)
         self._parts = os.getpid(), ends, Progress(ends, submitter), watchers, groups
         self._handshakes: dict[int, PeerHandshake] = {}
@@ -94,7 +95,7 @@ class Lanes(dict[LaneSpec, Lane]):
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
-        abort_together(tuple(self.values()), reason)
+        abort_together([lane.completion for lane in self.values()], reason)
 
     def neighbours(self, ranks: Iterable[int]) -> Handshake:
         """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
@@ -138,7 +139,7 @@ class Lanes(dict[LaneSpec, Lane]):
         self._close(seconds=math.inf if kind is None else 0.0)
 
 
-def _watch(ends: Sequence[Lane]) -> list[BackgroundThread]:
+def _watch(ends: Sequence[Completion]) -> list[BackgroundThread]:
     """A thread per connection of a device group: it sees at once that its peer is gone, as no call waits there."""
     watchers = []
     for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
@@ -158,7 +159,7 @@ def _watch(ends: Sequence[Lane]) -> list[BackgroundThread]:
 
 def _close(
     process: int,
-    ends: Sequence[Lane],
+    ends: Sequence[Completion],
     progress: Progress,
     watchers: Sequence[BackgroundThread],
     groups: Sequence[Any],

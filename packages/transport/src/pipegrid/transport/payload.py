@@ -234,11 +234,36 @@ class ExpectedShape:
         return parts[0] if self.single else "[" + ", ".join(parts) + "]"
 
 
+@frozen(eq=False)
+class PlainMessage:
+    """A message of one tensor that travels as it is.
+
+    Attributes:
+        nbytes: its size.
+    """
+
+    signature: Signature
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+
+
+def plain_message(signature: Signature | None, dtype: torch.dtype | None) -> PlainMessage | None:
+    """The message of a signature, if it is plain, and of the ``dtype`` that floating-point tensors must have."""
+    if signature is None or signature.tree != 0:
+        return None
+    (one,) = signature.tensors
+    own, shape = dtype_of(one), torch.Size(one.shape)
+    fits = dtype is None or own is dtype or not own.is_floating_point
+    if not fits or own not in _WIRE_DTYPES or not shape.numel():
+        return None
+    return PlainMessage(signature, shape, own, shape.numel() * own.itemsize)
+
+
 class ReceiveBuffers:
     """Buffers for messages of one signature, and payloads over them.
 
     Attributes:
-        plain: whether a payload is one tensor that travels under its own dtype.
         nbytes: bytes of a message.
     """
 
@@ -252,7 +277,6 @@ class ReceiveBuffers:
             for spec, wanted in zip(signature.tensors, signature.gradients, strict=True)
         ]
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in self._leaves)
-        self.plain = tree == 0 and self.nbytes > 0 and self._leaves[0][1] in _WIRE_DTYPES
         # Buffers that were released, each with the events that its next use must come after.
         self._free: list[tuple[Sequence[Tensor], Sequence[Any]]] = []
         self._spare: list[list[Tensor]] = []

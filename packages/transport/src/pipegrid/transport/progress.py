@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from pipegrid.transport.lane import Lane, Submit
+from pipegrid.transport.completion import Completion, Submit
 from pipegrid.transport.wait_lock import BackgroundThread
 
 _TICK_SECONDS = 0.05
@@ -16,7 +16,7 @@ _STREAMED_TICK_SECONDS = 0.002
 class Progress:
     """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
 
-    def __init__(self, lanes: Sequence[Lane], submit: Submit) -> None:
+    def __init__(self, lanes: Sequence[Completion], submit: Submit) -> None:
         self._lanes = lanes
         self._submit = submit
         self._stopped = False

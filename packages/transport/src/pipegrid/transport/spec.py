@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from attrs import define, frozen
@@ -78,3 +79,9 @@ class Tally:
     host_syncs: int = 0
     allocations: int = 0
     released: int = 0
+
+    def count(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that are moved."""
+        for tensor in tensors:
+            self.transfers += 1
+            self.bytes += tensor.nbytes

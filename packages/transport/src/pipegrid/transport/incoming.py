@@ -1,0 +1,194 @@
+"""The destination's end of a lane: headers, and the buffers of receives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegrid.transport.backends import Ticket
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.errors import P2PMismatchError
+from pipegrid.transport.handle import ReceiveTransfer
+from pipegrid.transport.message import ShapeContract, Signature, decode
+from pipegrid.transport.payload import (
+    ExpectedShape,
+    PlainMessage,
+    ReceiveBuffers,
+    plain_message,
+    receive_buffers,
+)
+from pipegrid.transport.spec import LaneSpec, Tally
+from pipegrid.transport.streams import working_on
+from pipegrid.transport.wire import Wire
+
+_BUFFERS_KEPT = 64  # signatures, where shapes vary
+
+
+class Incoming:
+    """What the messages of a lane are, at its destination.
+
+    Args:
+        peer: the global rank of the source.
+        index: the lane's index on its wire.
+        wire: brings headers; None where both ends are one rank.
+
+    Attributes:
+        contract: what has been announced.
+        dtype: the dtype that floating-point tensors must have; None allows any.
+        deferred: receives whose header has not come.
+        ahead: receives that the backend has and that no caller has asked for yet.
+        header: waits for the next header, where its receive was posted.
+        plain: the one message of the lane, where it is plain and each is started alone; and its buffers.
+    """
+
+    def __init__(
+        self,
+        spec: LaneSpec,
+        config: P2PConfig,
+        *,
+        peer: int,
+        device: torch.device,
+        index: int,
+        wire: Wire | None,
+        tally: Tally,
+        standing: Signature | None,
+    ) -> None:
+        self.contract = ShapeContract(spec, config.shape_mode, standing)
+        # Where dtypes are agreed with the shapes, any is valid.
+        self.dtype = config.pipeline_dtype if config.shape_mode in ("agreed", "given") else None
+        self.deferred: deque[ReceiveTransfer] = deque()
+        self.ahead: deque[tuple[Sequence[Tensor], Ticket]] = deque()
+        self.header: Callable[[timedelta], bytes] | None = None
+        self.plain: tuple[PlainMessage, ReceiveBuffers] | None = None
+        self._one_by_one = config.communicators == "separate" and not config.strict and wire is not None
+        self._spec, self._peer, self._device, self._tally = spec, peer, device, tally
+        self._index, self._wire = index, wire
+        self._buffers: dict[tuple[Signature, tuple[bool, ...], ExpectedShape | None], ReceiveBuffers] = {}
+        # Receives ahead, of shapes given up since: nothing is sent to them, and gloo cannot take them back.
+        self._given_up: list[Any] = []
+
+    def admit(self, transfer: ReceiveTransfer) -> None:
+        """Give a numbered receive its buffers, or defer it until its header comes.
+
+        Raises:
+            P2PMismatchError: the announced message differs from what the caller expects.
+        """
+        signature = None if self.deferred else self.contract.receive()
+        if signature is not None:
+            self._prepare(transfer, signature)
+            return
+        self.deferred.append(transfer)
+        self._expect_header()
+
+    def _expect_header(self) -> None:
+        if (
+            self.header is None
+            and self._wire is not None
+            and len(self.deferred) > self.contract.outstanding
+            and not self.contract.standing
+        ):
+            self.header = self._wire.receive_header(self._index)
+
+    def take_header(self, timeout: timedelta, lock: Any) -> None:
+        """Wait for the next header. Only for the leader.
+
+        Args:
+            timeout: how long.
+            lock: guards the contract.
+
+        Raises:
+            RuntimeError: the connection is gone, or no header came.
+            P2PMismatchError: it is for another message.
+        """
+        take = self.header
+        if take is None:
+            return
+        self._tally.host_syncs += 1
+        sequence, standing, signatures = decode(take(timeout))
+        self._tally.headers += 1
+        with lock:
+            self.header = None
+            first = self.deferred[self.contract.outstanding]
+            if sequence != first.sequence:
+                raise P2PMismatchError(
+                    f"rank {self._spec.destination} waits for message {first.sequence} of lane {self._spec}, but rank "
+                    f"{self._peer} announced message {sequence}; call renew() on both sides at the same message"
+                )
+            self.contract.announce(signatures, standing=standing)
+
+    def prepare_deferred(self) -> list[ReceiveTransfer]:
+        """The deferred receives whose shapes are known by now, with their buffers.
+
+        Raises:
+            P2PMismatchError: as `admit`.
+        """
+        ready = []
+        while self.deferred and (signature := self.contract.receive()) is not None:
+            self._prepare(self.deferred[0], signature)
+            ready.append(self.deferred.popleft())
+        if self.deferred:
+            self._expect_header()
+        return ready
+
+    def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
+        """Give a receive its buffers, for the stream that was current when it was started."""
+        buffers = self._buffers_of(transfer, signature)
+        if self.ahead:  # in whatever form this receive is to be, the backend has its buffer already
+            transfer.tensors, transfer.ticket = self.ahead.popleft()
+            self._tally.count(transfer.tensors)
+        else:
+            with working_on(transfer.stream):
+                transfer.tensors = buffers.take()
+        transfer.buffers = buffers
+        message = plain_message(self.contract.standing, self.dtype) if self.plain is None else None
+        if message is not None and self._one_by_one:
+            self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
+
+    def _buffers_of(self, transfer: ReceiveTransfer, signature: Signature) -> ReceiveBuffers:
+        """The buffers of a message in the form that its receiver expects.
+
+        Raises:
+            P2PMismatchError: as `admit`.
+        """
+        expected = transfer.expected
+        if signature.tree == 0 and expected == ExpectedShape(True, (signature.tensors[0].shape,)):
+            expected = None
+        key = (signature, signature.gradients, expected)
+        buffers = self._buffers.get(key)
+        if buffers is None:
+            exact = self.contract.stands
+            buffers = receive_buffers(
+                signature, expected, device=self._device, tally=self._tally, dtype=self.dtype, exact=exact
+            )
+            if buffers is None:
+                kind = "" if self.dtype is None else f" in {self.dtype}"
+                wanted = "any shape" if transfer.expected is None else f"shape {transfer.expected}"
+                raise P2PMismatchError(
+                    f"rank {self._spec.destination} expects message {transfer.sequence} of lane {self._spec} to be of "
+                    f"{wanted}{kind}, but rank {self._peer} announced {signature}; "
+                    f"give the same shapes and pipeline_dtype on both sides"
+                )
+            if len(self._buffers) >= _BUFFERS_KEPT:
+                self._buffers.clear()
+            self._buffers[key] = buffers
+            if self.contract.standing is not None:
+                buffers.keep()
+        return buffers
+
+    def renew(self) -> None:
+        """Forget the agreed shapes."""
+        self.contract.renew()
+        self.plain = None
+        self._buffers.clear()
+        self._given_up += self.ahead
+        self.ahead.clear()
+
+    def finish(self) -> None:
+        """Drop what the backend has: the lane has ended."""
+        self.ahead.clear()
+        self._given_up.clear()

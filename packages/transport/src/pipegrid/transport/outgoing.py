@@ -1,0 +1,113 @@
+"""The source's end of a lane: checks of payloads, announcements, the state of the shape contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.errors import P2PPayloadError, P2PUsageError
+from pipegrid.transport.handle import Transfer
+from pipegrid.transport.message import ShapeContract, Signature
+from pipegrid.transport.payload import (
+    PlainMessage,
+    carried,
+    check_sendable,
+    flatten,
+    plain_message,
+    signature_of,
+)
+from pipegrid.transport.spec import LaneSpec
+
+
+class Outgoing:
+    """What the messages of a lane are, at its source.
+
+    Args:
+        tell: tells the other end of messages, by the number of the first and their signatures, and whether the one
+            holds for all later messages; returns the works that must be kept until it has read them.
+
+    Attributes:
+        contract: what has been announced.
+        dtype: the dtype that floating-point tensors must have; None allows any.
+        plain: the one message of the lane, where it is plain and each is started alone.
+    """
+
+    def __init__(
+        self,
+        spec: LaneSpec,
+        config: P2PConfig,
+        *,
+        device: torch.device,
+        standing: Signature | None,
+        tell: Callable[[int, Sequence[Signature], bool], list[Any]],
+    ) -> None:
+        self.contract = ShapeContract(spec, config.shape_mode, standing)
+        # Where dtypes are agreed with the shapes, any is valid.
+        self.dtype = config.pipeline_dtype if config.shape_mode in ("agreed", "given") else None
+        self._spec = spec
+        self.plain: PlainMessage | None = None
+        self._one_by_one = config.communicators == "separate" and not config.strict and spec.source != spec.destination
+        self._mode = config.shape_mode
+        self._device = device
+        self._tell = tell
+        self._manifests: list[Any] = []  # works of manifests; the next send takes them along
+
+    def fill(self, transfer: Transfer, payload: Any, note: str | None) -> None:
+        """Give a send its tensors and its signature, before it has a number: a payload that fails costs no message.
+
+        Raises:
+            P2PPayloadError: see `check_sendable`.
+        """
+        tensors, tree = flatten(payload)
+        for tensor in tensors:
+            check_sendable(tensor, device=self._device, dtype=self.dtype, lane=self._spec)
+        if note is None:
+            note = "" if self.contract.standing is None else self.contract.standing.note
+        transfer.signature = signature_of(tensors, tree, note)
+        try:
+            transfer.tensors = carried(tensors, self._device)
+        except RuntimeError as error:
+            raise P2PPayloadError(f"lane {self._spec} cannot send these tensors as bytes: {error}") from error
+
+    def announce(self, payloads: Sequence[Any], sent: int) -> None:
+        """Announce the messages after the first ``sent``; see `Lane.announce`. Under the lock of the submitter."""
+        signatures = [signature_of(*flatten(payload)) for payload in payloads]
+        if signatures:
+            self._manifests += self._tell(sent + self.contract.outstanding, signatures, False)
+            self.contract.announce(signatures, standing=False)
+
+    def require_announcing(self) -> None:
+        """Raise where shapes are fixed.
+
+        Raises:
+            P2PUsageError: they are.
+        """
+        if self.contract.stands:
+            raise P2PUsageError(
+                f"lane {self._spec} has shapes={self._mode!r}, fixed by its first message; "
+                f"use shapes='manifest' (or 'header') to announce"
+            )
+
+    def admit(self, transfer: Transfer) -> None:
+        """Announce a numbered send, if no announcement has it.
+
+        Raises:
+            P2PMismatchError, P2PUsageError: see `ShapeContract.send`.
+        """
+        signature = transfer.signature
+        # First: a message that raises here has no number, and takes no header works along that a later one needs.
+        announcing = signature is not None and self.contract.send(signature, transfer.sequence)
+        transfer.header_works, self._manifests = self._manifests, []
+        if signature is not None and announcing:
+            works = self._tell(transfer.sequence, (signature,), self.contract.standing is not None)
+            transfer.header_works = [*transfer.header_works, *works]
+        if self._one_by_one and self.plain is None:
+            self.plain = plain_message(self.contract.standing, self.dtype)
+
+    def renew(self) -> None:
+        """Forget the agreed shapes."""
+        self.contract.renew()
+        self.plain = None

@@ -170,16 +170,18 @@ def play(at, whole, direction):
     """What every receiving rank has after messages and completion, and how many elements crossed."""
     givers, takers = (at.source, at.destination) if direction is F else (at.destination, at.source)
     crossing = {rank: at.crossing(whole, direction, rank) for rank in (*givers.ranks, *takers.ranks)}
+    parts = {rank: part for rank, (_, part) in crossing.items()}
     crossed = 0
     got = {}
     for rank in takers.ranks:
-        here = crossing[rank]
-        out = [None] * math.prod(here.shape)
-        for peer, boxes in here.peers.items():
-            assert peer in at.peers(rank, direction)
+        shape, here = crossing[rank]
+        out = [None] * math.prod(shape)
+        lanes = at.wiring("vtp", rank).routes[direction]
+        for peer, boxes in here.receives.items():
+            assert (peer, rank) in lanes
             theirs = held(at, givers, peer, whole)
-            sent = [theirs[c] for box in crossing[peer].peers[rank] for c in cells(crossing[peer].view, box)]
-            places = [c for box in boxes for c in cells(here.view, box)]
+            sent = [theirs[c] for box in parts[peer].sends[rank] for c in cells(parts[peer].given, box)]
+            places = [c for box in boxes for c in cells(here.taken, box)]
             assert len(sent) == len(places)
             crossed += len(sent)
             for place, element in zip(places, sent, strict=True):
@@ -187,10 +189,9 @@ def play(at, whole, direction):
                 out[place] = element
         got[rank] = out
     for rank in takers.ranks:
-        step = crossing[rank].completion
-        for giver, boxes in zip(step.ranks, step.boxes, strict=True) if step else ():
-            for box in boxes:
-                for place in cells(crossing[rank].view, box):
+        for step in parts[rank].completions:
+            for giver, boxes in zip(step.ranks, step.boxes, strict=True):
+                for place in [place for box in boxes for place in cells(parts[rank].taken, box)]:
                     assert giver == rank or got[rank][place] is None
                     got[rank][place] = got[giver][place]
     return got, crossed
@@ -220,17 +221,17 @@ def test_every_element_crosses_once_and_arrives_everywhere(a, b, cuts, axis, len
 def test_copies_share_the_sending_and_the_receiving(a, b, numel):
     at = boundary(a, b)
     for rank in at.source.ranks:
-        sent = sum(box.numel for boxes in at.crossing((numel,), F, rank).peers.values() for box in boxes)
-        assert abs(sent - numel / a) <= len(at.peers(rank, F))  # but for rounding, once for each message
+        sent = sum(box.numel for boxes in at.crossing((numel,), F, rank)[1].sends.values() for box in boxes)
+        assert abs(sent - numel / a) <= len(at.wiring("vtp", rank).receivers)  # but for rounding, once per message
     for rank in at.destination.ranks:
-        got = sum(box.numel for boxes in at.crossing((numel,), F, rank).peers.values() for box in boxes)
-        assert abs(got - numel / b) <= len(at.peers(rank, F))
+        got = sum(box.numel for boxes in at.crossing((numel,), F, rank)[1].receives.values() for box in boxes)
+        assert abs(got - numel / b) <= len(at.wiring("vtp", rank).senders)
 
 
 @pytest.mark.parametrize("cuts", [(True, True), (False, True)])
 def test_a_boundary_whose_receivers_hold_parts_needs_no_gather(cuts):
     at = boundary(2, 4, cuts)
-    assert all(at.crossing((8, 3), F, rank).completion is None for rank in at.destination.ranks)
+    assert not any(at.crossing((8, 3), F, rank)[1].completions for rank in at.destination.ranks)
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused():

@@ -4,52 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.bridge.wiring import BridgeWiring, group_spec, with_lanes
+from pipegrid.bridges.bridge.wiring import BridgeWiring, with_lanes
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config, renew_lanes
-    from pipegrid.bridges.bridge.receive import (
-        BridgeReceive,
-        BridgeSend,
-        LandingQueue,
-        first_failure,
-        holds_host,
-        new_stream,
-        whole_message,
-    )
+    from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
+    from pipegrid.bridges.bridge.traffic import EdgeTraffic, new_stream
+
+_OF_COMMUNICATOR = ("BridgeCommunicator", "lane_config", "renew_lanes")
+_OF_RECEIVE = ("BridgeReceive", "BridgeSend", "Landed", "PostedReceives")
+_OF_TRAFFIC = ("EdgeTraffic", "new_stream")
 
 __all__ = [
     "BridgeCommunicator",
     "BridgeReceive",
     "BridgeSend",
     "BridgeWiring",
-    "LandingQueue",
-    "first_failure",
-    "group_spec",
-    "holds_host",
+    "EdgeTraffic",
+    "Landed",
+    "PostedReceives",
     "lane_config",
     "new_stream",
     "renew_lanes",
-    "whole_message",
     "with_lanes",
 ]
-
-_IN_RECEIVE = (
-    "BridgeReceive",
-    "BridgeSend",
-    "LandingQueue",
-    "first_failure",
-    "holds_host",
-    "new_stream",
-    "whole_message",
-)
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     __all__,
     {
-        **dict.fromkeys(("BridgeCommunicator", "lane_config", "renew_lanes"), "communicator"),
-        **dict.fromkeys(_IN_RECEIVE, "receive"),
+        **dict.fromkeys(_OF_COMMUNICATOR, "communicator"),
+        **dict.fromkeys(_OF_RECEIVE, "receive"),
+        **dict.fromkeys(_OF_TRAFFIC, "traffic"),
     },
 )

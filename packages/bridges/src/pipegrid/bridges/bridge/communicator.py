@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,16 +12,9 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge.receive import (
-    BridgeReceive,
-    BridgeSend,
-    Landed,
-    LandingQueue,
-    first_failure,
-    holds_host,
-    whole_message,
-)
-from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, Route, ShapeExchange
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
+from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
+from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import (
@@ -39,18 +32,18 @@ from pipegrid.bridges.reshard import (
     GridLike,
     Links,
     Placement,
+    RankPart,
     Strategy,
     axis_names,
     boundary_side,
 )
-from pipegrid.bridges.steps import abort_groups, broadcast_text, pack, reduce_partial, start_completions, unpack
+from pipegrid.bridges.steps import abort_groups, broadcast_text
 from pipegrid.topology import create_groups, destroy_groups
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
-from pipegrid.transport.protocol import ReceiveHandle
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -198,17 +191,10 @@ class BridgeCommunicator:
             self.variable,
             None if shape is None else tuple(shape),
         )
-        self._groups = create_groups(
+        self._traffic = EdgeTraffic(str(self), self._wiring, backend=backend, device=self.device, config=settings)
+        self._groups = self._traffic.groups = create_groups(
             self._wiring.group_specs, backend=backend, timeout=timedelta(seconds=settings.deadline)
         )
-        self._landing = {
-            direction: self._landing_queue(direction, backend, settings.deadline) for direction in Direction
-        }
-        batches = settings.strict or settings.communicators == "shared" or not holds_host(backend, self.device)
-        self._together = self.batch if batches else nullcontext
-        self._lanes: Lanes | None = None
-        self._lane_to: dict[Direction, dict[int, Lane]] = {}
-        self._lane_from: dict[Direction, dict[int, Lane]] = {}
         self._owns_lanes = open
         if open:
             try:
@@ -233,39 +219,14 @@ class BridgeCommunicator:
         Raises:
             BridgeError: no lanes, or one of this rank's is not among them.
         """
-        if not isinstance(lanes, Mapping) or not callable(getattr(lanes, "batch", None)):
-            raise BridgeError(f"{self}: lanes are {shown(lanes)}; give what open_lanes() returns for lane_specs")
-        missing = [str(spec) for spec in self.lane_specs if spec not in lanes]
-        if missing:
-            raise BridgeError(f"{self}: lanes {missing} of rank {self.rank} are not among those given; open them, too")
-        self._lanes = lanes
-        for direction, routes in self._wiring.routes.items():
-            found = {route: lanes[self._wiring.lane_spec(*route, direction)] for route in routes}
-            self._lane_to[direction] = {there: lane for (here, there), lane in found.items() if here == self.rank}
-            self._lane_from[direction] = {here: lane for (here, there), lane in found.items() if there == self.rank}
-
-    def _landing_queue(self, direction: Direction, backend: str, deadline: float) -> LandingQueue:
-        side = self.dst if direction is _FORWARD else self.src
-        copies = side.classes[side.class_of(self.rank)] if self.rank in side.coords_of else ()
-        return LandingQueue(
-            str(self),
-            self.rank,
-            self.device,
-            deadline,
-            copies=copies if len(copies) > 1 else (),
-            by_itself=len(copies) > 1 and holds_host(backend, self.device),
-            failure=self._failure,
-        )
-
-    def _failure(self) -> object | None:
-        return first_failure(self._lanes or {})
+        self._traffic.attach(lanes)
 
     @property
     def lanes(self) -> Lanes:
         """The lanes."""
-        if self._lanes is None:
+        if self._traffic.lanes is None:
             raise BridgeError(f"{self} was made with open=False and has no lanes yet; call attach()")
-        return self._lanes
+        return self._traffic.lanes
 
     def lane(self, source: int, destination: int, direction: Direction | str) -> Lane:
         """The lane of one pair of ranks; ``direction`` is a `Direction`, or its value ``"F"`` or ``"B"``."""
@@ -330,8 +291,10 @@ class BridgeCommunicator:
         if samples is None and self._steady is not None:
             shape, dtype, known = self._steady
             if tensor.shape == shape and tensor.dtype is dtype:
-                peers = known.there.sends if self.skips_empty else self._wiring.receivers
-                sending = self._send(known, known.there, tensor.detach(), _FORWARD, peers)
+                peers = known.there.sends if self.skips_empty else None
+                sending = self._traffic.send(
+                    known.there, tensor.detach(), _FORWARD, dtype=known.wire_dtype, peers=peers
+                )
                 self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
                 return sending
         announced = Announcement(tensor.shape, _name(tensor.dtype), samples)
@@ -348,8 +311,8 @@ class BridgeCommunicator:
                 f"part is {known.there.given}"
             )
         # Every rank that may get something must hear of the sizes; gradients need no such message.
-        sending = self._send(
-            known, known.there, tensor.detach(), _FORWARD, self._wiring.receivers, note=announced.encode()
+        sending = self._traffic.send(
+            known.there, tensor.detach(), _FORWARD, dtype=known.wire_dtype, note=announced.encode()
         )
         # Only now: after a lane's error nothing was sent, and no gradient of it will come.
         self._announced = announced
@@ -369,22 +332,20 @@ class BridgeCommunicator:
         expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
         incoming = _Incoming()
 
-        def post() -> dict[int, ReceiveHandle] | None:
-            peers: Iterable[int] = self._wiring.senders
-            if self.skips_empty and not is_first:
-                if self._agreed is None:
-                    return None
-                peers = self._agreed.there.receives
-            return self._receives(peers, _FORWARD)
+        def peers() -> Iterable[int] | None:
+            if is_first or not self.skips_empty:
+                return self._wiring.senders
+            return None if self._agreed is None else self._agreed.there.receives
 
-        def land(handles: Mapping[int, ReceiveHandle]) -> Landed:
+        def land(handles: PostedReceives) -> Landed:
             known = incoming.passage = self.announced({peer: _note(handle) for peer, handle in handles.items()})
-            return self._filled(known, known.there, handles, _FORWARD, expected)
+            self._require_shape(expected, known.there)
+            return self._traffic.fill(known.there, handles, _FORWARD, dtype=known.dtype, wire_dtype=known.wire_dtype)
 
-        incoming.receive = receive = BridgeReceive(
-            self._landing[_FORWARD],
-            post,
+        incoming.receive = receive = self._traffic.receive(
+            _FORWARD,
             land,
+            peers=peers,
             requires_grad=self.backward,
             blocks=None if self._wiring.teller is None else self._asks_its_leader,
         )
@@ -421,7 +382,9 @@ class BridgeCommunicator:
             )
         if grad.dtype is not known.dtype:
             raise ShapeError(f"{self}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
-        sending = self._send(known, known.back, grad.detach(), _BACKWARD, known.back.sends)
+        sending = self._traffic.send(
+            known.back, grad.detach(), _BACKWARD, dtype=known.wire_dtype, peers=known.back.sends
+        )
         self._received.answer()  # only now: after a refusal the same activation still waits
         return sending
 
@@ -441,35 +404,33 @@ class BridgeCommunicator:
                 f"{self}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
             )
         expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
-        receive = BridgeReceive(
-            self._landing[_BACKWARD],
-            lambda: self._receives(known.back.receives, _BACKWARD),
-            lambda handles: self._filled(known, known.back, handles, _BACKWARD, expected),
-            requires_grad=False,
-        )
+
+        def land(handles: PostedReceives) -> Landed:
+            self._require_shape(expected, known.back)
+            return self._traffic.fill(known.back, handles, _BACKWARD, dtype=known.dtype, wire_dtype=known.wire_dtype)
+
+        receive = self._traffic.receive(_BACKWARD, land, peers=lambda: known.back.receives, requires_grad=False)
         self._sent.answer()
         return receive
 
     def abort(self, reason: str) -> None:
         """End lanes and completions at once, and tell the other side why."""
         self.end_completions(reason)
-        if self._owns_lanes and self._lanes is not None:
-            self._lanes.abort(reason)
+        if self._owns_lanes:
+            self.lanes.abort(reason)
 
     def end_completions(self, reason: str) -> None:
         """End the completions under way on this rank: those that wait for them, now or later, get the reason."""
-        for queue in self._landing.values():
-            queue.end(reason)
+        self._traffic.end(reason)
         abort_groups(self._groups.values())
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
-            for queue in self._landing.values():
-                queue.end("destroyed")
-            if self._owns_lanes and self._lanes is not None:
-                self._lanes.close()
+            self._traffic.end("destroyed")
+            if self._owns_lanes:
+                self.lanes.close()
             destroy_groups(self._groups)
 
     def batch(self) -> AbstractContextManager[None]:
@@ -564,69 +525,12 @@ class BridgeCommunicator:
         """
         return self.strategy == "auto" and not self.variable
 
-    def _send(
-        self,
-        known: Passage,
-        route: Route,
-        tensor: torch.Tensor,
-        direction: Direction,
-        peers: Iterable[int],
-        *,
-        note: str | None = None,
-    ) -> BridgeSend:
-        for ranks in route.plan.reductions:
-            if self.rank in ranks:
-                tensor = self._summed(tensor, ranks, direction)
-        lanes, dtype, sends = self._lane_to[direction], known.wire_dtype, route.sends
-        pieces = [(lanes[peer], pack(tensor, sends.get(peer, ()), dtype)) for peer in peers]
-        if len(pieces) == 1:
-            return BridgeSend((pieces[0][0].isend(pieces[0][1], note=note),))
-        with self._together():
-            return BridgeSend([lane.isend(flat, note=note) for lane, flat in pieces])
-
-    def _summed(self, tensor: torch.Tensor, ranks: Sequence[int], direction: Direction) -> torch.Tensor:
-        try:
-            return reduce_partial(tensor, self._groups[self._wiring.reduction_group(ranks, direction)])
-        except RuntimeError as error:
-            raise CompletionError(
-                f"rank {self.rank}, {self}: the partial sums of ranks {list(ranks)} were not added up: one of them "
-                f"died, or did not come before the deadline ({error})"
-            ) from error
-
-    def _receives(self, peers: Iterable[int], direction: Direction) -> dict[int, ReceiveHandle]:
-        lanes, peers = self._lane_from[direction], tuple(peers)
-        with self._together():
-            return {peer: lanes[peer].irecv() for peer in peers}
-
-    def _filled(
-        self,
-        known: Passage,
-        route: Route,
-        handles: Mapping[int, ReceiveHandle],
-        direction: Direction,
-        expected: tuple[int, ...] | None,
-    ) -> Landed:
-        """This rank's tensor with the messages in their places, and its completions under way."""
-        if expected not in {None, route.taken}:
+    def _require_shape(self, expected: tuple[int, ...] | None, part: RankPart) -> None:
+        if expected not in {None, part.taken}:
             raise ShapeError(
-                f"{self}: rank {self.rank} expects shape {expected}, but {route.taken} comes; the source's tensors and "
+                f"{self}: rank {self.rank} expects shape {expected}, but {part.taken} comes; the source's tensors and "
                 f"the sides' data lanes decide"
             )
-        if len(handles) == 1 and not route.completions and known.wire_dtype is known.dtype:
-            ((peer, handle),) = handles.items()
-            whole = whole_message(handle.result(), route.taken, route.receives.get(peer, ()))
-            if whole is not None:
-                return whole, ()
-        out = torch.empty(route.taken, dtype=known.dtype, device=self.device)
-        for peer, boxes in route.receives.items():
-            unpack(handles[peer].result().detach(), boxes, out)
-        return out, start_completions(
-            route.completions,
-            out,
-            lambda ranks: self._groups[self._wiring.completion_group(ranks, direction)],
-            rank=self.rank,
-            dtype=known.wire_dtype,
-        )
 
     def announced(self, notes: Mapping[int, str]) -> Passage:
         """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
@@ -634,7 +538,7 @@ class BridgeCommunicator:
             return self._agreed
         teller = self._wiring.teller
         if teller is not None:
-            group = self._groups[self._wiring.completion_group(self._wiring.copies, _FORWARD)]
+            group = self._groups[self._wiring.completion_group(self._wiring.copies(_FORWARD), _FORWARD)]
             try:
                 text = broadcast_text(json.dumps(sorted(notes.items())), teller, group, self.device)
             except RuntimeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -14,11 +13,13 @@ from attrs import Factory, define
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.bridges.steps import Completing
-from pipegrid.transport.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import current_stream, follow, mark, used_here, working_on
 
 _LOOK_SECONDS = 0.05  # how often a held completion looks whether its communicator has ended
+
+PostedReceives: TypeAlias = Mapping[int, ReceiveHandle]
+"""The receives of one tensor on the lanes, by the sending rank."""
 
 Landed: TypeAlias = tuple[torch.Tensor, Sequence[Completing]]
 """A tensor with the messages in their places, and the completions that fill the rest of it."""
@@ -194,8 +195,8 @@ class BridgeReceive:
     def __init__(
         self,
         queue: LandingQueue,
-        post: Callable[[], Mapping[int, ReceiveHandle] | None],
-        land: Callable[[Mapping[int, ReceiveHandle]], Landed],
+        post: Callable[[], PostedReceives | None],
+        land: Callable[[PostedReceives], Landed],
         *,
         requires_grad: bool = True,
         tensor: torch.Tensor | None = None,
@@ -213,7 +214,7 @@ class BridgeReceive:
         self._marks: Sequence[Any] = ()
         self._landed_on: torch.cuda.Stream | None = None
         # Without the lock: in strict mode this blocks, while another thread may be landing an earlier receive.
-        self._handles: Mapping[int, ReceiveHandle] | None = post()
+        self._handles: PostedReceives | None = post()
         self._missing = 0
         self._alone = not queue.copies and self._handles is not None and not queue.waiting
         if not self._alone:
@@ -337,7 +338,7 @@ class BridgeReceive:
             self._handles = {}
             self._landed = True
 
-    def _land_on_stream(self, handles: Mapping[int, ReceiveHandle]) -> None:
+    def _land_on_stream(self, handles: PostedReceives) -> None:
         queue = self._queue
         with working_on(queue.stream):
             follow(self._allocated, queue.device)
@@ -361,31 +362,6 @@ class BridgeReceive:
         self._done = True
 
 
-def whole_message(flat: torch.Tensor, shape: Sequence[int], boxes: Sequence[Any]) -> torch.Tensor | None:
-    """The tensor of ``shape`` where one message in one box is all of it, without a copy."""
-    if len(boxes) == 1 and math.prod(shape) == flat.numel():
-        return flat.detach().view(tuple(shape))
-    return None
-
-
 def _first_line(error: object) -> str:
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream to land on; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
-
-
-def holds_host(backend: str, device: torch.device) -> bool:
-    """Whether waiting for a transfer holds the host, rather than a stream."""
-    return device.type == "cpu" and "gloo" in backend
-
-
-def first_failure(lanes: Mapping[Any, Lane]) -> object | None:
-    """The error of the first lane that has failed; None while all live."""
-    return next((lane.error for lane in lanes.values() if lane.error is not None), None)

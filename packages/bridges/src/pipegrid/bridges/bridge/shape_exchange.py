@@ -14,7 +14,7 @@ from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import LaneTotalsError, ShapeError
-from pipegrid.bridges.reshard import BATCH, AxisNames, Box, Choice, Completion, ReshardPlan, Side, Sizes, plan_reshard
+from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import cuts_of_lane
 from pipegrid.topology import lane_bounds, lane_sizes
 
@@ -120,47 +120,14 @@ class Passage:
     rank: int
 
     @cached_property
-    def there(self) -> Route:
+    def there(self) -> RankPart:
         """This rank's part in the activation's way."""
-        return Route(self.forward, self.rank)
+        return RankPart(self.forward, self.rank)
 
     @cached_property
-    def back(self) -> Route:
+    def back(self) -> RankPart:
         """This rank's part in the gradient's way."""
-        return Route(self.backward, self.rank)
-
-
-@frozen(slots=False, eq=False)
-class Route:
-    """One rank's part in a plan, worked out once: messages are sent and received by it."""
-
-    plan: ReshardPlan
-    rank: int
-
-    @cached_property
-    def given(self) -> tuple[int, ...]:
-        """The shape of the tensor that the rank gives."""
-        return self.plan.source_shape(self.rank)
-
-    @cached_property
-    def taken(self) -> tuple[int, ...]:
-        """The shape of the tensor that the rank gets."""
-        return self.plan.destination_shape(self.rank)
-
-    @cached_property
-    def sends(self) -> dict[int, tuple[Box, ...]]:
-        """Per receiving rank, the boxes of the rank's tensor that go there."""
-        return {peer: tuple(m.source_box for m in ms) for peer, ms in self.plan.sends(self.rank).items()}
-
-    @cached_property
-    def receives(self) -> dict[int, tuple[Box, ...]]:
-        """Per sending rank, the boxes of the rank's tensor that come from there."""
-        return {peer: tuple(m.destination_box for m in ms) for peer, ms in self.plan.receives(self.rank).items()}
-
-    @cached_property
-    def completions(self) -> tuple[Completion, ...]:
-        """The completions that the rank takes part in."""
-        return tuple(step for step in self.plan.completions if self.rank in step.ranks)
+        return RankPart(self.backward, self.rank)
 
 
 _Key = tuple[tuple[int, Announcement], ...]

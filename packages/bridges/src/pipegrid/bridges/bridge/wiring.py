@@ -96,19 +96,20 @@ class BridgeWiring:
             groups += [self.reduction_group(ranks, direction) for ranks in giver.partial_groups]
         return tuple(spec for spec in groups if self.rank in spec.ranks)
 
-    @cached_property
-    def copies(self) -> tuple[int, ...]:
-        """The ranks that get what this rank of the destination gets, itself included."""
-        return self.dst.classes[self.dst.class_of(self.rank)]
+    def copies(self, direction: Direction) -> tuple[int, ...]:
+        """The ranks that get what this rank gets in that direction, itself included; none where it gets nothing."""
+        taker = self.dst if direction is Direction.FORWARD else self.src
+        return taker.classes[taker.class_of(self.rank)] if self.rank in taker.coords_of else ()
 
     @cached_property
     def teller(self) -> int | None:
         """With strategy "leader", the copy that hears the source and tells this rank; None where each hears."""
         if self.strategy != "leader" or self.rank not in self.dst.coords_of:
             return None
-        leader = self.copies[0]
+        copies = self.copies(Direction.FORWARD)
+        leader = copies[0]
         heard = routes(self.src, self.dst, self.axes, strategy="leader", rank=leader)
-        told = len(self.copies) > 1 and any(there == leader != here for here, there in heard)
+        told = len(copies) > 1 and any(there == leader != here for here, there in heard)
         return leader if told else None
 
 

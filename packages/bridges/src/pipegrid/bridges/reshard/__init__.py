@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipegrid.bridges.reshard.box import Box
 from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy
+from pipegrid.bridges.reshard.part import RankPart
 from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan, plan_reshard, routes
 from pipegrid.bridges.reshard.prove import check_plan
 from pipegrid.bridges.reshard.side import (
@@ -36,6 +37,7 @@ __all__ = [
     "Message",
     "Partial",
     "Placement",
+    "RankPart",
     "Replicated",
     "ReshardPlan",
     "Route",

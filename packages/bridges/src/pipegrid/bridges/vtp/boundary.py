@@ -8,13 +8,14 @@ made here for the tensor seen as ``[before, sequence, after]``: any number of ax
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from attrs import frozen
 
+from pipegrid.bridges.bridge import BridgeWiring
 from pipegrid.bridges.errors import ShapeError, TilingError
-from pipegrid.bridges.reshard import Box, Completion, Placement, Replicated, Sharded, Side, Sizes, plan_reshard, routes
+from pipegrid.bridges.reshard import Placement, RankPart, Replicated, Sharded, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.side import SideDim
 from pipegrid.transport.edge import Direction, Edge
 
@@ -42,23 +43,6 @@ class VTPStage:
         placement: Placement = Sharded("s") if self.cuts_sequence else Replicated()
         size = len(self.ranks)
         return Side(self.name, 0, (SideDim("tp", size, 1, placement),) if size > 1 else (), members=self.ranks)
-
-
-@frozen
-class Crossing:
-    """One rank's part in one message along a boundary.
-
-    Attributes:
-        shape: of the rank's own tensor.
-        view: the same tensor with the three axes that the boxes are in.
-        peers: per rank at the other side, ascending, the boxes that go there or come from there.
-        completion: how the copies on a receiving side then complete each other; None where there is nothing to do.
-    """
-
-    shape: Shape
-    view: Shape
-    peers: Mapping[int, tuple[Box, ...]]
-    completion: Completion | None
 
 
 @frozen(slots=False)
@@ -90,16 +74,9 @@ class VTPBoundary:
         """The side that receives in that direction."""
         return self.destination if direction is Direction.FORWARD else self.source
 
-    def peers(self, rank: int, direction: Direction) -> tuple[int, ...]:
-        """The ranks with which ``rank`` exchanges something in that direction, whatever the sizes, ascending."""
-        src, dst = self._sides
-        pairs = routes(src, dst, _AXES, backward=direction is Direction.BACKWARD, rank=rank)
-        return tuple(sorted(a if b == rank else b for a, b in pairs))
-
-    def copies(self, direction: Direction) -> tuple[int, ...]:
-        """The ranks that complete each other when they receive in that direction; none where each has its own part."""
-        stage = self.receiver(direction)
-        return tuple(sorted(stage.ranks)) if stage.parts < len(stage.ranks) else ()
+    def wiring(self, label: str, rank: int) -> BridgeWiring:
+        """The lanes and groups of ``rank``, whose names begin with ``label``."""
+        return BridgeWiring(f"{label}/{self.edge}", *self._sides, _AXES, "direct", backward=True, rank=rank)
 
     def whole(self, shape: Sequence[int], rank: int) -> Shape:
         """The shape of the whole tensor of which ``rank`` holds a part of ``shape``.
@@ -130,24 +107,18 @@ class VTPBoundary:
         for stage in (self.source, self.destination):
             check_sequence(whole[self.axis], stage.name, stage.parts)
 
-    def crossing(self, whole: Sequence[int], direction: Direction, rank: int) -> Crossing:
-        """What ``rank`` sends, or receives and completes, of a tensor of the shape ``whole``."""
-        src, dst = self._sides
+    def crossing(self, whole: Sequence[int], direction: Direction, rank: int) -> tuple[Shape, RankPart]:
+        """The shape of ``rank``'s own tensor where the whole is ``whole``, and its part in the plan that moves it.
+
+        The plan is for the tensor seen with three axes, so ``given`` and ``taken`` are views of that shape.
+        """
         sizes = Sizes(self._view(whole), axes=_AXES)
-        plan = plan_reshard(src, dst, sizes, backward=direction is Direction.BACKWARD, rank=rank)
+        plan = plan_reshard(*self._sides, sizes, backward=direction is Direction.BACKWARD, rank=rank)
         shape = list(whole)
         parts = self.stage_of(rank).parts
         if parts > 1:
             shape[self.axis] //= parts
-        if self.sends(rank, direction):
-            boxes = {peer: tuple(m.source_box for m in ms) for peer, ms in plan.sends(rank).items()}
-            view = plan.source_shape(rank)
-        else:
-            boxes = {peer: tuple(m.destination_box for m in ms) for peer, ms in plan.receives(rank).items()}
-            view = plan.destination_shape(rank)
-        return Crossing(
-            tuple(shape), view, boxes, next((step for step in plan.completions if rank in step.ranks), None)
-        )
+        return tuple(shape), RankPart(plan, rank)
 
     def _view(self, whole: Sequence[int]) -> Shape:
         """Three axes; the elements in one row where no side cuts the sequence, since slices are then contiguous."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, overload
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, new_stream, renew_lanes
+from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeTraffic, lane_config, new_stream, renew_lanes
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.steps import abort_groups, gather_flat
-from pipegrid.bridges.vtp.peers import Peers, Ranks, require_stage
+from pipegrid.bridges.vtp.peers import Named, Peers, require_stage
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.bridges.vtp.traffic import BoundaryTraffic
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
@@ -82,18 +82,30 @@ class VTPCommunicator:
         self.config = as_config(config)
         self._check_config(config)
         backend, self.device = resolve_device(backend, device)
-        boundaries = topology.boundaries(self.replica)
-        self._traffic = {
-            boundary.edge: BoundaryTraffic(boundary, self.rank, label, variable=self.config.shape_mode == "header")
-            for boundary in boundaries
-            if self.rank in (*boundary.source.ranks, *boundary.destination.ranks)
-        }
-        self._peers = Peers(self.rank, tuple(traffic.boundary for traffic in self._traffic.values()))
         self._ended = False
         variable = self.config.shape_mode == "header"
+        stream = new_stream(self.device)
+        self._traffic = {
+            boundary.edge: BoundaryTraffic(
+                boundary,
+                EdgeTraffic(
+                    f"boundary {label}/{boundary.edge}",
+                    boundary.wiring(label, self.rank),
+                    backend=backend,
+                    device=self.device,
+                    config=self.config,
+                    stream=stream,
+                ),
+                variable=variable,
+            )
+            for boundary in topology.boundaries(self.replica)
+            if self.rank in (*boundary.source.ranks, *boundary.destination.ranks)
+        }
+        self._peers = Peers(self.rank, tuple(one.boundary for one in self._traffic.values()))
+        edges = [one.traffic for one in self._traffic.values()]
         self.lanes = open_lanes(
-            [spec for traffic in self._traffic.values() for spec in traffic.lane_specs],
-            config=evolve(self.config, variable_seq_lengths=variable, shapes="header" if variable else "agreed"),
+            [spec for edge in edges for spec in edge.wiring.lane_specs],
+            config=evolve(lane_config(self.config, variable=variable), pipeline_dtype=self.config.pipeline_dtype),
             backend=backend,
             device=self.device,
         )
@@ -102,20 +114,13 @@ class VTPCommunicator:
         except BaseException:
             self.lanes.close()
             raise
-        stream = new_stream(self.device)
-        for traffic in self._traffic.values():
-            traffic.attach(
-                self.lanes,
-                self._groups,
-                backend=backend,
-                device=self.device,
-                deadline=self.config.deadline,
-                stream=stream,
-            )
+        for edge in edges:
+            edge.attach(self.lanes)
+            edge.groups = self._groups
 
     def _make_groups(self, backend: str) -> dict[GroupSpec, dist.ProcessGroup]:
         groups = create_groups(
-            [spec for traffic in self._traffic.values() for spec in traffic.group_specs],
+            [spec for one in self._traffic.values() for spec in one.traffic.wiring.group_specs],
             backend=backend,
             timeout=timedelta(seconds=self.config.deadline),
         )
@@ -178,7 +183,7 @@ class VTPCommunicator:
             StageError: there is no such edge, or this rank does not send on it.
             ShapeError: not a tensor, or one whose sequence a side cannot cut.
         """
-        return BridgeSend(self._of_edge(edge, direction, sends=True).isend(payload, direction))
+        return self._of_edge(edge, direction, sends=True).isend(payload, direction)
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> BridgeReceive:
         """Start receiving the next tensor of ``edge`` in that direction.
@@ -212,7 +217,8 @@ class VTPCommunicator:
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it."""
-        specs = [spec for edge in edges if edge in self._traffic for spec in self._traffic[edge].lane_specs]
+        found = [self._traffic[edge].traffic.wiring for edge in edges if edge in self._traffic]
+        specs = [spec for wiring in found for spec in wiring.lane_specs]
         return self.lanes.neighbours({rank for spec in specs for rank in spec.pair})
 
     def renew_shapes(self) -> None:
@@ -236,9 +242,8 @@ class VTPCommunicator:
             destroy_groups(self._groups)
 
     def _end_completions(self, reason: str) -> None:
-        for traffic in self._traffic.values():
-            for queue in traffic.queues.values():
-                queue.end(reason)
+        for one in self._traffic.values():
+            one.traffic.end(reason)
 
     def _require_alive(self) -> None:
         if self._ended:
@@ -276,9 +281,7 @@ class VTPCommunicator:
 
     # -- the functions of variable-TP scripts: no guards, asynchronous --------------------------------------
 
-    def vtp_send_forward(
-        self, tensor: torch.Tensor, *, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None
-    ) -> list[Handle] | None:
+    def vtp_send_forward(self, tensor: torch.Tensor, **named: Unpack[Named]) -> list[Handle] | None:
         """Start sending this rank's share of an activation to the next stage; in a ring also from the last to stage 0.
 
         ``group``, ``next_rank`` and ``prev_rank`` say who the neighbours are, as `Peers`: one value or a list.
@@ -286,23 +289,18 @@ class VTPCommunicator:
         Returns:
             A handle per receiving rank; None on a rank with nothing to send (the last stage without a ring).
         """
-        return self._start_send(tensor, _F, self._peers.next(group, next_rank, prev_rank))
+        return self._start_send(tensor, _F, self._peers.next(**named))
 
-    def vtp_send_backward(
-        self, tensor: torch.Tensor, *, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None
-    ) -> list[Handle] | None:
+    def vtp_send_backward(self, tensor: torch.Tensor, **named: Unpack[Named]) -> list[Handle] | None:
         """Start sending this rank's share of a gradient to the previous stage. As `vtp_send_forward`."""
-        return self._start_send(tensor, _B, self._peers.previous(group, next_rank, prev_rank))
+        return self._start_send(tensor, _B, self._peers.previous(**named))
 
     def vtp_recv_forward(
         self,
         tensor_shape: Sequence[int],
         config: Any = None,
         async_op: bool = False,
-        *,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
+        **named: Unpack[Named],
     ) -> Any:
         """Receive an activation of ``tensor_shape`` (this rank's part) in ``pipeline_dtype`` from the previous stage.
 
@@ -314,30 +312,23 @@ class VTPCommunicator:
             P2PConfigError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
             StageError: nothing comes here: stage 0 without a ring.
         """
-        return self._receive_at_once(
-            tensor_shape, config, "recv_prev", async_op, self._peers.previous(group, next_rank, prev_rank)
-        )
+        return self._receive_at_once(tensor_shape, config, "recv_prev", async_op, self._peers.previous(**named))
 
     def vtp_recv_backward(
         self,
         tensor_shape: Sequence[int],
         config: Any = None,
         async_op: bool = False,
-        *,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
+        **named: Unpack[Named],
     ) -> Any:
         """Receive a gradient from the next stage. As `vtp_recv_forward`; the work stands under ``"recv_next"``."""
-        return self._receive_at_once(
-            tensor_shape, config, "recv_next", async_op, self._peers.next(group, next_rank, prev_rank)
-        )
+        return self._receive_at_once(tensor_shape, config, "recv_next", async_op, self._peers.next(**named))
 
     def _start_send(self, tensor: torch.Tensor, direction: Direction, edge: Edge | None) -> list[Handle] | None:
         self._require_alive()
         if edge is None:
             return None
-        return list(self._of_edge(edge, direction, sends=True).isend(tensor, direction))
+        return list(self._of_edge(edge, direction, sends=True).isend(tensor, direction).handles)
 
     def _receive_at_once(self, shape: Any, config: Any, name: str, async_op: bool, edge: Edge | None) -> Any:
         receive = self._start_receive(shape, self._settings(config), name, edge)
@@ -374,9 +365,7 @@ class VTPCommunicator:
         is_end_stage: bool = False,
         *,
         wait_on_reqs: bool = True,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
+        **named: Unpack[Named],
     ) -> tuple[torch.Tensor | None, Requests | None]:
         """Receive an activation; nothing on stage 0, unless it acts as the end of a ring.
 
@@ -386,7 +375,7 @@ class VTPCommunicator:
         """
         if not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
-        edge = self._peers.previous(group, next_rank, prev_rank)
+        edge = self._peers.previous(**named)
         return self._receive_with_reqs(tensor_shape, config, "recv_prev", edge, wait_on_reqs)
 
     def recv_backward_with_reqs(
@@ -396,9 +385,7 @@ class VTPCommunicator:
         is_end_stage: bool = False,
         *,
         wait_on_reqs: bool = True,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
+        **named: Unpack[Named],
     ) -> tuple[torch.Tensor | None, Requests | None]:
         """Receive a gradient; nothing on the last stage, which in a ring is stage 0 as its end.
 
@@ -407,7 +394,7 @@ class VTPCommunicator:
         """
         if not self.topology.tells_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
-        edge = self._peers.next(group, next_rank, prev_rank)
+        edge = self._peers.next(**named)
         return self._receive_with_reqs(tensor_shape, config, "recv_next", edge, wait_on_reqs)
 
     def _receive_with_reqs(
@@ -425,31 +412,14 @@ class VTPCommunicator:
                 return receive.result(), None
         return receive.tensor, {name: receive}
 
-    @overload
-    def send_forward(self, output_tensor: torch.Tensor, is_last_stage: bool = False) -> None: ...
-
-    @overload
     def send_forward(
         self,
         output_tensor: torch.Tensor,
         config: Any = None,
         is_end_stage: bool = False,
         *,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
-    ) -> None: ...
-
-    def send_forward(  # type: ignore[misc]  # `config` in second place may be `is_last_stage`: told apart by type
-        self,
-        output_tensor: torch.Tensor,
-        config: Any = None,
-        is_end_stage: bool = False,
-        *,
         is_last_stage: bool = False,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
+        **named: Unpack[Named],
     ) -> None:
         """Send an activation on; nothing on the last stage, which in a ring is stage 0 as its end.
 
@@ -460,42 +430,25 @@ class VTPCommunicator:
             config, is_last_stage = None, config
         if is_last_stage or not self.topology.tells_forward(self.stage, is_end_stage=is_end_stage):
             return
-        edge = self._peers.next(group, next_rank, prev_rank)
+        edge = self._peers.next(**named)
         with _timed(self._settings(config), "forward-send"):
             _wait(self._start_send(output_tensor, _F, edge))
 
-    @overload
-    def send_backward(self, input_tensor_grad: torch.Tensor, is_first_stage: bool = False) -> None: ...
-
-    @overload
     def send_backward(
         self,
         input_tensor_grad: torch.Tensor,
         config: Any = None,
         is_end_stage: bool = False,
         *,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
-    ) -> None: ...
-
-    def send_backward(  # type: ignore[misc]  # `config` in second place may be `is_first_stage`: told apart by type
-        self,
-        input_tensor_grad: torch.Tensor,
-        config: Any = None,
-        is_end_stage: bool = False,
-        *,
         is_first_stage: bool = False,
-        group: Any = None,
-        next_rank: Ranks = None,
-        prev_rank: Ranks = None,
+        **named: Unpack[Named],
     ) -> None:
         """Send a gradient back; nothing on stage 0, unless it acts as the end of a ring. As `send_forward`."""
         if isinstance(config, bool):
             config, is_first_stage = None, config
         if is_first_stage or not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
             return
-        edge = self._peers.previous(group, next_rank, prev_rank)
+        edge = self._peers.previous(**named)
         require_stage(edge, self.stage, "send_backward", ring=self.topology.ring)
         with _timed(self._settings(config), "backward-send"):
             _wait(self._start_send(input_tensor_grad, _B, edge))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import torch.distributed as dist
 from attrs import frozen
@@ -14,6 +14,14 @@ from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.transport.edge import Edge
 
 Ranks: TypeAlias = int | Sequence[int] | None
+
+
+class Named(TypedDict, total=False):
+    """The neighbours of one call, where they are not the topology's; see `Peers`."""
+
+    group: Any
+    next_rank: Ranks
+    prev_rank: Ranks
 
 
 @frozen
@@ -28,25 +36,27 @@ class Peers:
     rank: int
     boundaries: tuple[VTPBoundary, ...]
 
-    def next(self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None) -> Edge | None:
+    def next(self, **named: Unpack[Named]) -> Edge | None:
         """The edge on which activations leave this rank; None on the last stage without a ring.
 
         Raises:
             StageError: a rank was named that is not in a neighbouring stage of this replica.
         """
-        named_next, _ = self._checked(group, next_rank, prev_rank)
-        return self._edge(named_next, "next")
+        following, _ = self._checked(**named)
+        return self._edge(following, "next")
 
-    def previous(self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None) -> Edge | None:
+    def previous(self, **named: Unpack[Named]) -> Edge | None:
         """The edge on which activations come to this rank; None on stage 0 without a ring.
 
         Raises:
             StageError: a rank was named that is not in a neighbouring stage of this replica.
         """
-        _, named_previous = self._checked(group, next_rank, prev_rank)
-        return self._edge(named_previous, "previous")
+        _, before = self._checked(**named)
+        return self._edge(before, "previous")
 
-    def _checked(self, group: Any, next_rank: Ranks, prev_rank: Ranks) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _checked(
+        self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if group is None and next_rank is None and prev_rank is None:
             return (), ()
         following, before = _as_ranks(next_rank), _as_ranks(prev_rank)

@@ -1,0 +1,233 @@
+"""The traffic of one edge on one rank: messages over lanes, sums and completions in groups of the edge's own.
+
+Sizes are the caller's: every call is given the rank's part in a reshard plan. `BridgeCommunicator` and the boundaries
+of the variable-TP pipeline differ in how they learn it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, LandingQueue, PostedReceives
+from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.bridges.errors import BridgeError, CompletionError
+from pipegrid.bridges.reshard import Box, RankPart
+from pipegrid.bridges.steps import pack, reduce_partial, start_completions, unpack
+from pipegrid.topology import GroupSpec
+from pipegrid.topology.fields import shown
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.edge import Direction
+from pipegrid.transport.lane import Lane
+from pipegrid.transport.opening import Lanes
+from pipegrid.transport.spec import LaneSpec
+
+
+class EdgeTraffic:
+    """Sends and receives along the edge ``name``, both directions.
+
+    Attributes:
+        wiring: which lanes and groups it has.
+        device: of the tensors.
+        batches: messages to several ranks are one batch. Where a wait holds the host, one by one is faster, except in
+            strict mode and on shared communicators, where two ranks that both send first would wait for each other.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wiring: BridgeWiring,
+        *,
+        backend: str,
+        device: torch.device,
+        config: P2PConfig,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.name, self.wiring, self.device = name, wiring, device
+        holds_host = device.type == "cpu" and "gloo" in backend
+        self.batches = config.strict or config.communicators == "shared" or not holds_host
+        self.queues: dict[Direction, LandingQueue] = {}
+        for direction in wiring.directions:
+            copies = wiring.copies(direction)
+            alone = len(copies) < 2
+            self.queues[direction] = LandingQueue(
+                name,
+                wiring.rank,
+                device,
+                config.deadline,
+                copies=() if alone else copies,
+                by_itself=not alone and holds_host,
+                failure=self._failure,
+                stream=stream,
+            )
+        self._lanes: Lanes | None = None
+        self._together: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._to: dict[Direction, dict[int, Lane]] = {}
+        self._from: dict[Direction, dict[int, Lane]] = {}
+        self.groups: Mapping[GroupSpec, dist.ProcessGroup] = {}
+
+    def attach(self, lanes: Lanes) -> None:
+        """Use these lanes, which hold this rank's.
+
+        Raises:
+            BridgeError: no lanes, or one of this rank's is not among them.
+        """
+        if not isinstance(lanes, Mapping) or not callable(getattr(lanes, "batch", None)):
+            raise BridgeError(f"{self.name}: lanes are {shown(lanes)}; give what open_lanes() returns for lane_specs")
+        wiring, rank = self.wiring, self.wiring.rank
+        missing = [str(spec) for spec in wiring.lane_specs if spec not in lanes]
+        if missing:
+            raise BridgeError(f"{self.name}: lanes {missing} of rank {rank} are not among those given; open them, too")
+        self._lanes = lanes
+        self._together = lanes.batch if self.batches else nullcontext
+        for direction, routes in wiring.routes.items():
+            found = {route: lanes[wiring.lane_spec(*route, direction)] for route in routes}
+            self._to[direction] = {there: lane for (here, there), lane in found.items() if here == rank}
+            self._from[direction] = {here: lane for (here, there), lane in found.items() if there == rank}
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The lanes, this rank's of the edge among them; None before `attach`."""
+        return self._lanes
+
+    def _failure(self) -> object | None:
+        """The error of the first lane of the edge that failed; None while all live."""
+        lanes: Mapping[LaneSpec, Lane] = self._lanes or {}
+        failed = (lanes[spec].error for spec in self.wiring.lane_specs if spec in lanes)
+        return next((error for error in failed if error is not None), None)
+
+    def send(
+        self,
+        part: RankPart,
+        tensor: torch.Tensor,
+        direction: Direction,
+        *,
+        dtype: torch.dtype,
+        peers: Iterable[int] | None = None,
+        note: str | None = None,
+    ) -> BridgeSend:
+        """Start sending this rank's share of ``tensor``, in ``dtype``.
+
+        Args:
+            part: this rank's, in the plan of the direction.
+            tensor: of shape ``part.given``.
+            direction: of the tensor.
+            dtype: on the wire.
+            peers: the ranks that get a message, be it one without bytes; None is all that have a lane.
+            note: see `Lane.isend`.
+        """
+        for ranks in part.reductions:
+            tensor = self._summed(tensor, ranks, direction)
+        lanes, boxes = self._to[direction], part.sends
+        to = lanes if peers is None else peers
+        pieces = [(lanes[peer], pack(tensor, boxes.get(peer, ()), dtype)) for peer in to]
+        if len(pieces) == 1:
+            return BridgeSend((pieces[0][0].isend(pieces[0][1], note=note),))
+        with self._together():
+            return BridgeSend([lane.isend(flat, note=note) for lane, flat in pieces])
+
+    def _summed(self, tensor: torch.Tensor, ranks: Sequence[int], direction: Direction) -> torch.Tensor:
+        try:
+            return reduce_partial(tensor, self.groups[self.wiring.reduction_group(ranks, direction)])
+        except RuntimeError as error:
+            raise CompletionError(
+                f"rank {self.wiring.rank}, {self.name}: the partial sums of ranks {list(ranks)} were not added up: one "
+                f"of them died, or did not come before the deadline ({error})"
+            ) from error
+
+    def receive(
+        self,
+        direction: Direction,
+        land: Callable[[PostedReceives], Landed],
+        *,
+        peers: Callable[[], Iterable[int] | None] | None = None,
+        requires_grad: bool = True,
+        tensor: torch.Tensor | None = None,
+        blocks: Callable[[], bool] | None = None,
+    ) -> BridgeReceive:
+        """Start receiving the next tensor.
+
+        Args:
+            direction: of the tensor.
+            land: makes the tensor of the messages that have arrived, by peer; see `fill`.
+            peers: the ranks that send a message, None while they are not known; without it, all that have a lane.
+            requires_grad: see `BridgeReceive`.
+            tensor: see `BridgeReceive`.
+            blocks: see `BridgeReceive`.
+        """
+        lanes = self._from[direction]
+
+        def post() -> PostedReceives | None:
+            wanted = lanes if peers is None else peers()
+            if wanted is None:
+                return None
+            with self._together():
+                return {peer: lanes[peer].irecv() for peer in wanted}
+
+        return BridgeReceive(
+            self.queues[direction], post, land, requires_grad=requires_grad, tensor=tensor, blocks=blocks
+        )
+
+    def fill(
+        self,
+        part: RankPart,
+        handles: PostedReceives,
+        direction: Direction,
+        *,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Landed:
+        """This rank's tensor with the messages in their places, and its completions under way.
+
+        Args:
+            part: this rank's, in the plan of the direction.
+            handles: the receives, which have arrived, by peer.
+            direction: of the tensor.
+            dtype: of the tensor.
+            wire_dtype: of the messages; None is ``dtype``.
+            out: of shape ``part.taken``, to be filled; None is a new tensor, or the only message where that is all.
+        """
+        wire_dtype = wire_dtype or dtype
+        if out is None:
+            if len(handles) == 1 and not part.completions and wire_dtype is dtype:
+                ((peer, handle),) = handles.items()
+                whole = _whole_message(handle.result(), part.taken, part.receives.get(peer, ()))
+                if whole is not None:
+                    return whole, ()
+            out = torch.empty(part.taken, dtype=dtype, device=self.device)
+        for peer, boxes in part.receives.items():
+            unpack(handles[peer].result().detach(), boxes, out)
+        return out, start_completions(
+            part.completions,
+            out,
+            lambda ranks: self.groups[self.wiring.completion_group(ranks, direction)],
+            rank=self.wiring.rank,
+            dtype=wire_dtype,
+        )
+
+    def end(self, reason: str) -> None:
+        """Let completions that are waited for, now or later, fail with ``reason``."""
+        for queue in self.queues.values():
+            queue.end(reason)
+
+
+def _whole_message(flat: Any, shape: Sequence[int], boxes: Sequence[Box]) -> torch.Tensor | None:
+    """The tensor of ``shape`` where one message in one box is all of it, without a copy."""
+    if len(boxes) == 1 and math.prod(shape) == flat.numel():
+        tensor: torch.Tensor = flat.detach().view(shape)
+        return tensor
+    return None
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream to land on; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

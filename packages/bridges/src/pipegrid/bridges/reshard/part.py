@@ -1,0 +1,48 @@
+"""One rank's part in a reshard plan, worked out once. Pure; no torch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from attrs import frozen
+
+from pipegrid.bridges.reshard.box import Box
+from pipegrid.bridges.reshard.plan import Completion, ReshardPlan
+
+
+@frozen(slots=False, eq=False)
+class RankPart:
+    """What ``rank`` sends, receives, sums and completes in ``plan``."""
+
+    plan: ReshardPlan
+    rank: int
+
+    @cached_property
+    def given(self) -> tuple[int, ...]:
+        """Shape of the tensor that the rank gives."""
+        return self.plan.source_shape(self.rank)
+
+    @cached_property
+    def taken(self) -> tuple[int, ...]:
+        """Shape of the tensor that the rank gets."""
+        return self.plan.destination_shape(self.rank)
+
+    @cached_property
+    def sends(self) -> dict[int, tuple[Box, ...]]:
+        """Per receiving rank, ascending, the boxes of the rank's tensor that go there."""
+        return {peer: tuple(m.source_box for m in ms) for peer, ms in self.plan.sends(self.rank).items()}
+
+    @cached_property
+    def receives(self) -> dict[int, tuple[Box, ...]]:
+        """Per sending rank, ascending, the boxes of the rank's tensor that come from there."""
+        return {peer: tuple(m.destination_box for m in ms) for peer, ms in self.plan.receives(self.rank).items()}
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks with which the rank first adds up partial sums."""
+        return tuple(ranks for ranks in self.plan.reductions if self.rank in ranks)
+
+    @cached_property
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions that the rank takes part in."""
+        return tuple(step for step in self.plan.completions if self.rank in step.ranks)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pipegrid.testing.fake_nccl.device import FakeDevice, Launch, Mark, Operation
+from pipegrid.testing.fake_nccl.device import FakeDevice, Launch, Mark, Moment, Operation
 from pipegrid.testing.fake_nccl.group import FakeGroup, FakeWork, register
+from pipegrid.testing.fake_nccl.late import LateRun
 from pipegrid.testing.fake_nccl.streams import HostSync, Streams, VirtualEvent, VirtualStream
 
 __all__ = [
@@ -11,8 +12,10 @@ __all__ = [
     "FakeGroup",
     "FakeWork",
     "HostSync",
+    "LateRun",
     "Launch",
     "Mark",
+    "Moment",
     "Operation",
     "Streams",
     "VirtualEvent",

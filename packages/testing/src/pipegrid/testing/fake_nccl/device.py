@@ -16,13 +16,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
 
 from attrs import define, field, frozen
 from torch import Tensor
 
+from pipegrid.testing.fake_nccl.late import LateRun
+from pipegrid.testing.fake_nccl.player import DONE, Player, Signal
 from pipegrid.testing.fake_nccl.streams import Clock, Streams, VirtualStream
 
+What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "reached"]
 _WATCHDOG_SECONDS = 0.05
 
 
@@ -67,6 +73,21 @@ class Mark:
     behind: tuple[str, ...]
 
 
+@frozen
+class Moment:
+    """Something that happened on the host or on the device.
+
+    Attributes:
+        what: on the host ``launched`` (of a launch) and ``marked`` (of a mark); on the device ``started`` and
+            ``ended``. On a late device, of the stream that was current on the host, too: ``awaited``, where it gets to
+            a wait for the launch's end, and ``reached``, where it gets to the mark.
+        of: the launch or the mark.
+    """
+
+    what: What
+    of: Launch | Mark
+
+
 @define(eq=False)
 class Entry:
     """One entry on its stream.
@@ -75,12 +96,19 @@ class Entry:
         run: moves the data; returns at the end, or raises ``RuntimeError``.
         timeout: seconds from launch to end that the watchdog allows.
         clock: the work on virtual streams up to the entry's end.
+        after: the end of the work that was queued before it on the stream that was current.
+        kept: tensors whose memory the entry keeps, until a stream waits for it.
+        signal: its end.
     """
 
     launch: Launch
     run: Callable[[], None]
     timeout: float
     clock: Clock
+    stream: VirtualStream
+    after: Signal = DONE
+    kept: list[Tensor] = field(factory=list)
+    signal: Signal = field(factory=Signal)
     launched_at: float = field(factory=time.monotonic)
     started: bool = False
     error: Exception | None = None
@@ -118,6 +146,15 @@ class Entry:
         callback()
 
 
+@define(eq=False)
+class _Line:
+    """The entries of one stream: those that wait, the one under way, and the queue of the thread that plays it."""
+
+    waiting: deque[Entry] = field(factory=deque)
+    playing: Entry | None = None
+    thread: queue.SimpleQueue[Entry | None] = field(factory=queue.SimpleQueue)
+
+
 class FakeDevice:
     """The fake GPU of one rank.
 
@@ -128,6 +165,7 @@ class FakeDevice:
 
     Attributes:
         history: every launch and every mark on this rank, in order.
+        timeline: launches and marks, and the starts and ends of entries between them, in order.
         streams: virtual streams for the code under test; see `Streams`.
         violations: broken rules, as texts; they fail the test.
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
@@ -138,13 +176,14 @@ class FakeDevice:
         self.waits_hold = waits_hold
         self.reports_peer_errors = False
         self.history: list[Launch | Mark] = []
+        self.timeline: list[Moment] = []
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
         self._group_streams: dict[str, VirtualStream] = {}
-        self._lock = threading.RLock()
+        self._lock = self.streams.lock
         self._open: dict[str, list[Entry]] = {}
-        self._streams: dict[str, queue.SimpleQueue[Entry | None]] = {}
+        self._lines: dict[str, _Line] = {}
         self._threads: list[threading.Thread] = []
         self._cuts: dict[str, Callable[[], None]] = {}
         self._closed = threading.Event()
@@ -152,8 +191,8 @@ class FakeDevice:
     def add_group(self, group: str, cut: Callable[[], None]) -> None:
         """Make a group's stream; ``cut`` wakes an entry of the group that waits for a peer."""
         self._cuts[group] = cut
-        self._group_streams[group] = self.streams.make_stream(f"NCCL's stream of group {group}", foreign=True)
-        self._stream(group)
+        self._group_streams[group] = self.streams.make_stream(f"NCCL's stream of group {group}")
+        self._line(group)
 
     @property
     def launches(self) -> list[Launch]:
@@ -166,8 +205,11 @@ class FakeDevice:
         with self._lock:
             clock = self.streams.record(stream)
             behind = [name for name, where, at in self._marked if not self.streams.known_to_host(where, at)]
-            self.history.append(Mark(text, tuple(behind)))
+            mark = Mark(text, tuple(behind))
+            self.history.append(mark)
+            self._note("marked", mark)
             self._marked.append((text, stream, clock))
+            self.streams.order(stream, clock, reached=lambda: self._note("reached", mark))
 
     def launch(
         self,
@@ -186,11 +228,43 @@ class FakeDevice:
             stream, here = self._group_streams[group], self.streams.current_stream()
             self.streams.order(stream, self.streams.record(here))
             clock = self.streams.work(stream, f"entry {launch.number} ({kind})", reads=reads, writes=writes)
-            entry = Entry(launch, run, timeout, clock)
+            self.streams.keep(stream, clock)
+            after, kept = self.streams.here(here), [*reads, *writes]
+            entry = Entry(launch, run, timeout, clock, stream, after, kept)
+            self.streams.order(stream, clock, entry.signal)
             self.history.append(launch)
+            self._note("launched", launch)
             self._open.setdefault(group, []).append(entry)
-            self._stream(group).put(entry)
+            line = self._line(group)
+            line.waiting.append(entry)
+            after.when_done(lambda: self._advance(line))
         return entry
+
+    def order(self, entry: Entry) -> None:
+        """Order the current stream after an entry, which keeps its tensors no longer."""
+        with self._lock:
+            self.streams.let_go(entry.stream, entry.clock)
+            entry.kept.clear()
+            self.streams.order(
+                self.streams.current_stream(), entry.clock, entry.signal, lambda: self._note("awaited", entry.launch)
+            )
+
+    @contextmanager
+    def late(self) -> Iterator[LateRun]:
+        """Inside, operations of this thread run late; see `pipegrid.testing.fake_nccl.late`."""
+        streams = self.streams
+        with streams.watch():
+            player = Player(self._lock, self.violations.append)
+            run = streams.late = LateRun(player, streams.host_syncs, len(streams.host_syncs))
+            waits_hold, self.waits_hold = self.waits_hold, False
+            try:
+                yield run
+                streams.sweep()
+                run.player.finish()
+                streams.bring_back()
+            finally:
+                run.player.stop()
+                streams.late, self.waits_hold = None, waits_hold
 
     def unfinished(self, group: str | None = None) -> list[Entry]:
         """Launched entries that have not ended, of one group or all, in launch order."""
@@ -205,14 +279,15 @@ class FakeDevice:
 
     def drain(self) -> None:
         """Block until every entry that is launched now has ended, as a free of device memory does."""
-        for entry in self.unfinished():
-            entry.ended.wait()
+        with self.streams.host_waiting():
+            for entry in self.unfinished():
+                entry.ended.wait()
 
     def abort(self, group: str, error: Exception) -> None:
         """End the group's entries with ``error``, then `drain`."""
         stuck = self.unfinished(group)
         for entry in stuck:
-            entry.cancel(error)
+            self._cancel(entry, error)
         if any(entry.started for entry in stuck):
             self._cuts[group]()
         self.drain()
@@ -221,40 +296,65 @@ class FakeDevice:
         """End every entry and every thread. For the end of a test."""
         error = RuntimeError("the test ended")
         groups = {entry.launch.group for entry in self.unfinished()}
-        for group in groups:
-            for entry in self.unfinished(group):
-                entry.cancel(error)
+        for entry in self.unfinished():
+            self._cancel(entry, error)
         for group in groups:
             self._cuts[group]()
+        self.drain()
         self._closed.set()
-        for stream in self._streams.values():
-            stream.put(None)
+        for line in self._lines.values():
+            line.thread.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _stream(self, group: str) -> queue.SimpleQueue[Entry | None]:
+    def _note(self, what: What, of: Launch | Mark) -> None:
+        self.timeline.append(Moment(what, of))
+
+    def _cancel(self, entry: Entry, error: Exception) -> None:
+        """End an entry with ``error``, whatever it waits for."""
+        entry.cancel(error)
+        self._advance(self._line(entry.launch.group))
+
+    def _line(self, group: str) -> _Line:
         with self._lock:
             key = "serial" if self.serial else group
-            if key not in self._streams:
-                self._streams[key] = queue.SimpleQueue()
-                self._start(f"fake stream {key}", self._play_all, self._streams[key])
-                if len(self._streams) == 1:
+            if key not in self._lines:
+                self._lines[key] = _Line()
+                self._start(f"fake stream {key}", self._play_all, self._lines[key])
+                if len(self._lines) == 1:
                     self._start("fake watchdog", self._watch)
-            return self._streams[key]
+            return self._lines[key]
+
+    def _advance(self, line: _Line) -> None:
+        """Start the next entry of a stream, unless one is under way or the next one waits for other work."""
+        with self._lock:
+            if line.playing is None and line.waiting:
+                entry = line.waiting[0]
+                if entry.after.done or entry.cancelled.is_set():
+                    line.playing = line.waiting.popleft()
+                    entry.started = True
+                    self._note("started", entry.launch)
+                    line.thread.put(entry)
 
     def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
         self._threads[-1].start()
 
-    def _play_all(self, stream: queue.SimpleQueue[Entry | None]) -> None:
-        while (entry := stream.get()) is not None:
+    def _play_all(self, line: _Line) -> None:
+        while (entry := line.thread.get()) is not None:
             self._play(entry)
-            entry.end()
             with self._lock:
                 self._open[entry.launch.group].remove(entry)
+                self._note("ended", entry.launch)
+                line.playing = None
+                self._advance(line)  # before anything hears of the end, as on a GPU
+            entry.end()
+            if self.streams.late is not None:
+                self.streams.late.player.end(entry.signal)
+            else:
+                entry.signal.end()
 
     def _play(self, entry: Entry) -> None:
-        entry.started = True
         if entry.cancelled.is_set():
             return
         try:
@@ -263,6 +363,8 @@ class FakeDevice:
             if self.reports_peer_errors:
                 entry.cancel(error)
             entry.cancelled.wait()
+        finally:
+            entry.run = _nothing  # holds tensors
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCHDOG_SECONDS):
@@ -273,5 +375,9 @@ class FakeDevice:
                         f"{entry} was ended by the watchdog: not done after the group's timeout of {entry.timeout:g} s"
                     )
                     self.violations.append(text)
-                    entry.cancel(RuntimeError(text))
+                    self._cancel(entry, RuntimeError(text))
                     self._cuts[entry.launch.group]()
+
+
+def _nothing() -> None:
+    """What an entry that has run still has to do."""

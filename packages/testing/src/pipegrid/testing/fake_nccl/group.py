@@ -18,7 +18,7 @@ from attrs import define
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import Entry, FakeDevice, Operation
-from pipegrid.testing.fake_nccl.streams import Streams
+from pipegrid.testing.fake_nccl.torch_compat import GroupBase, WorkBase, tree_map
 
 BACKEND = "fake_nccl"
 # Gloo's own limit: never the first to end a wait.
@@ -30,10 +30,6 @@ _UNREAD_BYTE = 0x7F
 _WRITES_FIRST = frozenset(
     {"_allgather_base", "_reduce_scatter_base", "allgather", "alltoall", "alltoall_base", "reduce_scatter"}
 )
-
-# As Any: the stubs know neither what torch's trampolines call nor that a batch holds back its operations' works.
-_Group: Any = dist.ProcessGroup
-_Work: Any = torch._C._distributed_c10d.Work  # noqa: SLF001 (has no public name)
 
 
 def register(device: FakeDevice) -> str:
@@ -51,25 +47,26 @@ class _Transfer:
     sending: bool
     tensor: Tensor
     peer: int
-    # Sends: the values at the call. Receives: where data waits for the end of the entry.
+    # Sends: the values at the call (on a late device at the start). Receives: where data waits for the entry's end.
     copy: Tensor
 
 
-class FakeWork(_Work):  # type: ignore[misc]
+class FakeWork(WorkBase):  # type: ignore[misc]
     """The work of one entry, with the behaviour of NCCL's.
 
     `is_completed` is true for an entry that failed, too; then `exception` returns the error. `wait` raises nothing.
     Its two forms: see `FakeDevice`. With a timeout it holds the host in both and raises past the timeout.
     """
 
-    def __init__(self, entry: Entry, streams: Streams, *, holds: bool) -> None:
+    def __init__(self, entry: Entry, device: FakeDevice, *, holds: bool) -> None:
         super().__init__()
         self.entry = entry
-        self._streams = streams
+        self._device = device
         self._holds = holds
 
     def is_completed(self) -> bool:
         """The entry has ended, well or not. On virtual streams a poll orders nothing: it might have come sooner."""
+        self._device.streams.poll(self.entry.signal)
         return self.entry.ended.is_set()
 
     def is_success(self) -> bool:
@@ -82,13 +79,16 @@ class FakeWork(_Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order later work of the current stream after the entry."""
-        self._streams.order(self._streams.current_stream(), self.entry.clock)
+        streams = self._device.streams
+        self._device.order(self.entry)
         if timeout is not None and timeout > timedelta(0):
-            if not self.entry.ended.wait(timeout.total_seconds()):
-                raise dist.DistBackendError(f"{self.entry} is not done after {timeout.total_seconds():g} s")
-            self._streams.host_waits("Work.wait(timeout)", self.entry.clock)
+            with streams.host_waiting():
+                if not self.entry.ended.wait(timeout.total_seconds()):
+                    raise dist.DistBackendError(f"{self.entry} is not done after {timeout.total_seconds():g} s")
+            streams.host_waits("Work.wait(timeout)", self.entry.clock)
         elif self._holds:
-            self.entry.ended.wait()
+            with streams.host_waiting():
+                self.entry.ended.wait()
         return True
 
     synchronize = wait
@@ -107,7 +107,7 @@ class FakeWork(_Work):  # type: ignore[misc]
         return future
 
 
-class FakeGroup(_Group):  # type: ignore[misc]
+class FakeGroup(GroupBase):  # type: ignore[misc]
     """A group of the backend ``fake_nccl``.
 
     Between `_start_coalescing` and `_end_coalescing` sends and receives gather into one entry, whose transfers are
@@ -138,7 +138,7 @@ class FakeGroup(_Group):  # type: ignore[misc]
             options.timeout,
         )
         self._hidden.set_timeout(_NEVER)
-        self._batch: list[_Transfer] | None = None
+        self._batch: list[tuple[_Transfer, Tensor]] | None = None
         device.add_group(self._name, self._cut)
 
     # Point to point
@@ -146,20 +146,12 @@ class FakeGroup(_Group):  # type: ignore[misc]
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
         """Launch a send, or add it to the batch. Tags are ignored, as NCCL ignores them."""
         del tag
-        with self.device.streams.paused():
-            posted = [_Transfer(sending=True, tensor=t, peer=peer, copy=t.detach().clone()) for t in tensors]
-        return self._post(posted)
+        return self._post(tensors, peer, sending=True)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
         """Launch a receive, or add it to the batch."""
         del tag
-        posted = []
-        with self.device.streams.paused():
-            for tensor in tensors:
-                _make_unreadable(tensor)
-                copy = torch.empty_like(tensor, requires_grad=False)
-                posted.append(_Transfer(sending=False, tensor=tensor, peer=peer, copy=copy))
-        return self._post(posted)
+        return self._post(tensors, peer, sending=False)
 
     def _start_coalescing(self, device: Any = None) -> None:
         del device
@@ -172,26 +164,42 @@ class FakeGroup(_Group):  # type: ignore[misc]
             raise RuntimeError("_end_coalescing without _start_coalescing")
         return self._launch_transfers(batch) if batch else None
 
-    def _post(self, transfers: list[_Transfer]) -> FakeWork | None:
-        for transfer in transfers:
-            if transfer.peer == self._here:
-                raise ValueError(f"a {'send' if transfer.sending else 'receive'} names this rank itself as its peer")
+    def _post(self, tensors: Sequence[Tensor], peer: int, *, sending: bool) -> FakeWork | None:
+        if peer == self._here:
+            raise ValueError(f"a {'send' if sending else 'receive'} names this rank itself as its peer")
+        transfers = []
+        streams = self.device.streams
+        with streams.paused():
+            for tensor in tensors:
+                if not sending and streams.late is None:
+                    _make_unreadable(tensor)
+                there = streams.on_device(tensor)
+                copy = there.detach().clone() if sending else torch.empty_like(there, requires_grad=False)
+                transfers.append((_Transfer(sending, there, peer, copy), tensor))
         if self._batch is None:
             return self._launch_transfers(transfers)
         self._batch += transfers
         return None
 
-    def _launch_transfers(self, transfers: Sequence[_Transfer]) -> FakeWork:
+    def _launch_transfers(self, batch: Sequence[tuple[_Transfer, Tensor]]) -> FakeWork:
+        transfers, late = [transfer for transfer, _ in batch], self.device.streams.late is not None
         operations = tuple(
             Operation("send" if each.sending else "recv", self._ranks[each.peer], each.tensor.nbytes)
             for each in transfers
         )
+
+        def run() -> None:
+            if late:  # what was posted is there now
+                for each in transfers:
+                    each.copy.copy_(each.tensor) if each.sending else _make_unreadable(each.tensor)
+            self._exchange(transfers)
+
         return self._launch(
             "p2p",
             operations,
-            lambda: self._exchange(transfers),
-            reads=[each.tensor for each in transfers if each.sending],
-            writes=[each.tensor for each in transfers if not each.sending],
+            run,
+            reads=[given for each, given in batch if each.sending],
+            writes=[given for each, given in batch if not each.sending],
         )
 
     def _exchange(self, transfers: Sequence[_Transfer]) -> None:
@@ -230,15 +238,19 @@ class FakeGroup(_Group):  # type: ignore[misc]
 
     def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
         tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
-        written = tensors
-        if name in _WRITES_FIRST:
-            written = _tensors(arguments[0])
-            with self.device.streams.paused():
-                for tensor in written:
-                    _make_unreadable(tensor)
+        written = _tensors(arguments[0]) if name in _WRITES_FIRST else tensors
+        streams = self.device.streams
+        late = streams.late is not None
+        with streams.paused():
+            there = tree_map(lambda value: streams.on_device(value) if isinstance(value, Tensor) else value, arguments)
+            unread = _tensors(there[0]) if name in _WRITES_FIRST else []
+            for tensor in () if late else unread:
+                _make_unreadable(tensor)
 
         def run() -> None:
-            getattr(self._hidden, name)(*arguments, **options).wait(_NEVER)
+            for tensor in unread if late else ():
+                _make_unreadable(tensor)
+            getattr(self._hidden, name)(*there, **options).wait(_NEVER)
 
         return self._launch(name, (), run, reads=tensors, writes=written, holds=name == "barrier")
 
@@ -257,7 +269,7 @@ class FakeGroup(_Group):  # type: ignore[misc]
         if self.aborted:
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._here} of group {self._name}")
         entry = self.device.launch(self._name, kind, operations, run, self.timeout, reads=reads, writes=writes)
-        return FakeWork(entry, self.device.streams, holds=holds or self.device.waits_hold)
+        return FakeWork(entry, self.device, holds=holds or self.device.waits_hold)
 
     def abort(self) -> None:
         """End the group's entries with an error, then wait for the whole device."""

@@ -7,7 +7,7 @@ stream. Two pieces that touch the same bytes, one of them writing, with neither 
 a violation, whatever the run happened to do. Entries of the fake NCCL are work on their group's stream.
 
 Also recorded: reads by the host, which would hold it up on a GPU, and how far the host is ahead of the work that it
-knows to be done.
+knows to be done. With a `LateRun` the work is late indeed: see `pipegrid.testing.fake_nccl.late`.
 
 Source: the vector clocks of data race detectors, Mattern 1989, "Virtual Time and Global States of Distributed Systems".
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -25,25 +25,45 @@ from typing import Any, Self
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
-from torch.multiprocessing import reductions
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from pipegrid.testing.fake_nccl.late import (
+    LateRun,
+    computation,
+    copy_of,
+    make_unreadable,
+    new_block,
+    results_of,
+    seen_through,
+)
+from pipegrid.testing.fake_nccl.player import DONE, Signal
+from pipegrid.testing.fake_nccl.torch_compat import (
+    TorchDispatchMode,
+    WeakStorage,
+    arguments_of,
+    is_view,
+    living,
+    name_of,
+    reads_values,
+    tensors_in,
+    tree_map,
+    written_by,
+)
 
 Clock = dict[int, int]
 
 _MOST_RACES = 20
-# Reads of a tensor by the host, as calls from Python and as operations.
+# Reads of a tensor by the host that no operation shows.
 _HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})
-_HOST_OPERATIONS = frozenset({"_local_scalar_dense", "allclose", "equal", "nonzero", "masked_select"})
 
 
 @frozen
 class HostSync:
-    """A point at which the host would wait for the GPU: the call and its source line."""
+    """A point at which the host would wait for the GPU: the call, its source line, and the lines of its callers."""
 
     what: str
     where: str
+    stack: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.what} at {self.where}"
@@ -61,15 +81,19 @@ class _Access:
 
 @define(eq=False)
 class _Memory:
-    """One storage: the stream it was allocated on, and the accesses that later ones have to come after."""
+    """One storage: the stream it was allocated on, and the accesses that later ones have to come after.
+
+    ``block`` is its memory on a late device, ``nbytes`` what counts of it as live.
+    """
 
     reference: Any
     home: int
     accesses: list[_Access] = field(factory=list)
     recorded: set[int] = field(factory=set)
+    block: Tensor | None = None
+    nbytes: int = 0
 
 
-_weak: Any = reductions.StorageWeakRef
 # As Any: a virtual stream's events and device are of other types than torch's.
 _Stream: Any = torch.Stream
 
@@ -105,19 +129,20 @@ class VirtualStream(_Stream):  # type: ignore[misc]
 
     def wait_event(self, event: Any) -> None:
         """Order later work after the event."""
-        self.streams.order(self, event.clock)
+        self.streams.order(self, event.clock, event.signal)
 
     def wait_stream(self, stream: Any) -> None:
         """Order later work after the other stream's work so far."""
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        """True: work runs at once. A poll orders nothing, since on a GPU it might have found the work under way."""
-        return True
+        """Whether its work is done. A poll orders nothing, since on a GPU it might have found the work under way."""
+        return self.streams.poll(self.streams.here(self))
 
     def synchronize(self) -> None:
         """Wait on the host."""
-        self.streams.host_waits("Stream.synchronize", self.record_event().clock)
+        event = self.record_event()
+        self.streams.host_waits("Stream.synchronize", event.clock, event.signal)
 
 
 class VirtualEvent:
@@ -126,22 +151,24 @@ class VirtualEvent:
     def __init__(self, streams: Streams, **_: object) -> None:
         self._streams = streams
         self.clock: Clock = {}
+        self.signal = DONE
 
     def record(self, stream: VirtualStream | None = None) -> None:
         """Record the work so far of ``stream``, else of the current stream."""
-        self.clock = self._streams.record(stream or self._streams.current_stream())
+        here = stream or self._streams.current_stream()
+        self.clock, self.signal = self._streams.record(here), self._streams.here(here)
 
     def wait(self, stream: VirtualStream | None = None) -> None:
         """Order later work of ``stream``, else of the current stream, after the event."""
-        self._streams.order(stream or self._streams.current_stream(), self.clock)
+        self._streams.order(stream or self._streams.current_stream(), self.clock, self.signal)
 
     def query(self) -> bool:
-        """True: work runs at once. A poll orders nothing, since on a GPU it might have found the work under way."""
-        return True
+        """Whether the work is done. A poll orders nothing, since on a GPU it might have found the work under way."""
+        return self._streams.poll(self.signal)
 
     def synchronize(self) -> None:
         """Wait on the host."""
-        self._streams.host_waits("Event.synchronize", self.clock)
+        self._streams.host_waits("Event.synchronize", self.clock, self.signal)
 
 
 class Streams:
@@ -152,30 +179,33 @@ class Streams:
 
     Attributes:
         host_syncs: every point inside `watch` at which the host would wait for the GPU, in order.
+        late: the late device, while there is one.
+        lock: of the whole device.
     """
 
     def __init__(self, violations: list[str]) -> None:
         self.host_syncs: list[HostSync] = []
+        self.late: LateRun | None = None
+        self.lock = threading.RLock()
         self._violations = violations
         self._races = 0
         self._numbers = itertools.count(1)
+        self._made: list[VirtualStream] = []
         self._clocks: dict[int, Clock] = {}
         self._memories: dict[int, _Memory] = {}
         self._names: dict[int, str] = {}
-        self._foreign: set[int] = set()
-        self._lock = threading.RLock()
+        self._kept: set[tuple[int, int]] = set()
         self._local = threading.local()
         self._default = self.make_stream("the default stream")
 
     # The face of torch.cuda
 
-    def make_stream(self, name: str, *, foreign: bool = False) -> VirtualStream:
-        """A new stream. A ``foreign`` one belongs to a library that keeps the memory it uses alive."""
+    def make_stream(self, name: str) -> VirtualStream:
+        """A new stream."""
         number = next(self._numbers)
         self._names[number], self._clocks[number] = name, {}
-        if foreign:
-            self._foreign.add(number)
-        return VirtualStream(self, number, name)
+        self._made.append(VirtualStream(self, number, name))
+        return self._made[-1]
 
     def Stream(self, device: Any = None, priority: int = 0) -> VirtualStream:  # noqa: N802 (torch.cuda's name)
         """A new stream."""
@@ -219,9 +249,13 @@ class Streams:
     def synchronize(self, device: Any = None) -> None:
         """Wait on the host for every stream."""
         del device
-        with self._lock:
-            for clock in list(self._clocks.values()):
-                self.host_knows(clock)
+        with self.lock:
+            clocks = [dict(clock) for clock in self._clocks.values()]
+            signals = [self.here(stream) for stream in self._made]
+        for clock in clocks:
+            self.host_knows(clock)
+        for signal in signals:
+            self._hold(signal)
         self.host_waits("synchronize", {})
 
     # Clocks
@@ -234,26 +268,53 @@ class Streams:
 
     def record(self, stream: VirtualStream) -> Clock:
         """The clock of a new piece of work on ``stream``."""
-        with self._lock:
+        with self.lock:
             clock = self._clocks[stream.stream_id]
             _merge(clock, self._host)
             clock[stream.stream_id] = clock.get(stream.stream_id, 0) + 1
             return dict(clock)
 
-    def order(self, stream: VirtualStream, clock: Clock) -> None:
-        """Order later work of ``stream`` after what ``clock`` holds."""
-        with self._lock:
+    def here(self, stream: VirtualStream) -> Signal:
+        """The end of the work so far on ``stream``."""
+        return DONE if self.late is None else self.late.player.put(stream.stream_id)
+
+    def order(
+        self, stream: VirtualStream, clock: Clock, signal: Signal = DONE, reached: Callable[[], None] | None = None
+    ) -> None:
+        """Order later work of ``stream`` after what ``clock`` holds; ``reached`` is called when the stream gets there.
+
+        On a late device ``signal`` is the end of that work.
+        """
+        with self.lock:
             _merge(self._clocks[stream.stream_id], clock)
+            if self.late is not None:
+                self.late.player.put(stream.stream_id, after=[signal], reached=reached)
 
     def host_knows(self, clock: Clock) -> None:
         """What ``clock`` holds is done as far as this thread knows; everything that it starts comes after it."""
-        with self._lock:
+        with self.lock:
             _merge(self._host, clock)
 
-    def host_waits(self, what: str, clock: Clock) -> None:
-        """The host waits for what ``clock`` holds."""
+    def host_waits(self, what: str, clock: Clock, signal: Signal = DONE) -> None:
+        """The host waits for what ``clock`` holds, whose end on a late device is ``signal``."""
+        self._hold(signal)
         self.host_knows(clock)
-        self.host_syncs.append(HostSync(what, _caller()))
+        where, stack = _caller()
+        self.host_syncs.append(HostSync(what, where, stack))
+
+    def _hold(self, signal: Signal) -> None:
+        if self.late is not None and not signal.done:
+            self.late.player.hold(signal)
+
+    def poll(self, signal: Signal) -> bool:
+        """Whether work is done; the host may ask again and again."""
+        if self.late is not None and not signal.done:
+            self.late.player.poll()
+        return signal.done
+
+    def host_waiting(self) -> AbstractContextManager[None]:
+        """The host waits inside the block for something that a late device may have to do first."""
+        return nullcontext() if self.late is None else self.late.player.host_waiting()
 
     def known_to_host(self, stream: VirtualStream, clock: Clock) -> bool:
         """Whether this thread knows the piece of work on ``stream`` with that clock to be done."""
@@ -265,7 +326,7 @@ class Streams:
         self, stream: VirtualStream, what: str, *, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()
     ) -> Clock:
         """Note a piece of work on ``stream`` that touches tensors; its clock."""
-        with self._lock:
+        with self.lock:
             clock = self.record(stream)
             written = {id(tensor): tensor for tensor in writes}
             for tensor in written.values():
@@ -277,16 +338,80 @@ class Streams:
 
     def allocate(self, tensor: Tensor) -> None:
         """Note where a tensor's memory was allocated."""
-        with self._lock:
-            self._memory(tensor)
+        with self.lock:
+            memory = self._memory(tensor)
+            if self.late is not None and memory.block is None:
+                memory.nbytes = tensor.untyped_storage().nbytes()
+                memory.block = new_block(memory.nbytes)
+                self.late.grow(memory.nbytes)
+
+    def keep(self, stream: VirtualStream, clock: Clock) -> None:
+        """A library keeps the memory of its piece of work on ``stream`` until `let_go`, or for good."""
+        self._kept.add((stream.stream_id, clock[stream.stream_id]))
+
+    def let_go(self, stream: VirtualStream, clock: Clock) -> None:
+        """The library has ordered a stream after the work, and relies on it from now on."""
+        self._kept.discard((stream.stream_id, clock[stream.stream_id]))
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """The memory of a tensor on a late device; without one, the tensor."""
+        if self.late is None or tensor.numel() == 0:
+            return tensor
+        with self.lock:
+            memory = self._memory(tensor)
+            if memory.block is None:  # made before: its values are on the host
+                memory.block = copy_of(tensor.untyped_storage())
+            return seen_through(tensor, memory.block)
+
+    def compute(self, operation: Any, args: Any, kwargs: dict[str, Any], *, waits: bool) -> tuple[Any, Signal]:
+        """The result of an operation, and its end; on a late device the values are there then.
+
+        Args:
+            operation: what torch dispatches.
+            args: its arguments.
+            kwargs: its arguments by name.
+            waits: whether the host needs the values, and waits for them here.
+        """
+        late = self.late
+        if late is None or operation.namespace == "c10d":  # groups of the host have memory of the host
+            return operation(*args, **kwargs), DONE
+
+        def there(value: Any) -> Any:
+            return self.on_device(value) if isinstance(value, Tensor) else value
+
+        inputs, options = tree_map(there, args), tree_map(there, kwargs)
+        stream = self.current_stream().stream_id
+        if waits:
+            found: list[Any] = []
+            signal = late.player.put(stream, lambda: found.append(operation(*inputs, **options)))
+            late.player.hold(signal)
+            if not found:
+                raise RuntimeError(f"{name_of(operation)} failed on the late device; see the violations")
+            return found[0], signal
+        made = results_of(operation, args, kwargs)
+        given = {id(tensor) for tensor in tensors_in([args, kwargs])}
+        new = [tensor for tensor in tensors_in(made) if id(tensor) not in given]
+        for tensor in new:
+            self.allocate(tensor)
+        task = computation(operation, inputs, options, [self.on_device(tensor) for tensor in new])
+        return made, late.player.put(stream, task)
+
+    def bring_back(self) -> None:
+        """Copy the values of a late device that is done to the tensors on the host."""
+        with self.lock, self.paused():
+            for memory in self._memories.values():
+                block, memory.block, memory.nbytes = memory.block, None, 0
+                storage = living(memory.reference)
+                if block is not None and storage is not None and storage.nbytes() == block.nbytes:
+                    torch.empty(0, dtype=torch.uint8).set_(storage).copy_(block)
 
     def record_use(self, tensor: Tensor, stream: VirtualStream) -> None:
         """`Tensor.record_stream`: a free of the memory waits for that stream's work."""
-        with self._lock:
+        with self.lock:
             self._memory(tensor).recorded.add(stream.stream_id)
 
     def _memory(self, tensor: Tensor) -> _Memory:
-        reference: Any = _weak(tensor.untyped_storage())
+        reference: Any = WeakStorage(tensor.untyped_storage())
         memory = self._memories.get(reference.cdata)
         if memory is None:
             memory = self._memories[reference.cdata] = _Memory(reference, self.current_stream().stream_id)
@@ -313,23 +438,34 @@ class Streams:
         memory.accesses = [*kept, _Access(here, clock[here], begin, end, writes, what)]
 
     def sweep(self) -> None:
-        """Find memory that was freed, and uses of it on other streams than its own that could still run."""
-        with self._lock:
+        """Find memory that was freed, and uses of it that could still run.
+
+        A free waits for the work so far of the stream that the memory was allocated on, and of those that were recorded
+        for it (`Tensor.record_stream`).
+        """
+        with self.lock:
             freed = [key for key, memory in self._memories.items() if memory.reference.expired()]
             for key in freed:
                 memory = self._memories.pop(key)
-                home = {**self._clocks[memory.home]}
-                _merge(home, self._host)
+                known = {**self._clocks[memory.home]}
+                for clock in (self._host, *(self._clocks[stream] for stream in memory.recorded)):
+                    _merge(known, clock)
                 for access in memory.accesses:
-                    if (
-                        access.stream not in (memory.home, *memory.recorded, *self._foreign)
-                        and home.get(access.stream, 0) < access.tick
-                    ):
+                    kept = (access.stream, access.tick) in self._kept
+                    if access.stream != memory.home and not kept and known.get(access.stream, 0) < access.tick:
                         self._race(
                             f"memory of {self._names[memory.home]} was freed while {access.what} on "
                             f"{self._names[access.stream]} may still use it: neither an event nor record_stream "
                             "orders the two"
                         )
+                if self.late is not None and memory.block is not None:
+                    self._free(self.late, memory, memory.block)
+
+    def _free(self, late: LateRun, memory: _Memory, block: Tensor) -> None:
+        """Overwrite freed memory of a late device, which another tensor might have by then."""
+        recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]
+        late.player.put(memory.home, lambda: make_unreadable(block), after=recorded)
+        late.shrink(memory.nbytes, after=recorded)
 
     def _race(self, text: str) -> None:
         self._races += 1
@@ -379,10 +515,14 @@ class _Calls(TorchFunctionMode):
         if name == "record_stream":
             self._streams.record_use(*args)
             return None
-        if name in _HOST_CALLS and not self._streams.is_paused:
-            streams = self._streams
-            clock = streams.work(streams.current_stream(), name, reads=args[:1])
-            streams.host_waits(name, clock)
+        streams = self._streams
+        if name in _HOST_CALLS and not streams.is_paused:
+            here = streams.current_stream()
+            clock = streams.work(here, name, reads=args[:1])
+            streams.host_waits(name, clock, streams.here(here))
+            if streams.late is not None and name != "cpu":
+                with streams.paused():
+                    return call(streams.on_device(args[0]).clone(), *args[1:], **(kwargs or {}))
         return call(*args, **(kwargs or {}))
 
 
@@ -395,36 +535,24 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types
-        kwargs = kwargs or {}
-        made = operation(*args, **kwargs)
-        streams, schema = self._streams, operation._schema  # noqa: SLF001 (has no public name)
-        if streams.is_paused:
-            return made
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
-            return made  # a view touches no memory
+        streams, kwargs, name = self._streams, kwargs or {}, name_of(operation)
+        if streams.is_paused or is_view(operation):  # a view touches no memory
+            return operation(*args, **kwargs)
         streams.sweep()
-        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        written = [
-            tensor
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(named.get(argument.name))
-        ]
-        name = operation.overloadpacket.__name__
-        new = _tensors(made)
+        arguments = arguments_of(operation, args, kwargs)
+        waits = reads_values(operation, arguments)
+        made, signal = streams.compute(operation, args, kwargs, waits=waits)
+        new = tensors_in(made)
         if name.startswith(("empty", "new_empty")):
             for tensor in new:
                 streams.allocate(tensor)
             return made
         stream = streams.current_stream()
-        clock = streams.work(stream, name, reads=_tensors(list(named.values())), writes=[*written, *new])
-        if name in _HOST_OPERATIONS:
-            streams.host_waits(name, clock)
+        written = [*written_by(operation, arguments), *new]
+        clock = streams.work(stream, name, reads=tensors_in(list(arguments.values())), writes=written)
+        if waits:
+            streams.host_waits(name, clock, signal)
         return made
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -443,11 +571,11 @@ def _merge(clock: Clock, other: Clock) -> None:
             clock[stream] = tick
 
 
-_NOT_THE_CALLER = (str(Path(torch.__file__).parent), __file__)
+_NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
-def _caller() -> str:
-    """The source line that is neither torch's nor this module's."""
-    stack = traceback.extract_stack()
-    frame = next((frame for frame in reversed(stack) if not frame.filename.startswith(_NOT_THE_CALLER)), stack[0])
-    return f"{frame.filename}:{frame.lineno}"
+def _caller() -> tuple[str, tuple[str, ...]]:
+    """The innermost source line that is neither torch's nor this package's, and all such lines from it outwards."""
+    frames = [each for each in traceback.extract_stack() if not each.filename.startswith(_NOT_THE_CALLER)]
+    stack = tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "", stack

@@ -1,0 +1,144 @@
+"""A device that runs late: operations that are queued when they are called, and computed when the host waits.
+
+Inside `FakeDevice.late` an operation returns at once, with a tensor of the right shape whose values are not there:
+on the host it holds 0xff in each byte (NaN, -1) and never anything else. The values are in device memory, a second
+memory behind each storage, which tasks on virtual streams compute. Tensors that existed before are copied to the
+device at their first use, and all values are copied back at the end.
+
+The tensors are plain ones: whatever looks at a tensor's type, storage or strides takes the same way as on a GPU, and
+memory is given back when the host drops it, not when the device has used it. Freed memory is overwritten in the order
+of the stream that it was allocated on, so that a later use on another stream finds NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from pipegrid.testing.fake_nccl.player import Player, Signal
+from pipegrid.testing.fake_nccl.torch_compat import name_of, takes_device, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from pipegrid.testing.fake_nccl.streams import HostSync
+
+_UNREAD_BYTE = 0xFF
+
+
+@define(eq=False)
+class LateRun:
+    """What was seen of the late device.
+
+    Attributes:
+        live_bytes: of tensors made on the device that the host holds, or that it freed while another stream may use
+            them (`Tensor.record_stream`).
+        peak_bytes: the most of them.
+    """
+
+    player: Player
+    _syncs: list[HostSync]
+    _before: int
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def syncs(self) -> list[HostSync]:
+        """Every point so far at which the host waited for the device, in order."""
+        return self._syncs[self._before :]
+
+    def grow(self, nbytes: int) -> None:
+        """More bytes live."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def shrink(self, nbytes: int, after: Sequence[Signal]) -> None:
+        """Fewer bytes live, once all of ``after`` is done."""
+        pending = [signal for signal in after if not signal.done]
+        if pending:
+            pending[0].when_done(lambda: self.shrink(nbytes, pending[1:]))
+        else:
+            self.live_bytes -= nbytes
+
+    def reset_peak(self) -> None:
+        """Count the peak from now on."""
+        self.peak_bytes = self.live_bytes
+
+
+def new_block(nbytes: int) -> Tensor:
+    """Device memory that holds no values."""
+    return torch.full((nbytes,), _UNREAD_BYTE, dtype=torch.uint8)
+
+
+def copy_of(storage: torch.UntypedStorage) -> Tensor:
+    """Device memory with the values of a storage on the host."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+
+
+def seen_through(tensor: Tensor, block: Tensor) -> Tensor:
+    """The part of device memory that is behind a tensor."""
+    plain: Any = torch.empty(0, dtype=tensor.dtype)
+    shape, strides = tensor.size(), tensor.stride()
+    behind: Tensor = plain.set_(block.untyped_storage(), tensor.storage_offset(), shape, strides)
+    return behind
+
+
+def make_unreadable(block: Tensor) -> None:
+    """Overwrite device memory."""
+    block.fill_(_UNREAD_BYTE)
+
+
+def without_values(like: Tensor) -> Tensor:
+    """A tensor of that shape and those strides whose values are not on the host."""
+    tensor = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_UNREAD_BYTE)
+    return tensor
+
+
+def results_of(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a call returns, without values: an argument that it returns, or new tensors.
+
+    Raises:
+        NotImplementedError: torch has no rule for the shapes of the operation.
+    """
+    arguments: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def shape_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        arguments[id(shape)] = value, shape
+        return shape
+
+    options = tree_map(shape_of, kwargs)
+    if takes_device(operation):
+        options["device"] = torch.device("meta")
+    options.pop("pin_memory", None)
+
+    def result_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return arguments[id(value)][0] if id(value) in arguments else without_values(value)
+
+    return tree_map(result_of, operation(*tree_map(shape_of, args), **options))
+
+
+def computation(operation: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> Callable[[], None]:
+    """A task that computes an operation on device memory; ``made`` is that of its new tensors, in order."""
+    inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+
+    def run() -> None:
+        with torch.no_grad():
+            found = operation(*args, **kwargs)
+            new = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and id(leaf) not in inputs]
+            for memory, values in zip(made, new, strict=True):
+                memory.copy_(values)
+
+    if name_of(operation).startswith(("empty", "new_empty")):
+        return lambda: None  # new memory holds no values
+    return run
+
+
+__all__ = ["LateRun", "Signal", "computation", "copy_of", "make_unreadable", "new_block", "results_of", "seen_through"]

@@ -99,9 +99,9 @@ class _Step:
 def _program(
     steps: Sequence[Sequence[_Bound]], hooks: Sequence[Hook], device: torch.device | None
 ) -> tuple[_Step, ...]:
-    """The steps with anything in them; on a device with streams, with a `HostLead`."""
+    """The steps with anything in them; on a device with streams, with a `HostLead`: first, as it waits."""
     if device is not None and streams.has_streams(device):
-        hooks = (*hooks, HostLead([bound.action for bounds in steps for bound in bounds], device))
+        hooks = (HostLead([bound.action for bounds in steps for bound in bounds], device), *hooks)
     return tuple(_Step.of(bounds, hooks) for bounds in steps if bounds)
 
 

@@ -48,12 +48,14 @@ class Submitter:
         pending: of each thread that is inside a batch, the transfers that it has submitted.
         lock: held while transfers get their numbers and are started, so that both happen in the same order.
         asleep: whether the progress thread needs ``wake`` to look at the lanes.
+        in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
     """
 
     def __init__(self, config: P2PConfig) -> None:
         self.lock = threading.RLock()
         self.wake: threading.Event = threading.Event()
         self.asleep = True
+        self.in_order = False
         self.pending: dict[int, list[Transfer]] = {}
         self._shared = config.communicators == "shared"
         self._strict = config.strict
@@ -121,10 +123,11 @@ class Submitter:
             if self._shared:
                 # The order on a communicator is the order of batches, so a receive cannot be posted later.
                 for transfer in admitted:
-                    lane = transfer.lane
-                    if not transfer.is_ready:
-                        lane.completion.settle()
-            self.start([transfer for transfer in admitted if transfer.is_ready])
+                    _settle(transfer)
+            if not self.in_order:
+                self.start([transfer for transfer in admitted if transfer.is_ready])
+        if self.in_order:
+            self._start_in_order(admitted)
         for transfer in admitted:
             lane = transfer.lane
             try:
@@ -140,6 +143,20 @@ class Submitter:
         if self._strict:
             for transfer in sorted(admitted, key=attrgetter("sending")):
                 transfer.synchronize()
+
+    def _start_in_order(self, transfers: Sequence[Transfer]) -> None:
+        """Start numbered transfers, each receive that lacks its header once that has come.
+
+        What a batch has before such a receive is started first: its header may depend on that. The lock is free in the
+        meantime, as a lane's own thread takes it when a header has come.
+        """
+        for number, transfer in enumerate(transfers):
+            if not transfer.is_ready:
+                with self.lock:
+                    self.start(transfers[:number])
+                _settle(transfer)
+        with self.lock:
+            self.start([transfer for transfer in transfers if transfer.is_ready])
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Hand numbered transfers to their movers, those of one communicator as one batch. Under the lock.
@@ -173,6 +190,13 @@ class Submitter:
             else:
                 for (_, transfer), ticket in zip(batch, tickets, strict=True):
                     transfer.ticket = ticket
+
+
+def _settle(transfer: Transfer) -> None:
+    """Wait for the header of a receive that lacks one."""
+    lane: Any = transfer.lane
+    if not transfer.is_ready:
+        lane.completion.settle()
 
 
 def _by_lane(one: tuple[Any, Transfer]) -> Any:

@@ -144,6 +144,10 @@ class P2PCommunicator:
         """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
         return self.lanes.batch()
 
+    def in_order(self) -> AbstractContextManager[None]:
+        """Start transfers of device groups in the order of calls inside the block. See `Lanes.in_order`."""
+        return self.lanes.in_order()
+
     def lane(self, edge: Edge, direction: Direction) -> Lane:
         """The lane that carries the traffic of an edge in a direction.
 

@@ -93,6 +93,22 @@ class Lanes(dict[LaneSpec, Lane]):
         """
         return self._submitter.batch(together=together)
 
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Start transfers of device groups in the order of calls inside the block: for the execution of a plan.
+
+        A receive whose shapes are not known yet (the first of a lane without agreed shapes, each one in header mode)
+        then holds the host until its header has come. Later transfers would else be launched before it, which gets
+        stuck where a GPU plays the kernels of several communicators one by one. In a plan that `verify` has proved for
+        batches in order, the header comes without this rank's later actions. Over gloo nothing changes.
+        """
+        before = self._submitter.in_order
+        self._submitter.in_order = before or any(lane.mover.streams for lane in self.values())
+        try:
+            yield
+        finally:
+            self._submitter.in_order = before
+
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
         abort_together([lane.completion for lane in self.values()], reason)

@@ -406,6 +406,10 @@ class MultiModulePipelineCommunicator:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
 
+    def in_order(self) -> AbstractContextManager[None]:
+        """Start transfers of device groups in the order of calls inside the block: a step of a plan."""
+        return self.lanes.in_order()
+
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it.
 

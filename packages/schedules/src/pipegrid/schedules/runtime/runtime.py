@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -171,6 +172,7 @@ class PipelineRuntime:
         self.plan = plan = plan.plan if isinstance(plan, Proof) else plan
         self.position = position_of(plan, stages)
         self._communicator = communicator
+        self._in_order = getattr(communicator, "in_order", nullcontext)  # no part of the protocol
         self._monitor = monitor
         every = (*hooks, *(() if monitor is None or monitor.progress is None else (monitor.progress,)))
         self._reducers = dict(reducers or {})
@@ -349,7 +351,7 @@ class PipelineRuntime:
             self._start(program, grad=grad)
             try:
                 self._agreement.begin("a step" if grad else "an evaluation", agree)
-                with torch.set_grad_enabled(grad):
+                with torch.set_grad_enabled(grad), self._in_order():
                     for self._cursor, step in enumerate(program):
                         for wait in step.waits:
                             wait()

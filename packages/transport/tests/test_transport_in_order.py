@@ -1,0 +1,82 @@
+"""In a plan's step receives start in the order of calls, whether or not their header has come."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from pipegrid.transport import P2PConfig, P2PTimeoutError, open_lanes
+
+from .two_ranks import BACK, THERE, config
+
+MODES = pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.ranks(2, backend="fake_nccl", fake_nccl=mode))
+        for mode in ("streams", "serial")
+    ],
+)
+STREAMS = pytest.mark.ranks(2, backend="fake_nccl")
+
+
+def launches(ranks, number):
+    """The kinds of the last transfers that this rank launched."""
+    return [operation.kind for launch in ranks.fake_device.launches[-number:] for operation in launch.operations]
+
+
+@MODES
+@pytest.mark.parametrize("settings", [{}, {"shapes": "header"}], ids=str)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_receive_whose_header_is_late_starts_before_what_is_posted_after_it(ranks, mode, settings, batched):
+    with open_lanes([THERE, BACK], config=config(**settings)) as lanes, lanes.in_order():
+        if ranks.rank == 0:
+            time.sleep(0.3)
+            lanes[THERE].isend(torch.ones(3)).synchronize()
+            assert lanes[BACK].irecv().result().tolist() == [2, 2]
+        else:
+            with lanes.batch() if batched else nullcontext():
+                received = lanes[THERE].irecv()
+                sent = lanes[BACK].isend(torch.full((2,), 2.0))
+            assert received.result().tolist() == [1, 1, 1]
+            sent.synchronize()
+            assert launches(ranks, 2) == ["recv", "send"]
+        ranks.barrier()
+
+
+@MODES
+def test_what_a_batch_has_before_such_a_receive_is_started_first(ranks, mode):
+    """The header depends on it: rank 0 answers to what it has received."""
+    with open_lanes([THERE, BACK], config=config()) as lanes, lanes.in_order():
+        if ranks.rank == 0:
+            lanes[THERE].isend(lanes[BACK].irecv().result().detach() + 1).synchronize()
+        else:
+            with lanes.batch():
+                lanes[BACK].isend(torch.full((2,), 2.0))
+                received = lanes[THERE].irecv()
+            assert received.result().tolist() == [3, 3]
+            assert launches(ranks, 2) == ["send", "recv"]
+        ranks.barrier()
+
+
+@STREAMS
+def test_outside_a_step_a_receive_without_its_header_holds_nothing_up(ranks):
+    with open_lanes([THERE, BACK], config=config()) as lanes:
+        if ranks.rank == 0:
+            lanes[THERE].isend(lanes[BACK].irecv().result().detach() + 1).synchronize()
+        else:
+            received = lanes[THERE].irecv()
+            lanes[BACK].isend(torch.full((2,), 2.0))
+            assert received.result().tolist() == [3, 3]
+        ranks.barrier()
+
+
+@STREAMS
+def test_a_header_that_does_not_come_is_a_timeout_of_the_lane(ranks):
+    with open_lanes([THERE, BACK], config=P2PConfig(deadline=1.0)) as lanes:
+        if ranks.rank == 1:
+            with lanes.in_order(), pytest.raises(P2PTimeoutError, match=r"rank 1 waited 1 s.*0>1"):
+                lanes[THERE].irecv()
+        ranks.barrier()

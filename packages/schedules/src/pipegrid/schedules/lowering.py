@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
 
 from pipegrid.schedules.arguments import require
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, require_plan
+from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
 from pipegrid.schedules.simulate import Costs
-from pipegrid.schedules.simulate.engine import play
+from pipegrid.schedules.simulate.engine import collector_paused, play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
 from pipegrid.topology.fields import Amount, Index, checked
@@ -69,7 +67,7 @@ def lower(
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")
     groups = with_collectives(plan, {} if collectives is None else collectives)
     groups += tied_groups(plan, {} if tied is None else tied)
-    with _collector_paused():
+    with collector_paused():
         if groups != plan.groups:
             plan = evolve(plan, groups=groups)
         ties = any(group.tied for group in groups)
@@ -79,22 +77,6 @@ def lower(
         steps = _steps(plan, computes, _line(plan, computes, duration), receives)
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
         return evolve(plan, positions=positions)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No search for cyclic garbage inside: a plan is hundreds of thousands of objects, which all stay.
-
-    Each search would walk through those made so far, which takes a third of the time. Where several threads
-    do this at once the first to leave switches the collector on again, which is slower and does no harm.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @frozen
@@ -209,7 +191,7 @@ class _Writer:
         self._batch: list[Action] = []  # the one that may still grow
         self._partners: set[int] = set()
 
-    def exchange(self, before: int, actions: list[Action], partners: frozenset[int]) -> None:
+    def exchange(self, before: int, actions: Sequence[Action], partners: frozenset[int]) -> None:
         """Issue ``actions`` with ``before`` computes before them, in the last batch unless it has a partner of theirs.
 
         Two exchanges with one partner stay apart, because that partner does them at different times; so the
@@ -220,7 +202,7 @@ class _Writer:
             self._partners |= partners
             return
         self._close(before)
-        self._batch, self._partners = actions, set(partners)
+        self._batch, self._partners = [*actions], set(partners)
 
     def collective(self, before: int, action: Action) -> None:
         """Issue a collective with ``before`` computes before it; it is never part of a batch."""
@@ -243,32 +225,30 @@ class _Writer:
 
 @frozen
 class _Party:
-    """A position's part in a flow; ``actions`` has the kind, stage and edge of those of each microbatch."""
+    """A position's part in a flow; ``actions``: per microbatch, its ends of the messages."""
 
     writer: _Writer
     at: list[int]
     partners: frozenset[int]
-    actions: list[tuple[ActionKind, int, Edge]]
+    actions: list[tuple[Action, ...]]
 
 
 def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receives: Receives) -> list[list[Step]]:
     """Per position its computes, and between them its communication."""
     flows = dataflow_of(plan).crossing
     writers = [_Writer(own) for own in computes]
-    parties = [[_party(flow, position, writers[position], line) for position in flow.parties] for flow in flows]
+    count = plan.num_microbatches
+    parties = [[_party(flow, place, writers[place], line, count) for place in flow.parties] for flow in flows]
     for befores, transfers in _exchanges(_events(line, flows, receives), flows, parties):
         number, first = transfers[0]
         flow = flows[number]
-        for slot, (before, party) in enumerate(zip(befores, parties[number], strict=True)):
+        for slot, (before, party) in enumerate(zip(befores, parties[number], strict=False)):
             if flow.group is not None:
-                action = Action(ActionKind.COLLECTIVE, flow.producer, first, flow.edge, flow.group)
-                party.writer.collective(before, action)
+                party.writer.collective(before, party.actions[first][0])
                 continue
-            actions = [
-                Action(kind, stage, microbatch, edge)
-                for number, microbatch in transfers
-                for kind, stage, edge in parties[number][slot].actions
-            ]
+            actions = party.actions[first]
+            for other, microbatch in transfers[1:]:
+                actions += parties[other][slot].actions[microbatch]
             party.writer.exchange(before, actions, party.partners)
     return [writer.finish() for writer in writers]
 
@@ -276,7 +256,7 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
 def _exchanges(
     events: Sequence[_Event], flows: Sequence[EdgeFlow], parties: Sequence[Sequence[_Party]]
 ) -> Iterable[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """Per exchange the number of computes of each party before it, and its transfers (number of the flow, microbatch).
+    """Per exchange the number of computes of each party before it, then its flow; and its transfers (flow, microbatch).
 
     All that the same positions exchange between the same computes goes together, at the place of the first;
     a collective is alone. Exchanges come in the order of their places, so those of each position in the order of its
@@ -296,15 +276,18 @@ def _exchanges(
             exchanges[key] = [(number, microbatch)]
         else:
             exchange.append((number, microbatch))
-    return ((key[: len(ats[transfers[0][0]])], transfers) for key, transfers in exchanges.items())
+    return exchanges.items()
 
 
-def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line) -> _Party:
-    actions = []
-    if flow.group is None:
+def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: int) -> _Party:
+    ends = []
+    if flow.group is not None:
+        ends = [Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)]
+    else:
         send, receive = MESSAGE_KINDS[flow.direction]
-        actions += [(send, flow.producer, flow.edge)] if position in flow.senders else []
-        actions += [(receive, flow.consumer, flow.edge)] if position in flow.receivers else []
+        ends += [Action(send, flow.producer, 0, flow.edge)] if position in flow.senders else []
+        ends += [Action(receive, flow.consumer, 0, flow.edge)] if position in flow.receivers else []
+    actions = list(zip(*[for_microbatches(end, count) for end in ends], strict=True))
     return _Party(writer, line.at[position], frozenset(flow.parties) - {position}, actions)
 
 

@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules.errors import PlanError, PlanFieldError
-from pipegrid.schedules.plan.actions import Action, GroupName
+from pipegrid.schedules.plan.actions import COMPUTES, Action, GroupName
 from pipegrid.topology.fields import Count, Index, checked, checked_fields, shown
 from pipegrid.transport.edge import Direction, Edge
 
@@ -103,11 +103,14 @@ def as_step(step: Action | Iterable[Action]) -> Step:
     Raises:
         PlanError: something else, an empty batch, or a compute in a batch.
     """
-    batch = (step,) if isinstance(step, Action) or not isinstance(step, Iterable) else tuple(step)
+    if type(step) is tuple:
+        batch = step
+    else:
+        batch = (step,) if isinstance(step, Action) or not isinstance(step, Iterable) else tuple(step)
     for action in batch:
-        if not isinstance(action, Action):
+        if type(action) is not Action:
             raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
-        if action.kind.is_compute and len(batch) > 1:
+        if action.kind in COMPUTES and len(batch) > 1:
             raise PlanError(f"{action} is in a batch; only communications are batched")
     if not batch:
         raise PlanError("a batch is empty; leave it out")

@@ -12,20 +12,26 @@ from torch import nn
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import (
     DisagreementError,
+    Forwarded,
     LossScale,
     LossScaler,
     Monitor,
     PipelineConfig,
     PipelineError,
+    PipelineRuntime,
     ReductionError,
     WithLoss,
     clip_grad_norm_,
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
+    lower,
+    one_f_one_b,
+    reduce_gradients,
     tie_parameters,
+    zero_bubble_h1,
 )
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
-from pipegrid.transport import P2PCommunicator
+from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 
 MICROBATCHES, BATCH, WIDTH = 3, 4, 5
 NAMES = ("images", "language")
@@ -316,6 +322,73 @@ def test_a_tied_parameter_accumulates_and_an_overflow_on_one_rank_is_everybodys(
     call(20, overflow=True)
     assert not scaler.unscale(stage), "no rank may step"
     assert scaler.state.scale == before / 2
+    communicator.close()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
+def test_a_module_that_fully_shard_averages_has_the_gradients_of_one_process(ranks, per_token):
+    """FSDP2 on two data lanes before a loss on one: its mean is half of what the loss asks for, or far from a sum."""
+    from torch.distributed.fsdp import fully_shard
+
+    job = TwoModules(ranks, (2, 1), calculate_per_token_loss=per_token)
+    mesh = dist.device_mesh.DeviceMesh(ranks.device.type, [0, 1])
+    if job.name == "images":
+        fully_shard(job.stage, mesh=mesh)
+    calls = [range(MICROBATCHES), range(10, 10 + MICROBATCHES)]
+    for indices in calls:
+        job.step(indices, loss=token_loss if per_token else mean_loss)
+    reference = [Stage(0, None), Stage(1, None)]
+    for indices in calls:
+        tokens = sum(int(weights(index).sum()) for index in indices)
+        for index in indices:
+            output = reference[1](reference[0](microbatch(index)))
+            loss = (token_loss if per_token else mean_loss)(output, weights(index))[0]
+            (loss / (tokens if per_token else MICROBATCHES)).backward()
+    for mine, other in zip(job.stage.parameters(), job.own(reference).parameters(), strict=True):
+        found = mine.grad.full_tensor() if job.name == "images" else mine.grad
+        torch.testing.assert_close(found, other.grad, rtol=1e-11, atol=1e-14)
+    whole = torch.cat([p.grad.flatten() for stage in reference for p in stage.parameters()]).norm()
+    norm = clip_grad_norm_({job.name: job.stage}, {job.name: job.groups}, 1e3)
+    torch.testing.assert_close(norm.cpu(), whole.cpu(), rtol=1e-11, atol=0.0)
+    job.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
+def test_pipeline_stages_that_fully_shard_has_sharded(ranks, schedule):
+    """dp 2 x pp 2: microbatches' reduce-scatters in the order of the plan. A split backward is right, or an error."""
+    from torch.distributed.fsdp import fully_shard
+
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    here = grid.coords(ranks.rank)
+    stage = Stage(here["pp"], None).to(ranks.device)
+    lanes = dist.get_process_group_ranks(grid.get_pg("dp"))
+    for ends in ([0, 1], [2, 3]):
+        mesh = dist.device_mesh.DeviceMesh(ranks.device.type, ends)
+        if ends == lanes:
+            fully_shard(stage, mesh=mesh)
+    communicator = P2PCommunicator(grid.get_pg("pp"), P2PConfig(pipeline_dtype=torch.float64, deadline=60))
+    edge = Edge(0, 1)
+
+    class Part:
+        number, model = here["pp"], stage
+
+        def forward(self, index, inputs):
+            x = inputs[edge] if inputs else microbatch(index).chunk(2)[here["dp"]].to(ranks.device)
+            y = stage(x)
+            return Forwarded({edge: y}) if here["pp"] == 0 else Forwarded({}, y.square().mean() / MICROBATCHES)
+
+    plan = lower({"one_f_one_b": one_f_one_b, "zero_bubble_h1": zero_bubble_h1}[schedule](2, MICROBATCHES))
+    runtime = PipelineRuntime(plan, {here["pp"]: Part()}, communicator)
+    runtime.step()
+    reduce_gradients(stage, ProcessGroupCollection.from_grid(grid))
+    reference = [Stage(0, None), Stage(1, None)]
+    for index in range(MICROBATCHES):
+        (reference[1](reference[0](microbatch(index))).square().mean() / MICROBATCHES).backward()
+    for mine, other in zip(stage.parameters(), reference[here["pp"]].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor().cpu(), other.grad, rtol=1e-11, atol=1e-14)
     communicator.close()
 
 

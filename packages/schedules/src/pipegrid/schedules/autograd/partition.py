@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node
 
 from pipegrid.schedules.autograd.unsplittable import UNSPLITTABLE
+from pipegrid.schedules.fsdp import POST_BACKWARD
 
 # Remembered patterns; stages whose shapes or branches vary have several.
 _DIVISIONS_KEPT = 32
@@ -100,6 +101,7 @@ class Division:
         reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
         spent: nodes of the input path that W does not run again.
         unsplittable: nodes of the input path that cannot run while others are kept for later.
+        whole_graph: whether all of it runs at I, since ``fully_shard`` reduces its gradients there.
         apart: which roots lie off the input path: their whole backward is weight half.
         apart_at_i: whether that runs at I, since it shares nodes with others that do.
     """
@@ -112,6 +114,7 @@ class Division:
     reruns: bool
     spent: tuple[int, ...]
     unsplittable: tuple[int, ...]
+    whole_graph: bool
     apart: tuple[int, ...]
     apart_at_i: bool
 
@@ -193,6 +196,7 @@ def divide(outline: Outline) -> Division:
         reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
         spent=tuple(node for node in path if node not in waiting),
         unsplittable=tuple(node for node in path if outline.kinds[node].__name__ in UNSPLITTABLE),
+        whole_graph=any(outline.kinds[node].__name__ == POST_BACKWARD for node in path),
         apart=apart,
         apart_at_i=_APART in sharing,
     )

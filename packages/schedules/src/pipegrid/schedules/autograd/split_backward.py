@@ -21,6 +21,9 @@ Two kinds of owner cannot be run in halves, and run whole at I:
 - a custom `torch.autograd.Function` computes both halves whenever it runs (or accumulates into a ``main_grad`` itself);
 - nodes that share a parameter: from the upper of the two, the engine would go down the input path to the other one.
 
+A stage that ``fully_shard`` has sharded runs whole at I: its gradients are reduced, and its weights freed, as soon as
+those of its inputs are there.
+
 A stage without inputs that need a gradient has no input path. No other stage waits for it, so all of it runs at W.
 
 Tensor hooks may run more often than in a whole backward, to the same effect on gradients: one on an activation that an
@@ -64,6 +67,7 @@ def backward_inputs(
     inputs: Sequence[torch.Tensor],
     *,
     on_unsplittable: Callable[[Iterable[Node]], None] | None = None,
+    whole: bool = False,
 ) -> tuple[Sequence[torch.Tensor | None], WeightHalf]:
     """I: the gradients of ``inputs`` (None for an unused one), and the rest, for W.
 
@@ -72,6 +76,7 @@ def backward_inputs(
         gradients: one for each root.
         inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
         on_unsplittable: called before anything runs with the nodes that cannot run in halves; it raises.
+        whole: run all at I, where there is an input path.
     """
     if not inputs:
         return [], WeightHalf((Call(roots, gradients, ()),) if roots else ())
@@ -81,6 +86,12 @@ def backward_inputs(
         on_unsplittable([nodes[node] for node in parts.unsplittable])
     if not parts.input_path:
         return [None] * len(inputs), WeightHalf((Call(roots, gradients, ()),) if roots else ())
+    if whole or parts.whole_graph:
+        run_backward(roots, gradients)
+        arrived_whole = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+        return arrived_whole, WeightHalf()
     arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]
     asked: list[GradientEdge] = []
     leaving: list[tuple[GradientEdge, torch.Tensor]] = []

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.dtensors import local_of, mesh_ranks
 from pipegrid.schedules.gradients.lanes import (
     GradientError,
     Waiting,
     all_reduce,
     device_of,
     lanes_group,
-    mesh_ranks,
     ranks_of,
     tensor_group,
 )
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, local_of, named_modules, parameters_of
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 from pipegrid.topology.fields import Rule, checked
 
 
@@ -112,11 +112,11 @@ def _counts(
         if any(placement.is_partial() for placement in placements):
             raise GradientError(
                 f"a parameter of shape {tuple(parameter.shape)} has a DTensor gradient with the placements "
-                f"{placements}, of which a norm needs the sum: redistribute it to those of the parameter"
+                f"{placements}, of which a norm needs the sum: call reduce_gradients first"
             )
         coordinates = device_mesh.get_coordinate() or ()
         first_of_mesh = all(
-            placement.is_shard() or not coordinate
+            not placement.is_replicate() or not coordinate
             for placement, coordinate in zip(placements, coordinates, strict=True)
         )
     sharded = getattr(parameter, "tensor_model_parallel", False)

@@ -2,7 +2,7 @@
 
 torch has them as ``torch._foreach_*`` and documents only a part of those; whatever uses them goes through this file,
 and a test pins what they do. Tensors of one list may differ in dtype and device. A DTensor would
-make each of them a collective: pass local shards (`main_grad.local_of`).
+make each of them a collective: pass local shards (`dtensors.local_of`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def scale_(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> Non
         torch._foreach_mul_(list(tensors), factor)
 
 
-def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | int) -> None:
+def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | float) -> None:
     """Divide each in place; narrow floats in float32: a GPU would make the tokens float16, which ends at 65504."""
     if not isinstance(divisor, torch.Tensor) and divisor == 1:
         return

@@ -93,12 +93,6 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def mesh_ranks(parameter: torch.Tensor) -> frozenset[int]:
-    """The ranks that hold the shards of a DTensor; none of another tensor."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return frozenset() if mesh is None else frozenset(mesh.mesh.flatten().tolist())
-
-
 def ranks_of(group: dist.ProcessGroup | None) -> frozenset[int]:
     """The global ranks of ``group``; none of None."""
     return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))

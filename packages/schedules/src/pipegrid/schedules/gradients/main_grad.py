@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.dtensors import local_of, sharded_like
 
 Modules: TypeAlias = Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module
 """This rank's modules: by name, several chunks of one module, or one module."""
@@ -42,6 +43,11 @@ def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     else:
         for module in require_items("modules", modules, torch.nn.Module, remedy, error=StepArgumentError):
             yield "", module
+
+
+def modules_of(modules: Modules, name: str) -> list[torch.nn.Module]:
+    """The modules of that name."""
+    return [module for own, module in named_modules(modules) if own == name]
 
 
 def parameters_of(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -136,7 +142,7 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
                 before.zero_()
             else:
                 held.append((parameter, before, before))
-                _replace(parameter, None)
+                replace_accumulated(parameter, None)
     try:
         yield
     except BaseException:
@@ -144,7 +150,7 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
             for parameter, tensor, value in held:
                 if value is not tensor:
                     tensor.copy_(value)
-                _replace(parameter, tensor)
+                replace_accumulated(parameter, tensor)
         raise
     with torch.no_grad():
         pairs = []
@@ -152,23 +158,16 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
             added = value if value is not tensor else accumulated(parameter)
             if added is not None:
                 pairs.append((local_of(tensor), local_of(added)))
-            _replace(parameter, tensor)
+            replace_accumulated(parameter, tensor)
         foreach.add_([tensor for tensor, _ in pairs], [added for _, added in pairs])
 
 
-def _replace(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+def replace_accumulated(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Make ``gradient`` itself what `accumulated` gives."""
     if keeps_main_grad(parameter):
         parameter.main_grad = gradient  # type: ignore[attr-defined]
     else:
         parameter.grad = gradient
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a DTensor on this rank, sharing its memory; any other tensor itself. Call it without grad mode."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    shard: torch.Tensor = tensor.to_local()
-    return shard
 
 
 def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
@@ -196,28 +195,11 @@ def set_accumulated(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     if held is not None:
         local_of(held).copy_(local_of(value))
         return
-    value = _sharded_like(parameter, value)
+    value = sharded_like(parameter, value)
     if keeps_main_grad(parameter):
         parameter.main_grad = value.to(accumulation_dtype(parameter), copy=True)  # type: ignore[attr-defined]
     else:
         parameter.grad = value.to(parameter.dtype, copy=True)
-
-
-def _sharded_like(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """A local shard as the DTensor that it is a part of, where the parameter is one."""
-    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    whole: torch.Tensor = DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return whole
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

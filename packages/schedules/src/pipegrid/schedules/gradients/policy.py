@@ -7,7 +7,6 @@ known is checked before the step begins.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
+from pipegrid.schedules.fsdp import fsdp_modules
+from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.schedules.gradients.lanes import Waiting, collection_of, lanes_group, size_of
 from pipegrid.schedules.gradients.reduce import GradientReduction, partial_over_tp
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
@@ -108,7 +109,8 @@ def gradient_policy(
     lanes = _lanes_by_grid(communicator, graph)
     of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
     reduced: dict[str, list[torch.nn.Module]] = {}
-    _require_no_fsdp_mean(models, names, per_token=per_token, lanes=lanes, of_loss=of_loss)
+    by_hand = {stage: model for stage, model in models.items() if finalize or collections[names[stage]] is None}
+    _require_no_fsdp_mean(by_hand, names, per_token=per_token, lanes=lanes, of_loss=of_loss)
     if finalize is None:
         _require_all_or_none(models, names)
         for stage, model in models.items():
@@ -160,24 +162,28 @@ def _require_no_fsdp_mean(
     lanes: Mapping[str, int],
     of_loss: int | None,
 ) -> None:
-    """FSDP2 leaves means over its lanes: divided by tokens, or beside a loss on other lanes, they are off."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a second of imports, which a sharded module has made
-    for stage, model in models.items() if fsdp is not None else ():
-        sharded = next((name for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)), None)
-        if sharded is None:
+    """FSDP2 leaves means over its lanes: divided by tokens, or beside a loss on other lanes, they are off.
+
+    `reduce_gradients` makes up for it; a finalizer of the user's, or none, does not.
+    """
+    for stage, model in models.items():
+        if None not in fsdp_divisors(model).values():  # sums, or divided by a number of the user's
             continue
         own = lanes.get(names[stage])
+        sharded = next(name for name, _ in fsdp_modules(model))
         which = f"module {names[stage]!r} is sharded by fully_shard ({sharded or 'the model itself'})"
+        remedy = (
+            "pass pg_collection and no finalize_model_grads_func: its reduction makes up for that. Or keep your own, "
+            "and set_gradient_divide_factor(1.0), which leaves sums"
+        )
         if per_token:
             raise ReductionError(
                 f"{which}, which averages gradients over its lanes, and calculate_per_token_loss needs their sum: "
-                "divided by the tokens they would be too small by the number of lanes. FSDP2 is not supported with "
-                "per-token losses; return a mean (loss, info), or leave the module unsharded"
+                f"divided by the tokens they would be too small by the number of lanes; {remedy}"
             )
         if own != of_loss:
             raise ReductionError(
-                f"{which}, which averages gradients over its own {own} lanes, but the loss has {of_loss}: leave the "
-                "module unsharded, and pass pg_collection, whose reduction divides by the loss side's"
+                f"{which}, which averages gradients over its own {own} lanes, but the loss has {of_loss}; {remedy}"
             )
 
 

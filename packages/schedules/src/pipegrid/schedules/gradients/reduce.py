@@ -8,7 +8,7 @@ own share), the global number of tokens for a token-weighted one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,15 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.dtensors import (
+    fsdp_divisors,
+    local_of,
+    may_be_partial,
+    mesh_ranks,
+    partial_groups,
+    summed_like,
+    unlike_its_parameter,
+)
 from pipegrid.schedules.gradients.lanes import (
     GradientError,
     Waiting,
@@ -23,7 +32,6 @@ from pipegrid.schedules.gradients.lanes import (
     collections_by_name,
     device_of,
     lanes_group,
-    mesh_ranks,
     ranks_of,
     size_of,
     tensor_group,
@@ -32,9 +40,10 @@ from pipegrid.schedules.gradients.main_grad import (
     Modules,
     accumulated,
     accumulation_dtype,
-    local_of,
+    modules_of,
     named_modules,
     parameters_of,
+    replace_accumulated,
     set_accumulated,
 )
 from pipegrid.schedules.gradients.tied import mark_of
@@ -42,7 +51,7 @@ from pipegrid.topology.fields import Amount, Count, checked
 
 BUCKET_BYTES = 32 * 2**20
 
-Divisor = torch.Tensor | int
+Divisor = torch.Tensor | float
 
 
 def reduce_gradients(
@@ -66,6 +75,11 @@ def reduce_gradients(
     sequence parallelism, a gain per head), is summed over tp as well where it is marked: by Megatron's
     ``parameter.sequence_parallel = True``, or by ``parameter.partial_over_tp = True``.
 
+    DTensors, of any mesh, are reduced by their local shards. Parts of a sum (placement ``Partial``) are summed over
+    their mesh and get the parameter's placements. What ``fully_shard`` has spread over the data lanes is reduced
+    already, and divided by their number (or by its ``set_gradient_divide_factor``): that is made up for, so that mean
+    and per-token losses and other numbers of loss lanes come out right.
+
     Gradients that several steps accumulate: see `fresh_gradients`.
 
     Args:
@@ -82,9 +96,10 @@ def reduce_gradients(
         deadline: seconds that the host waits for each all-reduce; None leaves it to the group's timeout.
 
     Raises:
-        GradientError: the gradients could not come out right: sparse ones, a DTensor sharded over the lanes, several
-            modules without ``loss_lanes``, a module name without a collection, cp without dp_cp, a marked parameter
-            without a tp group, a tied one that no ``REDUCE`` has summed. Nothing is sent then.
+        GradientError: the gradients could not come out right: sparse ones, a DTensor over some of the data lanes, or
+            over all without ``fully_shard``, several modules without ``loss_lanes``, a module name without a
+            collection, cp without dp_cp, a marked parameter without a tp group, a tied one that no ``REDUCE`` has
+            summed. Nothing is sent then.
         ReductionTimeoutError: past the deadline.
     """
     reduction = GradientReduction.of(
@@ -108,6 +123,7 @@ class _Bucket:
         lanes: group of data lanes to sum over; None where there is one lane, or a ``REDUCE`` has summed over them.
         tensor: group of tensor-parallel ranks to sum over first.
         own_lanes: data lanes of the module.
+        divided: what ``fully_shard`` has divided the gradients by; 1 where it has not.
     """
 
     module: str
@@ -115,18 +131,39 @@ class _Bucket:
     lanes: dist.ProcessGroup | None
     tensor: dist.ProcessGroup | None
     own_lanes: int
+    divided: float = 1.0
     gradients: list[torch.Tensor | None] = field(factory=list)
     flat: torch.Tensor | None = None
     started: bool = False
     wait: Callable[[Waiting], None] | None = None
 
-    def sparse(self) -> bool:
-        return any(gradient is not None and gradient.is_sparse for gradient in map(accumulated, self.parameters))
+    @property
+    def perhaps_partial(self) -> bool:
+        """Whether gradients may be partial sums over a mesh; the same on every lane, even without a gradient."""
+        return may_be_partial(self.parameters[0])
+
+    def fault(self) -> str | None:
+        """What is wrong with a gradient; None: nothing."""
+        for parameter, gradient in zip(self.parameters, map(accumulated, self.parameters), strict=True):
+            if gradient is None:
+                continue
+            which = f"a parameter of shape {tuple(parameter.shape)} in module {self.module!r}"
+            if gradient.is_sparse:
+                return f"{which} has a sparse gradient; use dense gradients (Embedding(sparse=False))"
+            unlike = unlike_its_parameter(parameter, gradient)
+            if unlike is not None:
+                return f"{which} has a DTensor gradient that no sum makes its shard: {unlike}"
+        return None
+
+    def start(self) -> None:
+        """Start the first all-reduce; one of partial sums only begins in `proceed`."""
+        self.started = True
+        if not self.perhaps_partial:
+            self._start_sum()
 
     @torch.no_grad()
-    def start(self) -> None:
+    def _start_sum(self) -> None:
         """Copy the gradients into the buffer and start its first all-reduce."""
-        self.started = True
         self.gradients = [
             None if gradient is None else local_of(gradient) for gradient in map(accumulated, self.parameters)
         ]
@@ -146,11 +183,33 @@ class _Bucket:
         )
         self.wait = all_reduce(self.flat, first)
 
-    def continue_over_lanes(self, waiting: Waiting) -> None:
-        """Where the first sum was over tp: start the one over data lanes."""
+    def proceed(self, waiting: Waiting) -> None:
+        """Sum what is partial over its mesh; where the first sum was over tp, start the one over data lanes."""
+        if self.perhaps_partial:
+            self._sum_partial(waiting)
+            self._start_sum()
         if self.tensor is not None and self.lanes is not None and self.flat is not None and self.wait is not None:
             self.wait(waiting)
             self.wait = all_reduce(self.flat, self.lanes)
+
+    @torch.no_grad()
+    def _sum_partial(self, waiting: Waiting) -> None:
+        """Group by group, in one buffer each, and give the sums the placements of their parameters."""
+        found = [
+            (parameter, gradient, partial_groups(gradient), local_of(gradient))
+            for parameter, gradient in zip(self.parameters, map(accumulated, self.parameters), strict=True)
+            if gradient is not None
+        ]
+        groups = dict.fromkeys(group for _, _, partial, _ in found for group in partial)
+        for group in groups:
+            parts = [part for _, _, partial, part in found if group in partial]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            all_reduce(flat, group)(waiting)
+            sums = torch.split(flat, [part.numel() for part in parts])
+            foreach.copy_(parts, [total.view_as(part) for total, part in zip(sums, parts, strict=True)])
+        for parameter, gradient, partial, part in found:
+            if partial:
+                replace_accumulated(parameter, summed_like(parameter, gradient, part))
 
     @property
     def flags(self) -> torch.Tensor | None:
@@ -162,6 +221,8 @@ class _Bucket:
     @torch.no_grad()
     def store(self, divisor: Divisor, used: Sequence[bool]) -> None:
         """Divide, and put the results where the gradients were; ``used`` says which parameters have one anywhere."""
+        if self.divided != 1:
+            divisor = divisor / self.divided
         if self.flat is None:
             foreach.divide_([gradient for gradient in self.gradients if gradient is not None], divisor)
             return
@@ -212,14 +273,27 @@ class GradientReduction:
         buckets: list[_Bucket] = []
         for name, parameters in reversed(held.items()):  # backwards come to the last module, and its last layer, first
             lanes, tensor = lanes_group(collections, name), tensor_group(collections, name)
+            divided = {
+                number: factor
+                for module in modules_of(modules, name)
+                for number, factor in fsdp_divisors(module).items()
+            }
             for parameter in parameters:
-                _require_reducible(parameter, name, lanes, tensor)
-            for part in _alike(reversed(parameters), bucket_bytes):
+                _require_reducible(parameter, name, lanes, tensor, by_fsdp=id(parameter) in divided)
+            for part in _alike(reversed(parameters), bucket_bytes, divided):
                 mark = mark_of(part[0])
-                over_lanes = size_of(lanes) > 1 and not (mark is not None and mark.over_lanes)
+                by_fsdp = id(part[0]) in divided
+                over_lanes = size_of(lanes) > 1 and not by_fsdp and not (mark is not None and mark.over_lanes)
                 over_tensor = partial_over_tp(part[0]) and size_of(tensor) > 1
                 buckets.append(
-                    _Bucket(name, part, lanes if over_lanes else None, tensor if over_tensor else None, size_of(lanes))
+                    _Bucket(
+                        name,
+                        part,
+                        lanes if over_lanes else None,
+                        tensor if over_tensor else None,
+                        size_of(lanes),
+                        (divided[id(part[0])] or size_of(lanes)) if by_fsdp else 1.0,
+                    )
                 )
         # A tied parameter waits for its REDUCE; nothing else waits behind it.
         buckets.sort(key=lambda bucket: mark_of(bucket.parameters[0]) is not None)
@@ -235,7 +309,7 @@ class GradientReduction:
         self._ready.update(map(id, parameters))
         while self._started < len(self.buckets):
             bucket = self.buckets[self._started]
-            early = mark_of(bucket.parameters[0]) is None and not bucket.sparse()
+            early = mark_of(bucket.parameters[0]) is None and bucket.fault() is None
             if not early or any(id(parameter) not in self._ready for parameter in bucket.parameters):
                 return
             bucket.start()
@@ -263,7 +337,7 @@ class GradientReduction:
             bucket.start()
         self._started = len(self.buckets)
         for bucket in self.buckets:
-            bucket.continue_over_lanes(waiting)
+            bucket.proceed(waiting)
         for bucket in self.buckets:
             if bucket.wait is not None:
                 bucket.wait(waiting)
@@ -304,7 +378,9 @@ def _used(buckets: Sequence[_Bucket]) -> list[list[bool]]:
     ]
 
 
-def _alike(parameters: Iterator[torch.nn.Parameter], bucket_bytes: int) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+def _alike(
+    parameters: Iterator[torch.nn.Parameter], bucket_bytes: int, divided: Mapping[int, float | None]
+) -> Iterator[tuple[torch.nn.Parameter, ...]]:
     """Parameters in order, cut where their kind changes or the bucket is full.
 
     A tied parameter is a bucket of its own: in which order an all-reduce sums depends on the place in the buffer, and
@@ -314,7 +390,7 @@ def _alike(parameters: Iterator[torch.nn.Parameter], bucket_bytes: int) -> Itera
     size = 0
     for parameter in parameters:
         nbytes = parameter.numel() * accumulation_dtype(parameter).itemsize
-        if bucket and (_kind(bucket[0]) != _kind(parameter) or size + nbytes > bucket_bytes):
+        if bucket and (_kind(bucket[0], divided) != _kind(parameter, divided) or size + nbytes > bucket_bytes):
             yield tuple(bucket)
             bucket, size = [], 0
         bucket.append(parameter)
@@ -323,21 +399,34 @@ def _alike(parameters: Iterator[torch.nn.Parameter], bucket_bytes: int) -> Itera
         yield tuple(bucket)
 
 
-def _kind(parameter: torch.nn.Parameter) -> tuple[object, ...]:
+def _kind(parameter: torch.nn.Parameter, divided: Mapping[int, float | None]) -> tuple[object, ...]:
     """What the parameters of one bucket have in common."""
     alone = None if mark_of(parameter) is None else id(parameter)
-    return accumulation_dtype(parameter), parameter.device, partial_over_tp(parameter), alone
+    by_fsdp = id(parameter) in divided, divided.get(id(parameter))
+    partial = partial_over_tp(parameter), may_be_partial(parameter)
+    return accumulation_dtype(parameter), parameter.device, *partial, *by_fsdp, alone
 
 
 def _require_reducible(
-    parameter: torch.nn.Parameter, name: str, lanes: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None
+    parameter: torch.nn.Parameter,
+    name: str,
+    lanes: dist.ProcessGroup | None,
+    tensor: dist.ProcessGroup | None,
+    *,
+    by_fsdp: bool,
 ) -> None:
     which = f"a parameter of shape {tuple(parameter.shape)} in module {name!r}"
     mesh = mesh_ranks(parameter)
-    if mesh and len(mesh & ranks_of(lanes)) > 1:
+    shared = max(len(mesh & ranks_of(lanes)), 1)
+    if by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
         raise GradientError(
-            f"{which} is a DTensor over the data lanes: what sharded it (FSDP2) reduces its gradient, as a mean over "
-            "its lanes; set finalize_model_grads_func"
+            f"{which} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which {shared} are of its "
+            f"{size_of(lanes)} data lanes: its mesh must have all data lanes (dp x cp), and beside them tp at most"
+        )
+    if not by_fsdp and shared > 1:
+        raise GradientError(
+            f"{which} is a DTensor over {shared} data lanes, and not by fully_shard: what is summed over them already, "
+            "and what it was divided by, is not known; set finalize_model_grads_func"
         )
     if not partial_over_tp(parameter):
         return
@@ -354,12 +443,9 @@ def _require_reducible(
 
 
 def _require_finished(bucket: _Bucket) -> None:
-    if bucket.sparse():
-        shapes = [tuple(p.shape) for p in bucket.parameters if getattr(accumulated(p), "is_sparse", False)]
-        raise GradientError(
-            f"a parameter of shape {shapes[0]} in module {bucket.module!r} has a sparse gradient; use dense gradients "
-            "(Embedding(sparse=False))"
-        )
+    fault = bucket.fault()
+    if fault is not None:
+        raise GradientError(fault)
     mark = mark_of(bucket.parameters[0])
     if mark is not None and not mark.summed:
         raise GradientError(

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.dtensors import local_of
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, lanes_group, size_of, tensor_group
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, local_of, named_modules, parameters_of
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 
 
 class ReplicaError(RuntimeError):
@@ -52,7 +53,7 @@ def require_equal_replicas(
         tensors = [tensor for parameter in parameters for tensor in (parameter.detach(), accumulated(parameter))]
         norms = torch.stack([torch.zeros((), dtype=torch.float64, device=parameters[0].device)] * len(tensors))
         filled = [place for place, tensor in enumerate(tensors) if tensor is not None and tensor.numel()]
-        held = [local_of(tensors[place]) for place in filled]  # type: ignore[arg-type]
+        held = [local_of(tensors[place]) for place in filled]
         if held:
             norms[filled] = foreach.norms(held, 2.0).nan_to_num(nan=-1.0)
         extremes = torch.cat([norms, -norms])

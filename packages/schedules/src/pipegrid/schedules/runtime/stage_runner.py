@@ -19,6 +19,7 @@ from pipegrid.schedules.autograd import (
     run_backward,
 )
 from pipegrid.schedules.errors import PlanMismatchError, StageOutputError
+from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.runtime.edge_queues import PendingFree, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.payloads import flatten, gradient_of, map_tensors
 from pipegrid.schedules.runtime.stage import (
@@ -28,6 +29,7 @@ from pipegrid.schedules.runtime.stage import (
     check_loss,
     check_outputs,
     ended,
+    modules_of,
     trainable,
 )
 
@@ -83,6 +85,7 @@ class StageRunner:
     live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
+    _sharded: bool = field(init=False)
     _rooted: bool = field(default=False, init=False)
     _rootless: int = field(default=0, init=False)
     _differentiated: frozenset[Edge] = field(init=False)
@@ -92,6 +95,7 @@ class StageRunner:
     def __attrs_post_init__(self) -> None:
         self._differentiated = frozenset(box.edge for box in self.gradients_out)
         self._outgoing = frozenset(box.edge for box in self.leaving)
+        self._sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
         self._lending = tuple(box for box in self.arriving if box.lends)
 
     def begin(self, *, training: bool) -> None:
@@ -202,7 +206,7 @@ class StageRunner:
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
         found, self.halves[microbatch] = backward_inputs(
-            roots, gradients, inputs, on_unsplittable=self._require_splittable
+            roots, gradients, inputs, on_unsplittable=self._require_splittable, whole=self._sharded
         )
         # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns as a
         # view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.

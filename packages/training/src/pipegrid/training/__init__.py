@@ -2,4 +2,18 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from typing import TYPE_CHECKING
+
+from pipegrid.topology.lazy import lazy_names
+from pipegrid.training.errors import CutError
+
+if TYPE_CHECKING:
+    from pipegrid.training.stages import Names, Stage, Tie, cut, tie, ties_of
+
+__all__ = ["CutError", "Names", "Stage", "Tie", "cut", "tie", "ties_of"]
+
+_LAZY = {"stages": "Names Stage Tie cut tie ties_of"}
+
+__getattr__, __dir__ = lazy_names(
+    __name__, __all__, {name: folder for folder, names in _LAZY.items() for name in names.split()}
+)

@@ -1,0 +1,194 @@
+"""Which stage holds each layer and each parameter of a model. The same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from attrs import frozen
+from torch import nn
+
+from pipegrid.layout import LayerType, LayoutError, PipelineParallelLayerLayout
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.names import ONLY, Names, layers_of
+
+_ENDS = (LayerType.embedding, LayerType.loss)
+
+
+@frozen
+class Tie:
+    """A parameter with several names, on several stages.
+
+    Attributes:
+        name: the first of its names in the whole model.
+        stages: the stages that hold it, ascending.
+        names: its name on each of them.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@frozen
+class Assignment:
+    """A model over stages.
+
+    Attributes:
+        num_stages: of the layout.
+        lists: the layers of each list, in the order of their run.
+        stage_of_layer: the stage of each layer, by its name.
+        stage_of_parameter: the stage of each parameter, by its name; a tied one has several names.
+        ties: parameters on several stages.
+    """
+
+    num_stages: int
+    lists: tuple[tuple[str, ...], ...]
+    stage_of_layer: Mapping[str, int]
+    stage_of_parameter: Mapping[str, int]
+    ties: tuple[Tie, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All layers, in the order of their run."""
+        return tuple(layer for layers in self.lists for layer in layers)
+
+    def held(self, stage: int) -> tuple[str, ...]:
+        """The layers of a stage."""
+        return tuple(layer for layer in self.layers if self.stage_of_layer[layer] == stage)
+
+    def before(self, stage: int) -> int:
+        """Number of layers on earlier stages."""
+        return sum(number < stage for number in self.stage_of_layer.values())
+
+    def parameters(self, stage: int) -> tuple[str, ...]:
+        """The names of a stage's parameters in the whole model."""
+        return tuple(name for name, number in self.stage_of_parameter.items() if number == stage)
+
+
+def as_layout(layout: str | PipelineParallelLayerLayout) -> PipelineParallelLayerLayout:
+    """A layout of one stage per pp rank, where the layout is a string."""
+    if isinstance(layout, PipelineParallelLayerLayout):
+        return layout
+    return PipelineParallelLayerLayout(layout, PipelineParallelLayerLayout.get_num_stages_from_str(layout))
+
+
+def assign(model: nn.Module, layout: PipelineParallelLayerLayout, names: Names) -> Assignment:
+    """The stage of each layer and parameter: layers by the layout, the rest with the first, the last or the next layer.
+
+    Raises:
+        CutError: the layout has another number of layers than the model, or kinds of layer that it has not.
+    """
+    lists = {kind: layers_of(model, path) for kind, path in names.layers.items()}
+    kinds = _kinds(layout, lists)
+    try:
+        ends = {kind: 1 for kind in _ENDS if kind in layout.flatten_layout}
+        layout.validate_counts({kind: len(layers) for kind, layers in kinds.items()} | ends)
+    except LayoutError as error:
+        raise CutError(f"{type(model).__name__} and its layout do not fit: {error}") from error
+    stage_of_layer: dict[str, int] = {}
+    for kind, layers in kinds.items():
+        stages = [stage for stage, held in enumerate(layout.stages) for layer in held if layer == kind]
+        stage_of_layer |= dict(zip(layers, stages, strict=True))
+    ordered = [layer for layers in kinds.values() for layer in layers]
+    for earlier, later in pairwise(ordered):
+        if stage_of_layer[earlier] > stage_of_layer[later]:
+            raise CutError(
+                f"layout {layout.short_text()} has layer {later} on stage {stage_of_layer[later]}, before {earlier} on "
+                f"stage {stage_of_layer[earlier]}; layers run in the order {', '.join(kinds)}"
+            )
+    places = _Places(names, tuple(kinds.values()), stage_of_layer, layout)
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    stage_of_parameter = dict(zip(parameters, places.stages(parameters), strict=True))
+    return Assignment(
+        len(layout.stages),
+        tuple(kinds.values()),
+        stage_of_layer,
+        stage_of_parameter,
+        _ties(model, stage_of_parameter),
+    )
+
+
+def _kinds(layout: PipelineParallelLayerLayout, lists: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+    """The lists of layers by the layout's kinds; the only list has the only kind."""
+    if set(lists) != {ONLY}:
+        return lists
+    found = [kind for kind in dict.fromkeys(layout.flatten_layout) if kind not in _ENDS]
+    if len(found) > 1:
+        raise CutError(
+            f"layout {layout.short_text()} has layers of the kinds {', '.join(map(str, found))}, and the model has one "
+            "list of layers; use one kind, or give names=Names(layers={kind: list, ...})"
+        )
+    return {found[0] if found else LayerType.decoder: lists[ONLY]}
+
+
+class _Places:
+    """The stage of each parameter, in the order of registration."""
+
+    def __init__(
+        self,
+        names: Names,
+        lists: tuple[tuple[str, ...], ...],
+        stage_of_layer: Mapping[str, int],
+        layout: PipelineParallelLayerLayout,
+    ) -> None:
+        self._names, self._lists, self._stage_of_layer = names, lists, stage_of_layer
+        self._paths = tuple(names.layers.values())
+        first = [stage for stage, held in enumerate(layout.stages) if LayerType.embedding in held]
+        last = [stage for stage, held in enumerate(layout.stages) if LayerType.loss in held]
+        self._first, self._last = (first or [0])[0], (last or [len(layout.stages) - 1])[0]
+
+    def stages(self, parameters: Iterable[str]) -> list[int]:
+        """The stage of each of the model's parameters."""
+        passed, found = 0, []
+        for name in parameters:
+            layer = next((layer for layer in self._stage_of_layer if within(name, [layer])), None)
+            if layer is None:
+                found.append(self._beside(name, passed))
+            else:
+                found.append(self._stage_of_layer[layer])
+                passed = next(i for i, layers in enumerate(self._lists) if layer in layers) + 1
+        return found
+
+    def _beside(self, name: str, passed: int) -> int:
+        """The stage of a parameter outside of the layers, registered after ``passed`` lists."""
+        if within(name, self._names.embedding):
+            passed = next((i for i, path in enumerate(self._paths) if within(name, [_parent(path)])), 0)
+        elif within(name, self._names.head):
+            passed = 1 + next((i for i, path in enumerate(self._paths) if within(name, [_parent(path)])), passed)
+        elif any(within(path, [_parent(name)]) or not _parent(name) for path in self._paths):
+            raise CutError(
+                f"{name} is a parameter beside the layers, and registration does not tell whether it is used before or "
+                f"after them; name it in Names(embedding=...) or Names(head=...)"
+            )
+        if passed == 0:
+            return self._first
+        if passed == len(self._lists):
+            return self._last
+        # Between two lists: with the last layer of the one beside it, unless it is to run before the next.
+        ends = within(name, [_parent(self._paths[passed - 1])]) and not within(name, self._names.embedding)
+        return self._stage_of_layer[self._lists[passed - 1][-1] if ends else self._lists[passed][0]]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def within(name: str, parts: Iterable[str]) -> bool:
+    """Whether ``name`` is one of ``parts``, or inside of one."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def _ties(model: nn.Module, stage_of_parameter: Mapping[str, int]) -> tuple[Tie, ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    ties = []
+    for aliases in names.values():
+        by_stage: dict[int, str] = {}
+        for alias in aliases:
+            by_stage.setdefault(stage_of_parameter[alias], alias)
+        if len(by_stage) > 1:
+            stages = tuple(sorted(by_stage))
+            ties.append(Tie(aliases[0], stages, tuple(by_stage[stage] for stage in stages)))
+    return tuple(ties)

@@ -1,0 +1,99 @@
+"""Where the parts of a model are: dotted names of its layers, of what runs before them and of what runs after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from attrs import field, frozen
+from torch import nn
+
+from pipegrid.topology.fields import checked_fields
+from pipegrid.training.errors import CutError
+
+ONLY: Final = "layers"
+"""The kind of a model with one list of layers: whichever kind its layout has."""
+
+
+def _by_kind(layers: str | Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType({ONLY: layers} if isinstance(layers, str) else dict(layers))
+
+
+@frozen(field_transformer=checked_fields(CutError))
+class Names:
+    """The parts of a model, by the dotted names of its submodules and parameters.
+
+    Attributes:
+        layers: the list of layers (``"model.layers"``); of an encoder-decoder model one list per kind of layer, in the
+            order in which they run (``{"encoder": "encoder.block", "decoder": "decoder.block"}``).
+        embedding: parts that run before a list of layers, and are registered after it.
+        head: parts that run after a list of layers, and are registered before it.
+
+    Submodules registered before the layers run before them, and those registered after run after, unless named here. A
+    parameter of a module that holds the layers is always named.
+    """
+
+    layers: Mapping[str, str] = field(converter=_by_kind)
+    embedding: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+
+
+TABLE: Final = (
+    Names({"encoder": "encoder.block", "decoder": "decoder.block"}),  # T5
+    Names(  # BART, Whisper; BART registers the embedding's norms after its layers
+        {"encoder": "model.encoder.layers", "decoder": "model.decoder.layers"},
+        embedding=("model.encoder.layernorm_embedding", "model.decoder.layernorm_embedding"),
+    ),
+    Names("model.layers"),  # Llama, Qwen, Mistral, Gemma, Phi
+    # LLaVA, Qwen-VL: the vision tower runs before the layers.
+    Names("model.language_model.layers", embedding=("model.image_newline",)),
+    Names("transformer.h"),  # GPT-2, GPT-J, Falcon
+    Names("gpt_neox.layers"),
+    Names("model.decoder.layers", head=("model.decoder.final_layer_norm", "model.decoder.project_out")),  # OPT
+    Names("vision_model.encoder.layers"),  # a head over CLIP or SigLIP
+    Names("vit.layers"),  # a head over ViT
+    Names("encoder.layers"),  # CLIP, SigLIP
+    Names("layers"),  # ViT, the encoder of Whisper, Llama without its head
+    Names("h"),  # GPT-2 without its head
+)
+"""Hugging Face's names, the more specific ones first."""
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_names(model: nn.Module) -> Names:
+    """The first row of the table whose lists of layers the model has.
+
+    Raises:
+        CutError: none; the text has the names that were looked for, and the lists that the model has.
+    """
+    lists = {name for name, _ in _lists(model)}
+    for names in TABLE:
+        if set(names.layers.values()) <= lists:
+            return names
+    wanted = ", ".join(" with ".join(names.layers.values()) for names in TABLE)
+    there = ", ".join(f"{name} ({len(list(part.children()))})" for name, part in _lists(model)) or "none"
+    raise CutError(
+        f"{type(model).__name__} has its layers under none of the names {wanted}; its lists of modules are: {there}. "
+        "Give names=Names(layers=...)"
+    )
+
+
+def layers_of(model: nn.Module, path: str) -> tuple[str, ...]:
+    """The dotted names of the layers in the list ``path``.
+
+    Raises:
+        CutError: there is no such list of modules.
+    """
+    lists = dict(_lists(model))
+    if path not in lists:
+        raise CutError(
+            f"{type(model).__name__} has no list of modules {path!r}; its lists are {', '.join(lists) or 'none'}. Give "
+            "names=Names(layers=...)"
+        )
+    return tuple(f"{path}.{key}" for key, _ in lists[path].named_children())
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, part) for name, part in model.named_modules() if name and isinstance(part, _LISTS))

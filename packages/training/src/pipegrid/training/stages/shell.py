@@ -1,0 +1,73 @@
+"""A copy of a model's tree that shares the parts of one stage and replaces all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipegrid.training.stages.assignment import Assignment, within
+from pipegrid.training.stages.stubs import ForeignLayer, ForeignPart, Run, blank
+from pipegrid.training.stages.tree import copied
+
+
+def shell_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> nn.Module:
+    """The model with the parts of ``stage``; own parts are shared with ``model``, which is not changed."""
+    shell = _part(model, "", assignment, stage, run)
+    held = assignment.held(stage)
+    if held and stage < assignment.num_stages - 1:
+        shell.get_submodule(held[-1]).register_forward_hook(_leaving(run))
+    if held and held[0] == assignment.layers[0]:
+        shell.get_submodule(held[0]).register_forward_pre_hook(_entering(run), with_kwargs=True)
+    return shell
+
+
+def _part(part: nn.Module, path: str, assignment: Assignment, stage: int, run: Run) -> nn.Module:
+    """``part`` of the model, shared, replaced or copied: a copy holds parts of both kinds."""
+    if path in assignment.stage_of_layer:
+        owner = assignment.stage_of_layer[path]
+        return copied(part) if owner == stage else ForeignLayer(path, part, run, earlier=owner < stage)
+    inside = (
+        [layer for layer in assignment.stage_of_layer if within(layer, [path])] if path else list(assignment.layers)
+    )
+    owners = {owner for name, owner in assignment.stage_of_parameter.items() if within(name, [path])}
+    if path and not inside and (not owners or owners == {stage}):
+        return part  # without parameters (rotary tables, dropout), or all on this stage
+    if path and not inside and stage not in owners:
+        return ForeignPart(path, part, run, earlier=max(owners) < stage)
+    made = copied(part)
+    for key, child in part.named_children():
+        made.add_module(key, _part(child, _joined(path, key), assignment, stage, run))
+    for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+        if assignment.stage_of_parameter[_joined(path, key)] != stage:
+            delattr(made, key)
+            made.register_buffer(key, blank(parameter, torch.device("cpu")), persistent=False)
+    return made
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _leaving(run: Run) -> Any:
+    def hook(layer: nn.Module, args: Any, result: Any) -> None:
+        del layer, args
+        run.left = result
+
+    return hook
+
+
+def _entering(run: Run) -> Any:
+    """The first layer of the model, on a stage without the embedding, takes what arrived."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        del layer
+        if run.received is None or run.entered:
+            return None
+        run.entered = True
+        if args:
+            return (run.hidden(), *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): run.hidden()}
+
+    return hook

@@ -1,0 +1,303 @@
+"""The module of one stage: the model's own forward, over the parts of the stage."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.topology.fields import Index, checked
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assign
+from pipegrid.training.stages.build import build
+from pipegrid.training.stages.names import Names, find_names
+from pipegrid.training.stages.shell import shell_of
+from pipegrid.training.stages.stubs import Leave, Run
+from pipegrid.training.stages.tree import adopt
+
+_DATA = ("input_ids", "pixel_values", "input_features")
+"""Inputs of a Hugging Face model that its embedding reads; later stages get hidden states in their place."""
+
+
+@overload
+def cut(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    stage: int,
+    *,
+    names: Names | None = ...,
+    module: str | None = ...,
+    output: Callable[[Any], Any] | None = ...,
+    config: Any = ...,
+    allow_empty: bool = ...,
+) -> Stage: ...
+
+
+@overload
+def cut(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    stage: Sequence[int],
+    *,
+    names: Names | None = ...,
+    module: str | None = ...,
+    output: Callable[[Any], Any] | None = ...,
+    config: Any = ...,
+    allow_empty: bool = ...,
+) -> list[Stage]: ...
+
+
+def cut(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    stage: int | Sequence[int],
+    *,
+    names: Names | None = None,
+    module: str | None = None,
+    output: Callable[[Any], Any] | None = None,
+    config: Any = None,
+    allow_empty: bool = False,
+) -> Stage | list[Stage]:
+    """The module of a stage of ``model``: its own layers and parameters, under their names in the whole model.
+
+    Every stage is called like the whole model, ``stage(**batch)``; all but the first replace the hidden states by
+    those received. Masks, position ids and rotary tables are made on every stage by the model's own code, from the
+    batch: later stages read the shapes of its ids or pixels, and the values of its masks.
+
+    Args:
+        model: the whole model; its parameters are shared with the stage. Or a function that makes it: then the
+            parameters of other stages are never in memory together, and initial values are bit for bit those of the
+            whole model in one process with the same seed.
+        layout: of the model's layers, such as ``"Et*2|t*2L"``; without ``E`` the embedding is on the first stage,
+            without ``L`` the head on the last.
+        stage: its number; or the numbers of all stages on this rank, which share tied parameters.
+        names: where the parts are; None: by the names that Hugging Face models have.
+        module: the name of the model in a graph of several; hidden states are then sent as ``{module: hidden}``.
+        output: of the last stage: from what the model returns to what is sent to other modules.
+        config: a `PipelineConfig`.
+        allow_empty: stages without parameters are allowed; they pass on what they receive.
+
+    Raises:
+        CutError: layers not found, a layout that does not fit the model, a stage that does not exist or has no
+            parameters, or a model on the meta device.
+    """
+    layout = as_layout(layout)
+    stages = [stage] if isinstance(stage, int) else list(stage)
+    for number in stages:
+        checked(number, Index, "stage", CutError)
+        if number >= len(layout.stages):
+            raise CutError(
+                f"stage is {number}; layout {layout.short_text()} has the stages 0..{len(layout.stages) - 1}"
+            )
+
+    def assigned(whole: nn.Module) -> Assignment:
+        assignment = assign(whole, layout, find_names(whole) if names is None else names)
+        for number in stages:
+            if not allow_empty and not assignment.parameters(number):
+                raise CutError(
+                    f"stage {number} of layout {layout.short_text()} has no parameters, so its optimizer has nothing "
+                    "to train; move a layer to it, or pass allow_empty=True"
+                )
+        return assignment
+
+    if not isinstance(model, nn.Module):
+        model = build(model, lambda whole: {name for n in stages for name in assigned(whole).parameters(n)})
+    assignment = assigned(model)
+    _require_values(model, assignment, stages)
+    made = [Stage(model, assignment, number, module=module, output=output, config=config) for number in stages]
+    return made[0] if isinstance(stage, int) else made
+
+
+def _require_values(model: nn.Module, assignment: Assignment, stages: Sequence[int]) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and assignment.stage_of_parameter[name] in stages:
+            raise CutError(
+                f"{name} is on the meta device and has no values; pass a function that makes the model on a CPU, "
+                "cut(lambda: Model(config), ...): it keeps the parameters of the stage only"
+            )
+
+
+class Stage(nn.Module):
+    """A stage of a model, made by `cut`. Parameters and ``state_dict`` have the names of the whole model.
+
+    Attributes:
+        number: of the stage in the layout.
+        whole: the model's tree with foreign parts replaced.
+        ties: the parameters of the model that are on several stages, of this one or not.
+        config: read by the step functions.
+        received: what arrived for the running microbatch: a payload, or payloads by source module.
+    """
+
+    whole: nn.Module
+
+    def __init__(
+        self,
+        model: nn.Module,
+        assignment: Assignment,
+        number: int,
+        *,
+        module: str | None = None,
+        output: Callable[[Any], Any] | None = None,
+        config: Any = None,
+    ) -> None:
+        super().__init__()
+        self._run = Run()
+        whole = shell_of(model, assignment, number, self._run)
+        self.__dict__["whole"] = whole  # no submodule: parameters keep their names
+        adopt(self, whole)
+        self.number, self.module, self.config = number, module, config
+        self.received: Any = None
+        self._output, self._assignment = output, assignment
+        self._flow = _Flow.of(whole, assignment, number)
+        self.train(model.training)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has no stage before it."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has no stage after it."""
+        return self.number == self._assignment.num_stages - 1
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the stage's layers."""
+        return self._assignment.held(self.number)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters of the model on several stages."""
+        return self._assignment.ties
+
+    def train(self, mode: bool = True) -> Stage:
+        """Switch to training or to evaluation."""
+        super().train(mode)
+        self.whole.training = mode
+        return self
+
+    def set_input_tensor(self, received: Any) -> None:
+        """Take what arrived: a list of one payload, or a dict of payloads by source module."""
+        self.received = received[0] if isinstance(received, list) else received
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model returns, on the last stage; the hidden states before.
+
+        Arguments are those of the whole model.
+        """
+        received = self.received
+        if isinstance(received, Mapping):
+            received = None if self.is_first else received[self.module]
+        if self.is_first:
+            received = None
+        elif received is None:
+            raise CutError(
+                f"stage {self.number} has received nothing; call set_input_tensor with the output of stage "
+                f"{self.number - 1} first (the step functions do)"
+            )
+        result = self._flow.run(self._run, received, args, kwargs)
+        if self.is_last and self._output is not None:
+            result = self._output(result)
+        elif self.is_last:
+            return result
+        return result if self.module is None else {self.module: result}
+
+
+class _Flow:
+    """What is sent between stages, and how a forward begins and ends on a stage.
+
+    With one list of layers, a stage sends what its last layer returned. With an encoder and a decoder, stages send that
+    inside the encoder; the encoder's output at its end; and both, ``(returned, encoded)``, inside the decoder.
+    """
+
+    def __init__(self, whole: nn.Module, *, before: int, after: int, encoders: int, last: bool) -> None:
+        self.whole, self.before, self.after, self.encoders, self.last = whole, before, after, encoders, last
+        self.accepted = tuple(inspect.signature(whole.forward).parameters)
+        self.empty = before == after and not last and next(whole.parameters(), None) is None
+
+    @classmethod
+    def of(cls, whole: nn.Module, assignment: Assignment, number: int) -> _Flow:
+        """The flow of a stage."""
+        before = assignment.before(number)
+        encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
+        flow = cls(
+            whole,
+            before=before,
+            after=before + len(assignment.held(number)),
+            encoders=encoders,
+            last=number == assignment.num_stages - 1,
+        )
+        if encoders and "encoder_outputs" not in flow.accepted:
+            raise CutError(
+                f"{type(whole).__name__} has an encoder and a decoder, and its forward takes no encoder_outputs; "
+                "decoder stages need it to skip the encoder"
+            )
+        return flow
+
+    def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward over the parts of the stage."""
+        if self.empty:
+            return received
+        run.received, run.entered, run.left = received, False, None
+        encoded = None
+        if received is not None:
+            kwargs = {**dict(zip(self.accepted, args, strict=False)), **kwargs}
+            args = ()
+            encoded = self._begin(run, kwargs)
+        if "use_cache" in self.accepted:
+            kwargs = {"use_cache": False, **kwargs}
+        catching = (
+            _Encoded(self.whole) if encoded is None and 0 < self.encoders <= self.after and not self.last else None
+        )
+        try:
+            result = self.whole(*args, **kwargs)
+            if self.last:
+                return result
+            left = run.left
+        except Leave:
+            left = run.left
+        finally:
+            run.received = run.left = None
+            if catching is not None:
+                catching.remove()
+        if not self.encoders or self.after < self.encoders:
+            return left
+        encoded = catching.hidden if catching is not None else encoded
+        return encoded if self.after == self.encoders else (left, encoded)
+
+    def _begin(self, run: Run, kwargs: dict[str, Any]) -> Any:
+        """Replace the inputs of the embedding by what was received; the encoder's output, past the encoder."""
+        prefix, encoded = "", None
+        if self.encoders and self.before >= self.encoders:
+            prefix = "decoder_"
+            encoded = run.received if self.before == self.encoders else run.received[1]
+            kwargs["encoder_outputs"] = (encoded,)
+            if self.before == self.encoders:
+                return encoded
+            run.received = run.received[0]
+        if f"{prefix}inputs_embeds" in self.accepted:
+            for name in _DATA:
+                kwargs.pop(f"{prefix}{name}", None)
+            kwargs[f"{prefix}inputs_embeds"] = run.hidden().detach()
+        return encoded
+
+
+class _Encoded:
+    """The output of the encoder in the running forward."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        self.hidden: torch.Tensor | None = None
+        self._handle = whole.get_encoder().register_forward_hook(self._hook)  # type: ignore[operator]
+
+    def _hook(self, encoder: nn.Module, args: Any, result: Any) -> None:
+        del encoder, args
+        self.hidden = result[0]
+
+    def remove(self) -> None:
+        """End watching."""
+        self._handle.remove()

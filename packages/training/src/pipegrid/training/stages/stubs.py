@@ -1,0 +1,145 @@
+"""What replaces the parts of a model that are on other stages, so that the model's own forward runs on every stage.
+
+A model's forward is: embedding, tables (masks, positions, rotary), layers in turn, norm and head. On a stage it runs as
+it is. The stages differ in what foreign parts do: an earlier layer returns what arrived; an earlier part, such as the
+embedding, returns NaN in the shape of its result, from which the tables are made; the first later part ends the
+forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.tree import copied
+
+
+class Leave(Exception):  # noqa: N818 -- no error: the own part is done
+    """Ends the forward of a stage after its last part."""
+
+
+@define(eq=False)
+class Run:
+    """The forward that is running on a stage.
+
+    Attributes:
+        received: what the last layer of the stage before returned; None on the first.
+        entered: the first part after the embedding has run.
+        left: what the last own layer returned.
+    """
+
+    received: Any = None
+    entered: bool = False
+    left: Any = None
+
+    def hidden(self) -> Tensor:
+        """The hidden states of what was received."""
+        return first_tensor(self.received)
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The hidden states of what a layer returned: a tensor, or the first of a tuple."""
+    while not isinstance(value, Tensor):
+        value = value[0]
+    return value
+
+
+class Foreign(nn.Module):
+    """A part on another stage: no parameters; attributes are those of the part, with its tensors on the meta device."""
+
+    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool) -> None:
+        super().__init__()
+        self.__dict__["ghost"] = ghost(part)  # no submodule: it has no place among the stage's parameters
+        self.name, self.run, self.earlier = name, run, earlier
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "ghost" not in self.__dict__:
+            return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["ghost"], name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Foreign:
+        """``to(dtype)`` and its like: the ghost takes the dtype, and stays on the meta device."""
+        part: nn.Module = self.__dict__["ghost"]
+        dtype = next((tensor.dtype for tensor in part.parameters() if tensor.is_floating_point()), None)
+        if dtype is not None:
+            part.to(fn(torch.empty(0, dtype=dtype)).dtype)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class ForeignLayer(Foreign):
+    """A layer on another stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the stage before has sent; a later layer ends the forward."""
+        if self.earlier:
+            self.run.entered = True
+            return self.run.received
+        if self.run.left is None:  # a stage of the embedding alone
+            self.run.left = args[0] if args else next(iter(kwargs.values()))
+        raise Leave
+
+
+class ForeignPart(Foreign):
+    """A part beside the layers on another stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return NaN in the shape of the part's result; a later part ends the forward.
+
+        Raises:
+            CutError: the part runs after the layers and is placed before them, or the other way round.
+        """
+        if not self.earlier:
+            if self.run.left is None:
+                raise CutError(
+                    f"{self.name} is placed after the layers and runs before them; name it in Names(embedding=...)"
+                )
+            raise Leave
+        if self.run.entered:
+            raise CutError(f"{self.name} is placed before the layers and runs after them; name it in Names(head=...)")
+        device = self.run.hidden().device
+        with torch.no_grad():
+            made = self.__dict__["ghost"](*mapped(_to_meta, args), **mapped(_to_meta, kwargs))
+        return mapped(lambda tensor: blank(tensor, device), made)
+
+
+def blank(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
+    value = math.nan if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
+
+
+def ghost(part: nn.Module) -> nn.Module:
+    """A copy of ``part`` whose parameters and buffers are on the meta device."""
+    made = copied(part)
+    for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+        made.register_parameter(key, nn.Parameter(_to_meta(parameter.detach()), parameter.requires_grad))
+    for key, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+        made.register_buffer(key, _to_meta(buffer))
+    for key, child in part.named_children():
+        made.add_module(key, ghost(child))
+    return made
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with ``function`` of each of its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)(mapped(function, item) for item in value)
+    if type(value) is dict:
+        return {key: mapped(function, item) for key, item in value.items()}
+    return value

@@ -1,0 +1,100 @@
+"""Tie the parameters of a model that are on several stages, such as an embedding and the head with its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.schedules.gradients import TiedParameters, tie_parameters
+from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.assignment import Tie, as_layout, assign
+from pipegrid.training.stages.build import planned
+from pipegrid.training.stages.names import Names, find_names
+from pipegrid.training.stages.stage import Stage
+
+
+def ties_of(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    *,
+    names: Names | None = None,
+) -> tuple[Tie, ...]:
+    """The parameters of ``model`` on several stages of ``layout``: for ranks without a stage of the model."""
+    whole = model if isinstance(model, nn.Module) else planned(model)
+    return assign(whole, as_layout(layout), find_names(whole) if names is None else names).ties
+
+
+def tie(
+    ties: Iterable[Tie],
+    stages: Stage | Sequence[Stage],
+    grid: HyperCommGrid | Mapping[str, HyperCommGrid],
+    *,
+    graph: ModuleGraph | None = None,
+    module: str | None = None,
+    placement: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> tuple[TiedParameters, ...]:
+    """`tie_parameters` for each of ``ties``, for ``PipelineConfig(tied_parameters=...)``. All ranks of the job call it.
+
+    Copies on one place of the pipeline are one parameter and need no sum (an embedding and a head in a V of stages).
+
+    Args:
+        ties: ``stage.ties``, or `ties_of`.
+        stages: this rank's stages of the model; an empty list on ranks of other modules.
+        grid: of the model; in a graph of several modules, the grid of each.
+        graph: the modules, where there are several.
+        module: the model's name in ``graph``.
+        placement: the pp rank of each stage, with several stages on a rank; None: one stage on each.
+        timeout: of the creation of groups.
+
+    Raises:
+        CutError: copies on one rank are two parameters: their stages were cut by separate calls.
+        TyingError: as `tie_parameters`.
+    """
+    own = {stage.number: stage for stage in ([stages] if isinstance(stages, Stage) else stages)}
+    first = 0 if graph is None or module is None else graph.stage(module, 0)
+    made = []
+    for each in ties:
+        copies = {
+            first + stage: own[stage].get_parameter(name)
+            for stage, name in zip(each.stages, each.names, strict=True)
+            if stage in own
+        }
+        numbers = [first + stage for stage in each.stages]
+        if placement is None:
+            made.append(tie_parameters(each.name, copies, stages=numbers, grids=grid, graph=graph, timeout=timeout))
+            continue
+        if len({id(copy) for copy in copies.values()}) > 1:
+            raise CutError(
+                f"{each.name} is on the stages {sorted(copies)} of this rank as {len(copies)} parameters; cut all "
+                "stages of a rank in one call, cut(model, layout, [0, 3]), which shares it"
+            )
+        places = tuple(dict.fromkeys(placement[stage] for stage in each.stages))
+        if len(places) > 1:
+            group = _across(grid if isinstance(grid, HyperCommGrid) else grid[str(module)], places, each.name, timeout)
+            made.append(tie_parameters(each.name, copies, stages=numbers, group=group))
+    return tuple(made)
+
+
+def _across(
+    grid: HyperCommGrid, places: Sequence[int], name: str, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """This rank's group of the pp ranks ``places``, one for each data lane and tensor-parallel rank."""
+    members: dict[tuple[tuple[str, int], ...], dict[int, int]] = {}
+    for rank in grid.ranks:
+        coords = dict(grid.coords(rank))
+        place = coords.pop("pp", 0)
+        if place in places:
+            members.setdefault(tuple(sorted(coords.items())), {})[place] = rank
+    specs = [
+        GroupSpec([ranks[place] for place in places], f"tied/{name}/{index}", shared=False)
+        for index, (_, ranks) in enumerate(sorted(members.items()))
+    ]
+    made = create_groups(specs, timeout=timeout)
+    return next((made[spec] for spec in specs if dist.get_rank() in spec.ranks), None)

@@ -1,0 +1,233 @@
+"""A model cut into stages is the model: weights from the start, loss, gradients and names, for every family and cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.training import CutError, Names, cut
+
+from .training_models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
+
+CUTS = ("Et|tt|tL", "Et||ttt|L", "E|tttt|L", "EttttL", "Etttt|L")
+CUTS_OF_TWO = ("Eee|eet|tttL", "Eeee|e|tt||t|tL", "Eeeee|tttt|L", "E|eeeettttL")
+EXAMPLES = [
+    *((name, "Et||ttt|L") for name in MAKERS if name not in TWO_LISTS),
+    *((name, "Eeee|e|tt||t|tL") for name in TWO_LISTS),
+]
+ALL = [(name, cut) for name in MAKERS for cut in (CUTS_OF_TWO if name in TWO_LISTS else CUTS)]
+
+
+def tensors(payload):
+    if isinstance(payload, torch.Tensor):
+        return [payload]
+    return [one for item in payload for one in tensors(item)] if isinstance(payload, tuple) else []
+
+
+def sent(payload):
+    """The payload as it arrives on the next stage."""
+    if isinstance(payload, torch.Tensor):
+        return payload.detach().clone().requires_grad_(payload.requires_grad)
+    return tuple(map(sent, payload)) if isinstance(payload, tuple) else payload
+
+
+def step(stages, batch):
+    """Forward and backward through the stages in turn; the loss."""
+    arrived, left = [None], []
+    for stage in stages:
+        stage.set_input_tensor([arrived[-1]])
+        left.append(stage(**batch))
+        arrived.append(sent(left[-1]) if not stage.is_last else None)
+    loss = loss_of(left[-1])
+    loss.backward()
+    for outputs, inputs in reversed(list(zip(left[:-1], arrived[1:-1], strict=True))):
+        pairs = [
+            (output, received.grad)
+            for output, received in zip(tensors(outputs), tensors(inputs), strict=True)
+            if output.requires_grad and received.grad is not None
+        ]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    return loss.detach()
+
+
+def stages_of(make, layout, **options):
+    stages = []
+    for stage in range(layout.count("|") + 1):
+        torch.manual_seed(1)
+        stages.append(cut(make, layout, stage, allow_empty=True, **options).double())
+    return stages
+
+
+def require_equal(whole, make, layout, batch, **options):
+    loss = loss_of(whole(**batch))
+    loss.backward()
+    stages = stages_of(make, layout, **options)
+    names = dict(whole.named_parameters(remove_duplicate=False))
+    held = [name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)]
+    assert sorted(held) == sorted(names)
+    state = whole.state_dict()
+    for stage in stages:
+        for name, value in stage.state_dict().items():
+            assert torch.equal(value, state[name]), name
+    assert step(stages, batch).item() == pytest.approx(loss.item(), rel=1e-12)
+    summed = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                parameter_id = id(names[name])
+                summed[parameter_id] = summed.get(parameter_id, 0) + parameter.grad
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is None:
+            assert id(parameter) not in summed, name
+        else:
+            torch.testing.assert_close(summed[id(parameter)], parameter.grad, rtol=1e-10, atol=1e-14, msg=name)
+
+
+def require_equal_family(name, layout):
+    torch.manual_seed(1)
+    require_equal(MAKERS[name]().double(), MAKERS[name], layout, batch_of(name))
+
+
+@pytest.mark.parametrize(("name", "layout"), EXAMPLES)
+def test_a_family_in_stages_is_the_model(name, layout):
+    require_equal_family(name, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_every_family_in_every_cut_is_the_model(name, layout):
+    require_equal_family(name, layout)
+
+
+class Plain(nn.Module):
+    """A model of no library, with a bare parameter beside its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(5, 6))
+        self.word = nn.Embedding(9, 6)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.scale = nn.Parameter(torch.randn(6))
+        self.out = nn.Linear(6, 9)
+
+    def forward(self, ids, *, logits=True):
+        hidden = self.blocks(self.word(ids) + self.position)
+        return {"logits": self.out(hidden * self.scale)} if logits else hidden
+
+
+PARTS = Names("blocks", embedding=("position",), head=("scale",))
+
+
+@pytest.mark.parametrize("layout", ["Et|t|tL", "E|ttt|L"])
+def test_any_module_is_cut_by_the_name_of_its_layers(layout):
+    torch.manual_seed(1)
+    whole = Plain().double()
+    ids = torch.randint(0, 9, (2, 5))
+    whole(ids)["logits"].square().mean().backward()
+    stages = stages_of(Plain, layout, names=PARTS)
+    hidden = None
+    for stage in stages:
+        stage.set_input_tensor([hidden])
+        hidden = stage(ids)  # linked, so one backward passes all stages
+    hidden["logits"].square().mean().backward()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter.grad, whole.get_parameter(name).grad), name
+
+
+def test_stages_of_a_model_with_values_share_its_parameters_and_leave_it_whole():
+    model = MAKERS["llama tied"]()
+    names = [name for name, _ in model.named_parameters()]
+    first, last = cut(model, "Et|tt|tL", [0, 2])
+    assert first.get_parameter("model.embed_tokens.weight") is last.get_parameter("lm_head.weight")
+    assert first.get_parameter("model.layers.0.mlp.up_proj.weight") is model.model.layers[0].mlp.up_proj.weight
+    batch = batch_of("llama")
+    assert torch.isfinite(model(**batch).loss)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [(tie.name, tie.stages) for tie in first.ties] == [("model.embed_tokens.weight", (0, 2))]
+    assert last.ties == first.ties
+
+
+def test_a_stage_has_the_modes_and_dtypes_of_its_parts():
+    stage = cut(MAKERS["whisper encoder"], "Et|tttL", 1).to(torch.bfloat16)
+    assert {parameter.dtype for parameter in stage.parameters()} == {torch.bfloat16}
+    stage.eval()
+    assert not stage.whole.training
+    assert not any(module.training for module in stage.whole.modules())
+    assert stage.layers == ("layers.1", "layers.2", "layers.3")
+
+
+def test_a_function_makes_the_parameters_of_its_stage_only():
+    made = []
+
+    class Watched(nn.Linear):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self.weight.untyped_storage().data_ptr())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Watched(8, 8) for _ in range(6))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    stage = cut(Model, "tt|tttt", 0, names=Names("blocks"))
+    assert len(made) == 12  # a run on the meta device, and one that keeps the stage's
+    assert len(set(made[6:])) == 3  # two own weights, and one buffer for all others
+    assert sum(parameter.numel() for parameter in stage.parameters()) == 2 * 72
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "stage", "options", "text"),
+    [
+        (llama(), "Et|tL", 0, {}, "LlamaForCausalLM and its layout do not fit: .* has 2 decoder layers, the model 4"),
+        (llama(), "Et|tttL", 2, {}, r"stage is 2; layout 'Et\|t\*3,L' has the stages 0..1"),
+        (llama(), "Et||tttL", 1, {}, "stage 1 of layout .* has no parameters, so its optimizer has nothing to train"),
+        (llama(), "Ete|teL", 0, {}, "layers of the kinds decoder, encoder, and the model has one list of layers"),
+        (Plain, "Et|ttL", 0, {}, r"Plain has its layers under none of the names .*model\.layers.* are: blocks \(3\)"),
+        (Plain, "Et|ttL", 0, {"names": Names("layer")}, "Plain has no list of modules 'layer'; its lists are blocks"),
+        (Plain, "Et|ttL", 0, {"names": Names("blocks")}, "position is a parameter beside the layers, and registration"),
+        (MAKERS["t5"], "Ett|tteeeeL", 0, {}, "layers run in the order encoder, decoder"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_a_clear_error(make, layout, stage, options, text):
+    with pytest.raises(CutError, match=text):
+        cut(make, layout, stage, **options)
+
+
+def test_a_model_on_the_meta_device_has_no_values_to_cut():
+    with torch.device("meta"):
+        model = llama()()
+    with pytest.raises(CutError, match=r"is on the meta device .* pass a function that makes the model"):
+        cut(model, "Et|tttL", 0)
+
+
+def test_a_stage_without_its_input_is_a_clear_error():
+    stage = cut(llama(), "Et|tttL", 1)
+    with pytest.raises(CutError, match="stage 1 has received nothing; call set_input_tensor"):
+        stage(**batch_of("llama"))
+
+
+class NormFirst(Plain):
+    """Registers the part that runs last before its layers."""
+
+    def __init__(self):
+        super().__init__()
+        out, blocks = self.out, self.blocks
+        del self.out, self.blocks
+        self.out, self.blocks = out, blocks
+
+
+def test_a_part_registered_before_the_layers_and_run_after_them_is_named_in_the_error():
+    stage = cut(NormFirst, "Et|ttL", 1, names=PARTS)
+    stage.set_input_tensor([torch.randn(2, 5, 6)])
+    with pytest.raises(CutError, match=r"out is placed before the layers and runs after them; .*head="):
+        stage(torch.zeros(2, 5, dtype=torch.long))
+    stage = cut(NormFirst, "Et|ttL", 1, names=Names("blocks", embedding=("position",), head=("scale", "out")))
+    stage.set_input_tensor([torch.randn(2, 5, 6)])
+    assert stage(torch.zeros(2, 5, dtype=torch.long))["logits"].isfinite().all()

@@ -1,0 +1,157 @@
+"""Tiny models of the families that Hugging Face has, made from configs, and a batch for each."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+    WhisperConfig,
+)
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+WORDS, LENGTH = 50, 7
+_TEXT = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_TWO = {
+    "vocab_size": WORDS,
+    "d_model": 16,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "dropout": 0,
+}
+
+
+def _text(model, config, **options):
+    return lambda: model(config(**{**_TEXT, **options}))
+
+
+def llama(**options):
+    """A function that makes a tiny Llama."""
+    return _text(LlamaForCausalLM, LlamaConfig, **options)
+
+
+MAKERS = {
+    "llama": llama(),
+    "llama tied": llama(tie_word_embeddings=True),
+    "qwen2": _text(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True),
+    "qwen3": _text(Qwen3ForCausalLM, Qwen3Config, head_dim=4),
+    "mistral": _text(MistralForCausalLM, MistralConfig, sliding_window=5),
+    "gemma2": _text(Gemma2ForCausalLM, Gemma2Config, head_dim=4, sliding_window=5),
+    "gemma3": _text(Gemma3ForCausalLM, Gemma3TextConfig, head_dim=4, sliding_window=5),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=WORDS, n_embd=16, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    ),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32
+        )
+    ),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(
+            vocab_size=WORDS,
+            hidden_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            ffn_dim=32,
+            word_embed_proj_dim=16,
+            max_position_embeddings=64,
+            dropout=0,
+        )
+    ),
+    "clip": lambda: CLIPVisionModel(CLIPVisionConfig(**_VISION)),
+    "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**_VISION)),
+    "vit": lambda: ViTModel(ViTConfig(**_VISION, hidden_dropout_prob=0)),
+    "vit with a head": lambda: ViTForImageClassification(ViTConfig(**_VISION)),
+    "whisper encoder": lambda: WhisperEncoder(
+        WhisperConfig(**_TWO, num_mel_bins=5, max_source_positions=6, max_target_positions=20)
+    ),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=WORDS,
+            d_model=16,
+            d_kv=4,
+            d_ff=32,
+            num_layers=4,
+            num_decoder_layers=4,
+            num_heads=4,
+            dropout_rate=0,
+            decoder_start_token_id=0,
+        )
+    ),
+    "bart": lambda: BartForConditionalGeneration(BartConfig(**_TWO, max_position_embeddings=64)),
+}
+TWO_LISTS = ("t5", "bart")
+
+
+def batch_of(name, *, seed=0, rows=3):
+    """A batch of ``rows`` samples: texts of unequal lengths with padding, images, or spectra."""
+    generator = torch.Generator().manual_seed(seed)
+    if name in ("clip", "siglip", "vit", "vit with a head"):
+        return {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)}
+    if name == "whisper encoder":
+        return {"input_features": torch.randn(rows, 5, 12, generator=generator, dtype=torch.float64)}
+    ids = torch.randint(1, WORDS, (rows, LENGTH), generator=generator)
+    lengths = torch.randint(3, LENGTH + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(LENGTH) < lengths).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def loss_of(output):
+    """The loss of a model's output, for models without labels a function of all of it."""
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    if getattr(output, "logits", None) is not None:
+        return output.logits.square().mean()
+    loss = 3 * output.last_hidden_state.square().mean() + output.last_hidden_state[..., 0].mean()
+    pooled = getattr(output, "pooler_output", None)
+    return loss if pooled is None else loss + pooled.square().mean()

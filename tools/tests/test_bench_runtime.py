@@ -57,7 +57,9 @@ def test_nobody_has_wrong_gradients(tables):
     assert "does not run" not in tables
 
 
-def test_the_step_function_and_the_early_reduction_have_a_ratio_each():
-    table = bench("--only", "stepping", "reduction", "--schedules", "1f1b")
+def test_the_step_function_the_early_reduction_and_two_modules_have_a_ratio_each():
+    table = bench("--only", "stepping", "reduction", "modules", "--schedules", "1f1b")
     assert re.search(r"^  1f1b( +\d+\.\d\d){3} (<=|> ) 1\.05 \[", table, re.MULTILINE), table
     assert re.search(r"^  1f1b( +\d+\.\d){2} +\d+\.\d\d (<=|> ) 1 \[", table, re.MULTILINE), table
+    assert re.search(r"^  1f1b( +\d+\.\d){2} +\d+\.\d\d (<=|> ) 1\.3 \[", table, re.MULTILINE), table
+    assert "gradients differ" not in table

@@ -34,7 +34,7 @@ class Runner(Protocol):
 
 
 @define
-class _Stage:
+class ChainStage:
     """A stage of a chain, for our runtime."""
 
     job: Job
@@ -48,6 +48,7 @@ class _Stage:
         self.out = Edge(self.stage, self.stage + 1) if self.stage < self.job.last else None
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
+        """See `pipegrid.schedules.Stage`."""
         y = self.module(self.job.inputs[microbatch] if self.into is None else inputs[self.into])
         if self.out is None:
             return Forwarded({}, self.job.loss(y, self.job.targets[microbatch]))
@@ -70,7 +71,7 @@ class Ours:
 
     def _made(self, hooks: Sequence[Hook]) -> PipelineRuntime:
         job = self.job
-        stages = {stage: _Stage(job, stage, module) for stage, module in job.modules.items()}
+        stages = {stage: ChainStage(job, stage, module) for stage, module in job.modules.items()}
         return PipelineRuntime(job.plan, stages, self.communicator, hooks=hooks)
 
     def watched(self, hook: Hook) -> Runner:
@@ -108,36 +109,36 @@ class Torch:
 
 
 # What the hand-written loop does, as numbers: comparing them is the cheapest dispatch that Python has.
-_F, _B, _I, _W, _SEND, _RECEIVE = range(6)
-_CODES = {
-    ActionKind.F: _F,
-    ActionKind.B: _B,
-    ActionKind.I: _I,
-    ActionKind.W: _W,
-    ActionKind.SEND_F: _SEND,
-    ActionKind.SEND_B: _SEND,
-    ActionKind.RECV_F: _RECEIVE,
-    ActionKind.RECV_B: _RECEIVE,
+F, B, I, W, SEND, RECEIVE = range(6)
+CODES = {
+    ActionKind.F: F,
+    ActionKind.B: B,
+    ActionKind.I: I,
+    ActionKind.W: W,
+    ActionKind.SEND_F: SEND,
+    ActionKind.SEND_B: SEND,
+    ActionKind.RECV_F: RECEIVE,
+    ActionKind.RECV_B: RECEIVE,
 }
 
 
-_Line: TypeAlias = tuple[int, int, int, bool, Any, int]
+Line: TypeAlias = tuple[int, int, int, bool, Any, int]
 """Code, stage, microbatch, whether forward, group, peer in it."""
 
 
-def _ahead(program: Sequence[_Line]) -> list[_Line]:
+def ahead(program: Sequence[Line]) -> list[Line]:
     """Each receive `AHEAD` places earlier among those of its group."""
     places: dict[int, list[int]] = {}
-    before: dict[int, list[_Line]] = {}
+    before: dict[int, list[Line]] = {}
     for place, line in enumerate(program):
-        if line[0] == _RECEIVE:
+        if line[0] == RECEIVE:
             own = places.setdefault(id(line[4]), [])
             own.append(place)
             before.setdefault(own[max(0, len(own) - 1 - AHEAD)], []).append(line)
     return [
         line
         for place, here in enumerate(program)
-        for line in (*before.get(place, ()), *(() if here[0] == _RECEIVE else (here,)))
+        for line in (*before.get(place, ()), *(() if here[0] == RECEIVE else (here,)))
     ]
 
 
@@ -153,7 +154,7 @@ class Floor:
 
     def __init__(self, job: Job, communicator: P2PCommunicator) -> None:
         self.job = job
-        self._program: list[_Line] = []
+        self._program: list[Line] = []
         for action in job.plan.actions(job.rank):
             group, peer, forward = None, 0, action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
             if action.edge is not None:
@@ -161,8 +162,8 @@ class Floor:
                 peer = 1 - dist.get_rank(group)
             microbatch = action.microbatch
             assert microbatch is not None
-            self._program.append((_CODES[action.kind], action.stage, microbatch, forward, group, peer))
-        self._program = _ahead(self._program)
+            self._program.append((CODES[action.kind], action.stage, microbatch, forward, group, peer))
+        self._program = ahead(self._program)
 
     def step(self) -> None:
         """See `Runner`."""
@@ -176,13 +177,13 @@ class Floor:
         out: dict[tuple[int, int, bool], Tensor] = {}
         sends: list[Any] = []
         for code, stage, microbatch, forward, group, peer in self._program:
-            if code == _SEND:
+            if code == SEND:
                 tensor = out.pop((stage, microbatch, forward))
                 sends.append((dist.isend(tensor, group=group, group_dst=peer), tensor))
-            elif code == _RECEIVE:
+            elif code == RECEIVE:
                 buffer = torch.empty(shape)
                 arriving[stage, microbatch, forward] = dist.irecv(buffer, group=group, group_src=peer), buffer
-            elif code == _F:
+            elif code == F:
                 if stage == 0:
                     x = job.inputs[microbatch]
                 elif stage - 1 in modules:
@@ -199,7 +200,7 @@ class Floor:
                 else:
                     out[stage, microbatch, True] = y.detach()
                 kept[stage, microbatch] = x, y
-            elif code == _W:
+            elif code == W:
                 y, gradient = halves.pop((stage, microbatch))
                 torch.autograd.backward(y, gradient, inputs=weights[stage])
             else:
@@ -211,7 +212,7 @@ class Floor:
                 else:
                     work, gradient = arriving.pop((stage, microbatch, False))
                     work.wait()
-                if code == _B:
+                if code == B:
                     torch.autograd.backward(y, gradient)
                     back = x.grad
                 else:

@@ -335,7 +335,7 @@ class ColocatedBridgeCommunicator:
             if peer == rank:
                 copy_locally(tensor, messages, out, tensor.dtype)
                 continue
-            flat = pack(tensor, (m.source_box for m in messages), tensor.dtype)
+            flat = pack(tensor, [m.source_box for m in messages], tensor.dtype)
             operations.append(dist.P2POp(dist.isend, flat, peer, group))
         for peer, messages in plan.receives(rank).items():
             if peer == rank:

@@ -13,26 +13,30 @@ import torch.distributed as dist
 from pipegrid.bridges.reshard import Box, Completion, Message
 
 
-def pack(tensor: torch.Tensor, boxes: Iterable[Box], dtype: torch.dtype) -> torch.Tensor:
-    """The boxes of ``tensor``, one after another, as one flat tensor of ``dtype``.
+def pack(tensor: torch.Tensor, boxes: Sequence[Box], dtype: torch.dtype) -> torch.Tensor:
+    """The boxes of ``tensor`` as one contiguous tensor of ``dtype``: one in its own shape, several flat, in order.
 
     A view of ``tensor`` where the boxes lie in one piece in memory and the dtype is right.
     """
-    parts = [(tensor if box.shape == tensor.shape else tensor[box.slices]).reshape(-1) for box in boxes]
-    if not parts:
+    if len(boxes) == 1:
+        (box,) = boxes
+        packed = (tensor if box.shape == tensor.shape else tensor[box.slices]).contiguous()
+    elif boxes:
+        packed = torch.cat([tensor[box.slices].reshape(-1) for box in boxes])
+    else:
         return tensor.new_empty(0, dtype=dtype)
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return flat if flat.dtype is dtype else flat.to(dtype)
+    return packed if packed.dtype is dtype else packed.to(dtype)
 
 
-def unpack(flat: torch.Tensor, boxes: Iterable[Box], out: torch.Tensor) -> None:
-    """Copy what `pack` made into the boxes of ``out``, in its dtype."""
+def unpack(packed: torch.Tensor, boxes: Sequence[Box], out: torch.Tensor) -> None:
+    """Copy the tensor that `pack` made into the boxes of ``out``, in its dtype."""
+    if len(boxes) == 1:
+        (box,) = boxes
+        (out if box.shape == out.shape else out[box.slices]).copy_(packed.view(box.shape))
+        return
     offset = 0
     for box in boxes:
-        if box.numel == len(flat):
-            out[box.slices].copy_(flat.view(box.shape))
-            return
-        out[box.slices].copy_(flat[offset : offset + box.numel].view(box.shape))
+        out[box.slices].copy_(packed[offset : offset + box.numel].view(box.shape))
         offset += box.numel
 
 
@@ -86,12 +90,12 @@ class Completing:
         self, step: Completion, out: torch.Tensor, group: dist.ProcessGroup, *, rank: int, dtype: torch.dtype
     ) -> None:
         self._step, self._out, self._rank = step, out, rank
-        sizes = [sum(box.numel for box in boxes) for boxes in step.boxes]
+        self._sizes = sizes = [sum(box.numel for box in boxes) for boxes in step.boxes]
         width = max(sizes)
         mine = step.ranks.index(rank)
         own = torch.empty(width, dtype=dtype, device=out.device)
         if sizes[mine]:
-            own[: sizes[mine]].copy_(pack(out, step.boxes[mine], dtype))
+            own[: sizes[mine]].copy_(pack(out, step.boxes[mine], dtype).view(-1))
         self._broadcast = step.root is not None
         if step.root is not None:
             self.buffer = own
@@ -123,8 +127,8 @@ class Completing:
             self._work.wait()
         for index, (giver, boxes) in enumerate(zip(self._step.ranks, self._step.boxes, strict=True)):
             if giver != self._rank and boxes:
-                part = self.buffer if self._broadcast else self.buffer[index * self._width : (index + 1) * self._width]
-                unpack(part, boxes, self._out)
+                start = 0 if self._broadcast else index * self._width
+                unpack(self.buffer[start : start + self._sizes[index]], boxes, self._out)
 
 
 def start_completions(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
+from attrs import evolve, frozen
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
 from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
@@ -44,6 +44,7 @@ from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
+from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -205,7 +206,7 @@ class BridgeCommunicator:
             self.attach(lanes)
         self._announced: Announcement | None = None
         self._agreed: Passage | None = None
-        self._steady: tuple[torch.Size, torch.dtype, Passage] | None = None
+        self._steady: _Steady | None = None
         self._sent: PendingGradients[Passage] = PendingGradients(self.variable)
         self._received: PendingGradients[_Incoming | Passage] = PendingGradients(self.variable)
         self._destroyed = False
@@ -256,7 +257,7 @@ class BridgeCommunicator:
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
-    def isend_forward(self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None) -> BridgeSend | None:
+    def isend_forward(self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None) -> Handle | None:
         """Start sending this rank's part of an activation.
 
         Args:
@@ -271,6 +272,16 @@ class BridgeCommunicator:
             ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
                 fixed shapes, not the shape and dtype that were agreed.
         """
+        steady = self._steady
+        if (
+            steady is not None
+            and samples is None
+            and isinstance(tensor, torch.Tensor)
+            and tensor.shape == steady.shape
+            and tensor.dtype is steady.passage.dtype
+            and (self.backward or not tensor.requires_grad)
+        ):
+            return self._start(steady.passage, steady.passage.there, tensor, _FORWARD, peers=steady.peers)
         if not self._takes_part("source", "send_forward"):
             return None
         if not isinstance(tensor, torch.Tensor):
@@ -288,15 +299,6 @@ class BridgeCommunicator:
                 f"{self} was declared without backward, but the tensor requires grad; detach it (the source is "
                 f"frozen) or declare the edge with backward=True"
             )
-        if samples is None and self._steady is not None:
-            shape, dtype, known = self._steady
-            if tensor.shape == shape and tensor.dtype is dtype:
-                peers = known.there.sends if self.skips_empty else None
-                sending = self._traffic.send(
-                    known.there, tensor.detach(), _FORWARD, dtype=known.wire_dtype, peers=peers
-                )
-                self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
-                return sending
         announced = Announcement(tensor.shape, _name(tensor.dtype), samples)
         if self._announced is not None and not self.variable and announced != self._announced:
             raise ShapeError(
@@ -311,25 +313,27 @@ class BridgeCommunicator:
                 f"part is {known.there.given}"
             )
         # Every rank that may get something must hear of the sizes; gradients need no such message.
-        sending = self._traffic.send(
-            known.there, tensor.detach(), _FORWARD, dtype=known.wire_dtype, note=announced.encode()
-        )
+        sending = self._start(known, known.there, tensor, _FORWARD, note=announced.encode())
         # Only now: after a lane's error nothing was sent, and no gradient of it will come.
         self._announced = announced
         if not self.variable and samples is None:
-            self._steady = tensor.shape, tensor.dtype, known
+            self._steady = _Steady(tensor.shape, known, known.there.sends if self.skips_empty else None)
         self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
         return sending
 
-    def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
+    def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
         """Start receiving the next activation; ``result()`` of what is returned is the tensor.
 
         With ``shape``, anything else that arrives is a ShapeError.
         """
         if not self._takes_part("destination", "recv_forward"):
             return None
-        is_first = self._received.first is None
         expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
+        if self._agreed is not None:
+            whole = self._receive_whole(self._agreed, self._agreed.there, _FORWARD, expected)
+            if whole is not None:
+                return whole
+        is_first = self._received.first is None
         incoming = _Incoming()
 
         def peers() -> Iterable[int] | None:
@@ -352,7 +356,7 @@ class BridgeCommunicator:
         self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
         return receive
 
-    def isend_backward(self, grad: torch.Tensor | None) -> BridgeSend | None:
+    def isend_backward(self, grad: torch.Tensor | None) -> Handle | None:
         """Start sending the gradient of the oldest activation that has none yet; None stands for zeros.
 
         Raises:
@@ -382,13 +386,11 @@ class BridgeCommunicator:
             )
         if grad.dtype is not known.dtype:
             raise ShapeError(f"{self}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
-        sending = self._traffic.send(
-            known.back, grad.detach(), _BACKWARD, dtype=known.wire_dtype, peers=known.back.sends
-        )
+        sending = self._start(known, known.back, grad, _BACKWARD, peers=known.back.sends)
         self._received.answer()  # only now: after a refusal the same activation still waits
         return sending
 
-    def irecv_backward(self, shape: Sequence[int] | None = None) -> BridgeReceive | None:
+    def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
         """Start receiving the gradient of the oldest activation that has none yet.
 
         Raises:
@@ -405,11 +407,16 @@ class BridgeCommunicator:
             )
         expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
 
-        def land(handles: PostedReceives) -> Landed:
-            self._require_shape(expected, known.back)
-            return self._traffic.fill(known.back, handles, _BACKWARD, dtype=known.dtype, wire_dtype=known.wire_dtype)
+        receive = self._receive_whole(known, known.back, _BACKWARD, expected)
+        if receive is None:
 
-        receive = self._traffic.receive(_BACKWARD, land, peers=lambda: known.back.receives, requires_grad=False)
+            def land(handles: PostedReceives) -> Landed:
+                self._require_shape(expected, known.back)
+                return self._traffic.fill(
+                    known.back, handles, _BACKWARD, dtype=known.dtype, wire_dtype=known.wire_dtype
+                )
+
+            receive = self._traffic.receive(_BACKWARD, land, peers=lambda: known.back.receives, requires_grad=False)
         self._sent.answer()
         return receive
 
@@ -427,7 +434,7 @@ class BridgeCommunicator:
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
-            self._destroyed = True
+            self._destroyed, self._steady = True, None
             self._traffic.end("destroyed")
             if self._owns_lanes:
                 self.lanes.close()
@@ -490,7 +497,7 @@ class BridgeCommunicator:
             receiving = self.irecv_backward()
         if sending is None or receiving is None:
             return None
-        grad = receiving.result()
+        grad: torch.Tensor = receiving.result()
         sending.wait()
         return grad
 
@@ -501,7 +508,7 @@ class BridgeCommunicator:
             receiving = self.irecv_forward()
         if sending is None or receiving is None:
             return None
-        tensor = receiving.result()
+        tensor: torch.Tensor = receiving.result()
         sending.wait()
         return tensor
 
@@ -524,6 +531,29 @@ class BridgeCommunicator:
         elements than ranks, costs less than waiting for the first one before a second receive is posted.
         """
         return self.strategy == "auto" and not self.variable
+
+    def _start(
+        self,
+        known: Passage,
+        part: RankPart,
+        tensor: torch.Tensor,
+        direction: Direction,
+        *,
+        peers: Iterable[int] | None = None,
+        note: str | None = None,
+    ) -> Handle:
+        given = tensor.detach() if tensor.requires_grad else tensor
+        handles = self._traffic.send(part, given, direction, dtype=known.wire_dtype, peers=peers, note=note)
+        return handles[0] if len(handles) == 1 else BridgeSend(handles)
+
+    def _receive_whole(
+        self, known: Passage, part: RankPart, direction: Direction, expected: tuple[int, ...] | None
+    ) -> ReceiveHandle | None:
+        """A receive that has no more to do than its lane's, where the sizes are known; None where it has."""
+        if known.wire_dtype is not known.dtype or expected not in {None, part.taken}:
+            return None
+        requires_grad = direction is _FORWARD and self.backward
+        return self._traffic.receive_whole(part, direction, requires_grad=requires_grad)
 
     def _require_shape(self, expected: tuple[int, ...] | None, part: RankPart) -> None:
         if expected not in {None, part.taken}:
@@ -556,6 +586,15 @@ class BridgeCommunicator:
     def _asks_its_leader(self) -> bool:
         """Whether `announced` still has to talk to the copies of this rank, and so may block."""
         return self._agreed is None and self._wiring.teller is not None
+
+
+@frozen
+class _Steady:
+    """What activations without samples are once their shape is agreed, and the ranks that get some of them."""
+
+    shape: torch.Size
+    passage: Passage
+    peers: Iterable[int] | None
 
 
 class _Incoming:

@@ -156,6 +156,33 @@ class LandingQueue:
         )
 
 
+class WholeReceive:
+    """A tensor that one message carries as it is: the receive of its lane, with gradients as the edge has them."""
+
+    __slots__ = ("_handle", "_requires_grad", "_tensor", "is_completed", "wait")
+
+    def __init__(self, handle: ReceiveHandle, *, requires_grad: bool) -> None:
+        self._handle, self._requires_grad = handle, requires_grad
+        self._tensor: torch.Tensor | None = None
+        self.wait, self.is_completed = handle.wait, handle.is_completed
+
+    def result(self) -> torch.Tensor:
+        """Wait, then the tensor; the same object each time."""
+        if self._tensor is None:
+            tensor: torch.Tensor = self._handle.result()
+            if self._requires_grad:
+                self._tensor = with_gradient(tensor)
+            else:
+                self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        return self._tensor
+
+
+def with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, marked as one that requires grad where its dtype can."""
+    can = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.requires_grad_() if can else tensor
+
+
 class BridgeReceive:
     """A tensor on its way to this rank: messages of several lanes, then the completion among copies.
 
@@ -356,8 +383,8 @@ class BridgeReceive:
             queue.finish(self._completing, left())
             used_here([step.buffer for step in self._completing], self._landed_on)
         used_here([tensor], self._landed_on)
-        if self._requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-            tensor.requires_grad_()
+        if self._requires_grad:
+            with_gradient(tensor)
         self._completing = ()
         self._done = True
 

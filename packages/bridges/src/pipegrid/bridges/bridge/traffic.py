@@ -6,23 +6,22 @@ of the variable-TP pipeline differ in how they learn it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, LandingQueue, PostedReceives
+from pipegrid.bridges.bridge.receive import BridgeReceive, Landed, LandingQueue, PostedReceives, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import BridgeError, CompletionError
-from pipegrid.bridges.reshard import Box, RankPart
+from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import pack, reduce_partial, start_completions, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction
+from pipegrid.transport.handle import Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.opening import Lanes
 from pipegrid.transport.spec import LaneSpec
@@ -110,8 +109,8 @@ class EdgeTraffic:
         dtype: torch.dtype,
         peers: Iterable[int] | None = None,
         note: str | None = None,
-    ) -> BridgeSend:
-        """Start sending this rank's share of ``tensor``, in ``dtype``.
+    ) -> list[Transfer]:
+        """Start sending this rank's share of ``tensor``, in ``dtype``; one handle per message.
 
         Args:
             part: this rank's, in the plan of the direction.
@@ -127,9 +126,9 @@ class EdgeTraffic:
         to = lanes if peers is None else peers
         pieces = [(lanes[peer], pack(tensor, boxes.get(peer, ()), dtype)) for peer in to]
         if len(pieces) == 1:
-            return BridgeSend((pieces[0][0].isend(pieces[0][1], note=note),))
+            return [pieces[0][0].isend(pieces[0][1], note=note)]
         with self._together():
-            return BridgeSend([lane.isend(flat, note=note) for lane, flat in pieces])
+            return [lane.isend(piece, note=note) for lane, piece in pieces]
 
     def _summed(self, tensor: torch.Tensor, ranks: Sequence[int], direction: Direction) -> torch.Tensor:
         try:
@@ -139,6 +138,13 @@ class EdgeTraffic:
                 f"rank {self.wiring.rank}, {self.name}: the partial sums of ranks {list(ranks)} were not added up: one "
                 f"of them died, or did not come before the deadline ({error})"
             ) from error
+
+    def receive_whole(self, part: RankPart, direction: Direction, *, requires_grad: bool) -> WholeReceive | None:
+        """Start receiving a tensor that one message carries as it is; None where more than that is to be done."""
+        lanes, queue = self._from[direction], self.queues[direction]
+        if part.whole_from is None or len(lanes) != 1 or queue.waiting or queue.copies:
+            return None
+        return WholeReceive(lanes[part.whole_from].irecv(), requires_grad=requires_grad)
 
     def receive(
         self,
@@ -195,11 +201,9 @@ class EdgeTraffic:
         """
         wire_dtype = wire_dtype or dtype
         if out is None:
-            if len(handles) == 1 and not part.completions and wire_dtype is dtype:
-                ((peer, handle),) = handles.items()
-                whole = _whole_message(handle.result(), part.taken, part.receives.get(peer, ()))
-                if whole is not None:
-                    return whole, ()
+            if part.whole_from is not None and len(handles) == 1 and wire_dtype is dtype:
+                whole: torch.Tensor = handles[part.whole_from].result()
+                return whole.detach(), ()
             out = torch.empty(part.taken, dtype=dtype, device=self.device)
         for peer, boxes in part.receives.items():
             unpack(handles[peer].result().detach(), boxes, out)
@@ -215,14 +219,6 @@ class EdgeTraffic:
         """Let completions that are waited for, now or later, fail with ``reason``."""
         for queue in self.queues.values():
             queue.end(reason)
-
-
-def _whole_message(flat: Any, shape: Sequence[int], boxes: Sequence[Box]) -> torch.Tensor | None:
-    """The tensor of ``shape`` where one message in one box is all of it, without a copy."""
-    if len(boxes) == 1 and math.prod(shape) == flat.numel():
-        tensor: torch.Tensor = flat.detach().view(shape)
-        return tensor
-    return None
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -38,6 +38,14 @@ class RankPart:
         return {peer: tuple(m.destination_box for m in ms) for peer, ms in self.plan.receives(self.rank).items()}
 
     @cached_property
+    def whole_from(self) -> int | None:
+        """The rank whose only message is all that this rank gets; None where several messages or copies make it."""
+        if len(self.receives) != 1 or self.completions:
+            return None
+        ((peer, boxes),) = self.receives.items()
+        return peer if len(boxes) == 1 and boxes[0].shape == self.taken else None
+
+    @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks with which the rank first adds up partial sums."""
         return tuple(ranks for ranks in self.plan.reductions if self.rank in ranks)

@@ -183,7 +183,7 @@ class VTPCommunicator:
             StageError: there is no such edge, or this rank does not send on it.
             ShapeError: not a tensor, or one whose sequence a side cannot cut.
         """
-        return self._of_edge(edge, direction, sends=True).isend(payload, direction)
+        return BridgeSend(self._of_edge(edge, direction, sends=True).isend(payload, direction))
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> BridgeReceive:
         """Start receiving the next tensor of ``edge`` in that direction.
@@ -332,7 +332,7 @@ class VTPCommunicator:
         self._require_alive()
         if edge is None:
             return None
-        return list(self._of_edge(edge, direction, sends=True).isend(tensor, direction).handles)
+        return list(self._of_edge(edge, direction, sends=True).isend(tensor, direction))
 
     def _receive_at_once(self, shape: Any, config: Any, name: str, async_op: bool, edge: Edge | None) -> Any:
         receive = self._start_receive(shape, self._settings(config), name, edge)

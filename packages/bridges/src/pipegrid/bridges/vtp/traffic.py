@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeTraffic, Landed, PostedReceives
+from pipegrid.bridges.bridge import BridgeReceive, EdgeTraffic, Landed, PostedReceives
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.vtp.boundary import Shape, VTPBoundary
 from pipegrid.transport.edge import Direction
+from pipegrid.transport.handle import Transfer
 
 _MOST_KNOWN = 256  # crossings kept for shapes that come back
 
@@ -44,8 +45,8 @@ class BoundaryTraffic:
         """Announce the next message anew."""
         self._announced.clear()
 
-    def isend(self, tensor: torch.Tensor, direction: Direction) -> BridgeSend:
-        """Start sending this rank's share of a tensor.
+    def isend(self, tensor: torch.Tensor, direction: Direction) -> list[Transfer]:
+        """Start sending this rank's share of a tensor; one handle per peer.
 
         Raises:
             ShapeError: not a tensor, or a sequence that a side cannot cut.

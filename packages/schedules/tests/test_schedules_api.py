@@ -8,24 +8,43 @@ import pytest
 import pipegrid.schedules
 
 PLANNING = {
-    *("Action", "ActionKind", "Costs", "CostsError", "Fault", "Group", "JobFailedError", "LossScale", "Monitor"),
-    *("PipelineConfig", "Plan", "PlanError", "PlanSyntaxError", "Proof", "Recorder", "Recording", "SCHEDULES"),
-    *("Simulation", "Timeline", "ascii_timeline", "chain", "compare", "compute_plan", "dualpipe_v", "find_schedule"),
-    *("forward_only", "from_csv", "from_json", "from_text", "gpipe", "greedy", "interleaved_1f1b", "looped_bfs"),
-    *("lower", "multi_module_1f1b", "one_f_one_b", "simulate", "step_plan", "timeline", "to_csv", "to_json", "to_text"),
-    *("u_shape", "u_shape_counts", "v_half", "v_min", "verify", "with_reduce", "write_perfetto", "write_svg"),
+    *("Action", "ActionKind", "Costs", "JobFailedError", "LossScale", "Monitor"),
+    *("PipelineConfig", "Plan", "PlanError", "Recorder", "SCHEDULES"),
+    *(
+        "ascii_timeline",
+        "compare",
+        "compute_plan",
+        "dualpipe_v",
+    ),
+    *("forward_only", "from_json", "from_text", "gpipe", "greedy", "interleaved_1f1b", "looped_bfs"),
+    *(
+        "lower",
+        "multi_module_1f1b",
+        "one_f_one_b",
+        "simulate",
+        "step_plan",
+        "timeline",
+        "to_json",
+    ),
+    *("u_shape", "v_half", "v_min", "verify", "with_reduce", "write_perfetto", "write_svg"),
     *("zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"),
 }
 RUNNING = {
-    "WithLoss",
-    "fresh_gradients",
-    *("Forwarded", "LossScaler", "PipelineError", "PipelineRuntime", "ProfilerRanges", "Stage"),
+    *(
+        "Forwarded",
+        "LossScaler",
+        "PipelineError",
+        "PipelineRuntime",
+    ),
     *("accumulate_in_main_grad", "clip_grad_norm_", "forward_backward_no_pipelining"),
     *("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving"),
     *("get_forward_backward_func", "output_linear", "reduce_gradients", "tie_parameters", "zero_main_grads"),
 }
 # What the seeds name, and what has been importable from the package: found in its folder on use.
 FURTHER = {
+    *("CostsError", "Fault", "Group", "PlanSyntaxError", "ProfilerRanges", "Proof"),
+    *("Recording", "Simulation", "Stage", "Timeline", "WithLoss", "chain"),
+    *("find_schedule", "fresh_gradients", "from_csv", "to_csv", "to_text", "u_shape_counts"),
     *("ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
     *("AnnouncedShapesError", "Aside", "Counter", "DataEndedError", "DeferralError", "DisagreementError", "Flow"),
     *("GradientError", "Hook", "Lane", "LossError", "LossScaleError", "MainGradError", "MessageHook", "MonitorError"),

@@ -1,6 +1,8 @@
 """Tensors across rank grids: the reshard plan, and the bridges that execute it.
 
 The names that need torch are loaded on first use, so planning works where torch is absent.
+
+Names outside ``__all__`` (parts of a reshard plan, rarer errors) are imported from here as well.
 """
 
 from __future__ import annotations
@@ -9,30 +11,30 @@ from typing import TYPE_CHECKING
 
 from pipegrid.bridges.errors import (
     BridgeError,
-    CompletionError,
-    DestroyedError,
-    LaneTotalsError,
-    MissingTensorError,
-    NoBackwardError,
-    NotReplicatedError,
-    PendingGradientError,
-    ShapeError,
-    StageError,
-    TilingError,
-    UndeclaredDimError,
-    VTPTopologyError,
-    WrongSideError,
+    CompletionError as CompletionError,
+    DestroyedError as DestroyedError,
+    LaneTotalsError as LaneTotalsError,
+    MissingTensorError as MissingTensorError,
+    NoBackwardError as NoBackwardError,
+    NotReplicatedError as NotReplicatedError,
+    PendingGradientError as PendingGradientError,
+    ShapeError as ShapeError,
+    StageError as StageError,
+    TilingError as TilingError,
+    UndeclaredDimError as UndeclaredDimError,
+    VTPTopologyError as VTPTopologyError,
+    WrongSideError as WrongSideError,
 )
-from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.bridges.multimodule import EdgeOptions, Positions, positions_of
+from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError as ModuleGraphError
+from pipegrid.bridges.multimodule import EdgeOptions, Positions as Positions, positions_of
 from pipegrid.bridges.reshard import (
-    Box,
-    Completion,
+    Box as Box,
+    Completion as Completion,
     Links,
-    Message,
+    Message as Message,
     Partial,
     Replicated,
-    ReshardPlan,
+    ReshardPlan as ReshardPlan,
     Sharded,
     Side,
     Sizes,
@@ -40,60 +42,41 @@ from pipegrid.bridges.reshard import (
     boundary_side,
     check_plan,
     plan_reshard,
-    routes,
+    routes as routes,
 )
 from pipegrid.bridges.vtp import VTPTopology
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator
-    from pipegrid.bridges.colocated import BridgeDirection, ColocatedBridgeCommunicator, SliceInfo
-    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator, RankModuleInfo
+    from pipegrid.bridges.colocated import (
+        BridgeDirection as BridgeDirection,
+        ColocatedBridgeCommunicator,
+        SliceInfo as SliceInfo,
+    )
+    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator, RankModuleInfo as RankModuleInfo
     from pipegrid.bridges.vtp import VTPCommunicator
 
 __all__ = [
-    "Box",
     "BridgeCommunicator",
-    "BridgeDirection",
     "BridgeError",
     "ColocatedBridgeCommunicator",
-    "Completion",
-    "CompletionError",
-    "DestroyedError",
     "EdgeOptions",
-    "LaneTotalsError",
     "Links",
-    "Message",
-    "MissingTensorError",
     "ModuleGraph",
-    "ModuleGraphError",
     "MultiModulePipelineCommunicator",
-    "NoBackwardError",
-    "NotReplicatedError",
     "Partial",
-    "PendingGradientError",
-    "Positions",
-    "RankModuleInfo",
     "Replicated",
-    "ReshardPlan",
-    "ShapeError",
     "Sharded",
     "Side",
     "Sizes",
-    "SliceInfo",
-    "StageError",
-    "TilingError",
-    "UndeclaredDimError",
     "VTPCommunicator",
     "VTPTopology",
-    "VTPTopologyError",
-    "WrongSideError",
     "axis_names",
     "boundary_side",
     "check_plan",
     "plan_reshard",
     "positions_of",
-    "routes",
 ]
 
 __getattr__, __dir__ = lazy_names(

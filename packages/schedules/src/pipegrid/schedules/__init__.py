@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules.errors import Fault, PlanError, PlanSyntaxError
+from pipegrid.schedules.errors import Fault as Fault, PlanError, PlanSyntaxError as PlanSyntaxError
 from pipegrid.schedules.generators import (
     SCHEDULES,
     dualpipe_v,
-    find_schedule,
+    find_schedule as find_schedule,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -25,7 +25,7 @@ from pipegrid.schedules.generators import (
     multi_module_1f1b,
     one_f_one_b,
     u_shape,
-    u_shape_counts,
+    u_shape_counts as u_shape_counts,
     v_half,
     v_min,
     zero_bubble_h1,
@@ -39,29 +39,29 @@ from pipegrid.schedules.monitor import JobFailedError, Monitor
 from pipegrid.schedules.plan import (
     Action,
     ActionKind,
-    Group,
+    Group as Group,
     Plan,
-    chain,
+    chain as chain,
     compute_plan,
-    from_csv,
+    from_csv as from_csv,
     from_json,
     from_text,
-    to_csv,
+    to_csv as to_csv,
     to_json,
-    to_text,
+    to_text as to_text,
 )
 from pipegrid.schedules.search import compare, greedy
-from pipegrid.schedules.simulate import Costs, CostsError, Simulation, simulate
+from pipegrid.schedules.simulate import Costs, CostsError as CostsError, Simulation as Simulation, simulate
 from pipegrid.schedules.timeline import (
     Recorder,
-    Recording,
-    Timeline,
+    Recording as Recording,
+    Timeline as Timeline,
     ascii_timeline,
     timeline,
     write_perfetto,
     write_svg,
 )
-from pipegrid.schedules.verify import Proof, verify
+from pipegrid.schedules.verify import Proof as Proof, verify
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -69,30 +69,33 @@ if TYPE_CHECKING:
         LossScaler,
         accumulate_in_main_grad,
         clip_grad_norm_,
-        fresh_gradients,
+        fresh_gradients as fresh_gradients,
         output_linear,
         reduce_gradients,
         tie_parameters,
         zero_main_grads,
     )
     from pipegrid.schedules.megatron import (
-        WithLoss,
+        WithLoss as WithLoss,
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
     )
-    from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges, Stage
+    from pipegrid.schedules.runtime import (
+        Forwarded,
+        PipelineError,
+        PipelineRuntime,
+        ProfilerRanges as ProfilerRanges,
+        Stage as Stage,
+    )
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "ActionKind",
     "Costs",
-    "CostsError",
-    "Fault",
     "Forwarded",
-    "Group",
     "JobFailedError",
     "LossScale",
     "LossScaler",
@@ -102,29 +105,17 @@ __all__ = [
     "PipelineRuntime",
     "Plan",
     "PlanError",
-    "PlanSyntaxError",
-    "ProfilerRanges",
-    "Proof",
     "Recorder",
-    "Recording",
-    "Simulation",
-    "Stage",
-    "Timeline",
-    "WithLoss",
     "accumulate_in_main_grad",
     "ascii_timeline",
-    "chain",
     "clip_grad_norm_",
     "compare",
     "compute_plan",
     "dualpipe_v",
-    "find_schedule",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_only",
-    "fresh_gradients",
-    "from_csv",
     "from_json",
     "from_text",
     "get_forward_backward_func",
@@ -141,11 +132,8 @@ __all__ = [
     "step_plan",
     "tie_parameters",
     "timeline",
-    "to_csv",
     "to_json",
-    "to_text",
     "u_shape",
-    "u_shape_counts",
     "v_half",
     "v_min",
     "verify",

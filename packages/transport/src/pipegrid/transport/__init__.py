@@ -1,6 +1,8 @@
 """Point-to-point lanes between pipeline stages.
 
 The names that need torch are loaded on first use, so planning works where torch is absent.
+
+Names outside ``__all__`` (rarer errors, parts of lanes) are imported from here as well.
 """
 
 from __future__ import annotations
@@ -11,50 +13,43 @@ from pipegrid.topology.lazy import lazy_names
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import (
-    LaneSpecError,
-    P2PConfigError,
+    LaneSpecError as LaneSpecError,
+    P2PConfigError as P2PConfigError,
     P2PError,
-    P2PLaneDeadError,
-    P2PMismatchError,
-    P2PPayloadError,
-    P2PPeerError,
+    P2PLaneDeadError as P2PLaneDeadError,
+    P2PMismatchError as P2PMismatchError,
+    P2PPayloadError as P2PPayloadError,
+    P2PPeerError as P2PPeerError,
     P2PTimeoutError,
-    P2PUsageError,
+    P2PUsageError as P2PUsageError,
 )
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
-from pipegrid.transport.protocol import Handle, Payload, PipelineCommunicator, ReceiveHandle, ReusableReceive
-from pipegrid.transport.spec import LaneSpec, LaneStats
+from pipegrid.transport.protocol import (
+    Handle,
+    Payload as Payload,
+    PipelineCommunicator,
+    ReceiveHandle,
+    ReusableReceive as ReusableReceive,
+)
+from pipegrid.transport.spec import LaneSpec, LaneStats as LaneStats
 
 if TYPE_CHECKING:
     from pipegrid.transport.communicator import P2PCommunicator
-    from pipegrid.transport.lane import Lane
-    from pipegrid.transport.opening import Lanes, open_lanes
-    from pipegrid.transport.payload import is_single_shape
+    from pipegrid.transport.lane import Lane as Lane
+    from pipegrid.transport.opening import Lanes as Lanes, open_lanes
+    from pipegrid.transport.payload import is_single_shape as is_single_shape
 
 __all__ = [
     "Direction",
     "Edge",
     "Handle",
-    "Lane",
     "LaneSpec",
-    "LaneSpecError",
-    "LaneStats",
-    "Lanes",
     "P2PCommunicator",
     "P2PConfig",
-    "P2PConfigError",
     "P2PError",
-    "P2PLaneDeadError",
-    "P2PMismatchError",
-    "P2PPayloadError",
-    "P2PPeerError",
     "P2PTimeoutError",
-    "P2PUsageError",
-    "Payload",
     "PipelineCommunicator",
     "ReceiveHandle",
-    "ReusableReceive",
-    "is_single_shape",
     "open_lanes",
     "pipeline_lanes",
 ]

@@ -1,4 +1,4 @@
-"""Steps on a device that runs late: the host waits for nothing but its own lead."""
+"""Steps on a device that runs late: what the host waits for, when transfers start, what memory lives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.schedules import SCHEDULES, Forwarded, PipelineRuntime, lower
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.schedules import (
+    SCHEDULES,
+    Costs,
+    Forwarded,
+    PipelineRuntime,
+    lower,
+    multi_module_1f1b,
+    simulate,
+)
 from pipegrid.testing.fake_nccl import Mark
+from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 
 MICROBATCHES, ROWS, WIDTH = 8, 16, 8
@@ -18,15 +28,16 @@ MOST_AHEAD = 3  # microbatches, of `HostLead`
 class Layers:
     """A stage: two linear layers on the sum of its inputs; the mean square of the last one is the loss."""
 
-    def __init__(self, stage, plan, rows=ROWS):
-        torch.manual_seed(stage)
+    def __init__(self, number, graph):
+        torch.manual_seed(number)
+        self.number = number
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.out = [edge for edge in plan.graph.stage_edges if edge.source == stage]
-        self.data = torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
+        self.out = [edge for edge in graph.stage_edges if edge.source == number]
+        self.data = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, 1, WIDTH)
 
     def forward(self, microbatch, inputs):
         y = self.model(sum(inputs.values()) if inputs else self.data * (microbatch + 1))
-        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.square().mean() / MICROBATCHES)
+        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.square().sum() / MICROBATCHES)
 
 
 class Marks:
@@ -48,22 +59,27 @@ class Marks:
 def device(ranks, monkeypatch):
     made = ranks.fake_device
     monkeypatch.setattr(streams, "cuda", made.streams)
-    monkeypatch.setattr(streams, "has_streams", lambda device: True)
+    monkeypatch.setattr(streams, "types", {"cpu"})
     return made
 
 
-def late_step(runtime, stages, device):
-    """One step in the steady state on the late device; the run and what happened."""
+def late_step(runtime, stages, device, finish=None):
+    """One step in the steady state on the late device, as late as can be: the run, and the host's waits."""
     with device.late():
-        runtime.step()  # connects, and agrees on shapes
-        device.streams.synchronize()
-        for stage in stages.values():
-            stage.model.zero_grad()
+        runtime.step(finish=finish)  # connects, and agrees on shapes
+    for stage in stages.values():
+        stage.model.zero_grad()
     device.timeline.clear()
-    with device.late() as late:
-        runtime.step()
+    with device.late(patience=5.0) as late:
+        runtime.step(finish=finish)
         syncs = late.syncs
-    return late, syncs, list(device.timeline)
+    return late, syncs
+
+
+def opened(plan, **options):
+    places = [positions[0] for positions in plan.placement]
+    config = P2PConfig(pipeline_dtype=torch.float32, deadline=30.0, **options)
+    return P2PCommunicator(dist.group.WORLD, config, placement=places)
 
 
 def require_no_wait_but_back_pressure(syncs):
@@ -71,48 +87,156 @@ def require_no_wait_but_back_pressure(syncs):
     assert len(syncs) <= MICROBATCHES
 
 
+def require_gradients_of_one_process(graph, stages):
+    every = [Layers(number, graph) for number in range(graph.num_stages)]
+    for microbatch in range(MICROBATCHES):
+        arrived = {}
+        for stage in every:
+            made = stage.forward(microbatch, {e: arrived[e] for e in arrived if e.destination == stage.number})
+            arrived.update(made.outputs)
+        made.loss.backward()
+    for number, stage in stages.items():
+        for found, expected in zip(stage.model.parameters(), every[number].model.parameters(), strict=True):
+            assert torch.allclose(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
 def most_ahead(timeline, plan, position):
-    """The most microbatches that the host had issued whole and the device had not reached the end of, at a compute."""
+    """The most microbatches that the host had issued whole and the device had not ended, where a compute begins."""
     last = {action.microbatch: f"{action} ends" for action in plan.actions(position) if action.kind.is_compute}
-    ends, most = set(last.values()), 0
-    issued = 0
+    most = issued = 0
     for moment in timeline:
         if isinstance(moment.of, Mark):
-            if moment.of.text in ends:
+            if moment.of.text in last.values():
                 issued += {"marked": 1, "reached": -1}[moment.what]
             elif moment.what == "marked":
                 most = max(most, issued)
     return most
 
 
-def gradients_of_one_process(plan):
-    stages = [Layers(number, plan) for number in range(plan.num_stages)]
-    for microbatch in range(MICROBATCHES):
-        payload = {}
-        for stage in stages:
-            made = stage.forward(microbatch, payload)
-            payload = made.outputs
-        made.loss.backward()
-    return stages
+def late_receives(timeline):
+    """The receives that had not started when the device ended the compute before it had to wait for them."""
+    started, before, found = {}, -1, []
+    for index, moment in enumerate(timeline):
+        if moment.what == "started":
+            started[moment.of.number] = index
+        elif moment.what == "reached" and moment.of.text.endswith("ends"):
+            before = index
+        elif moment.what == "awaited" and moment.of.operations[0].kind == "recv" and before >= 0:
+            found += [moment.of] * (started.get(moment.of.number, index) > before)
+    return found
+
+
+def awaited_sends(timeline):
+    """The sends that the device had to wait for before its last compute."""
+    last = max(index for index, moment in enumerate(timeline) if moment.what == "reached")
+    ended = {moment.of.number: index for index, moment in enumerate(timeline) if moment.what == "ended"}
+    return [
+        moment.of
+        for index, moment in enumerate(timeline[:last])
+        if moment.what == "awaited" and moment.of.operations[0].kind == "send" and ended[moment.of.number] > index
+    ]
 
 
 @pytest.mark.ranks(2, backend="fake_nccl")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zero_bubble_v"])
-def test_the_host_waits_for_nothing_but_its_lead(ranks, device, name):
+def test_the_host_waits_for_nothing_but_its_lead_and_receives_start_before_they_are_needed(ranks, device, name):
     plan = lower(SCHEDULES[name].plan(2, MICROBATCHES))
-    communicator = P2PCommunicator(
-        dist.group.WORLD,
-        P2PConfig(pipeline_dtype=torch.float32, deadline=30.0),
-        placement=[positions[0] for positions in plan.placement],
-    )
-    stages = {number: Layers(number, plan) for number in plan.stages_at[ranks.rank]}
+    communicator = opened(plan)
+    stages = {number: Layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
-    _, syncs, timeline = late_step(runtime, stages, device)
+    _, syncs = late_step(runtime, stages, device)
     require_no_wait_but_back_pressure(syncs)
-    assert 1 <= most_ahead(timeline, plan, ranks.rank) <= MOST_AHEAD
+    assert 1 <= most_ahead(device.timeline, plan, ranks.rank) <= MOST_AHEAD
+    assert late_receives(device.timeline) == []
+    assert awaited_sends(device.timeline) == []
     assert device.violations == []
-    reference = gradients_of_one_process(plan)
-    for number, stage in stages.items():
-        for found, expected in zip(stage.model.parameters(), reference[number].model.parameters(), strict=True):
-            assert torch.allclose(found.grad, expected.grad, rtol=1e-4)
+    require_gradients_of_one_process(plan.graph, stages)
+    communicator.close()
+
+
+GRAPHS = {
+    "two encoders": ({"image": (0, {}), "audio": (1, {}), "llm": (2, {})}, {"image": ["llm"], "audio": ["llm"]}),
+    "copies": ({"enc": (0, {"dp": 1}), "llm": (1, {"tp": 2})}, {"enc": ["llm"]}),
+}
+
+
+@pytest.mark.ranks(3, backend="fake_nccl")
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_bridges_between_modules_hold_no_host(ranks, device, graph):
+    places, flow = GRAPHS[graph]
+    grids = {
+        name: HyperCommGrid(list(dims.values()) or [1], list(dims) or ["dp"], rank_offset=offset)
+        for name, (offset, dims) in places.items()
+    }
+    communicator = MultiModulePipelineCommunicator(
+        grids, {name: flow.get(name, []) for name in grids}, P2PConfig(deadline=30.0, open_deadline=30.0)
+    )
+    plan = lower(multi_module_1f1b(communicator.graph, MICROBATCHES, placement=communicator.positions.placement))
+    stages = {number: Layers(number, communicator.graph) for number in communicator.stages}
+    runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
+    _, syncs = late_step(runtime, stages, device)
+    require_no_wait_but_back_pressure(syncs)
+    assert device.violations == []
+    require_gradients_of_one_process(communicator.graph, stages)
+    communicator.destroy()
+
+
+KEPT = 2**20
+
+
+class Keeps(torch.autograd.Function):
+    """One big tensor is all that the backward keeps, or uses."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        big = x.new_ones(KEPT // 4)
+        ctx.save_for_backward(big)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (big,) = ctx.saved_tensors
+        return gradient * big[0], gradient.sum()
+
+
+class Big:
+    """A stage whose microbatches each keep `KEPT` bytes for the backward."""
+
+    def __init__(self, number, graph):
+        self.model = nn.Linear(1, 1, bias=False)
+        self.out = [edge for edge in graph.stage_edges if edge.source == number]
+
+    def forward(self, microbatch, inputs):
+        x = sum(inputs.values()) if inputs else torch.ones(4)
+        y = Keeps.apply(x, self.model.weight[0, 0])
+        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
+
+
+@pytest.mark.ranks(2, backend="fake_nccl")
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "gpipe"])
+def test_the_peak_of_live_memory_is_the_plans_figure(ranks, device, name):
+    plan = lower(SCHEDULES[name].plan(2, 4))
+    communicator = opened(plan)
+    stages = {number: Big(number, plan.graph) for number in plan.stages_at[ranks.rank]}
+    late, _ = late_step(PipelineRuntime(plan, stages, communicator), stages, device)
+    one_each = Costs(activation=(1.0,) * plan.num_stages)
+    assert late.peak_bytes // KEPT == simulate(plan, one_each).peaks()[ranks.rank]
+    assert late.live_bytes < KEPT // 16
+    assert device.violations == []
+    communicator.close()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl")
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_a_reused_buffer_waits_for_its_last_reader_and_the_plans_peak_is_all_that_is_allocated(ranks, device, name):
+    plan = lower(SCHEDULES[name].plan(2, MICROBATCHES))
+    communicator = opened(plan)
+    stages = {number: Layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
+    runtime = PipelineRuntime(plan, stages, communicator, reuse_buffers=True)
+    late_step(runtime, stages, device)
+    if ranks.rank == 1:
+        (lane,) = [lane for lane in communicator.lanes.values() if lane.spec.destination == 1]
+        assert lane.stats.allocations == simulate(plan).peaks()[1]
+    assert device.violations == []
+    require_gradients_of_one_process(plan.graph, stages)
     communicator.close()

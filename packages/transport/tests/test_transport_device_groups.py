@@ -16,7 +16,7 @@ from pipegrid.transport import (
     P2PCommunicator,
     P2PError,
     P2PPeerError,
-    completion,
+    batch,
     incoming,
     open_lanes,
 )
@@ -152,7 +152,7 @@ def test_buffers_of_a_header_are_allocated_under_the_stream_that_posted_the_rece
         else:
             caller = SimpleNamespace(device=torch.device("cpu"))
             monkeypatch.setattr(lane_module, "current_stream", lambda device: caller)
-            for module in (completion, incoming):
+            for module in (batch, incoming):
                 monkeypatch.setattr(module, "working_on", working_on)
             take = lane_module.ReceiveBuffers.take
             monkeypatch.setattr(

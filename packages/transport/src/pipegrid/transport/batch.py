@@ -11,6 +11,7 @@ from typing import Any
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.handle import State, Transfer
+from pipegrid.transport.streams import working_on
 
 
 class Batch:
@@ -163,7 +164,8 @@ class Submitter:
 
         Communicators start in the order of the transfers, which is the plan's: `verify(batches="in_order")` proves that
         order. With separate communicators only neighbours in it are combined, so that none starts before its turn; with
-        shared ones all of a pair of ranks are one call, in the order of lanes, which both sides know.
+        shared ones all of a pair of ranks are one call, in the order of lanes, which both sides know. A batch has one
+        stream: that of one lane's sends or receives, or on a shared communicator the caller's.
         """
         batches: list[list[tuple[Any, Transfer]]] = []
         by_connection: dict[int, list[tuple[Any, Transfer]]] = {}
@@ -181,7 +183,8 @@ class Submitter:
         for batch in batches:
             batch.sort(key=_by_lane)
             try:
-                tickets = batch[0][0].mover.start([lane.operation(transfer) for lane, transfer in batch])
+                with working_on(batch[0][1].stream):
+                    tickets = batch[0][0].mover.start([lane.operation(transfer) for lane, transfer in batch])
             except P2PError:
                 raise
             except RuntimeError as error:

@@ -27,7 +27,7 @@ from pipegrid.transport.errors import (
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.incoming import Incoming
 from pipegrid.transport.spec import LaneSpec, Tally
-from pipegrid.transport.streams import has_streams, mark, used_here, working_on
+from pipegrid.transport.streams import has_streams, mark, used_here
 from pipegrid.transport.wait_lock import BackgroundThread, WaitLock
 from pipegrid.transport.wire import timedelta_of
 
@@ -139,8 +139,7 @@ class Completion:
         with self._submit.lock:
             ready = self._prepare_deferred()
             if ready and self.error is None:
-                with working_on(ready[0].stream):
-                    self._submit.start([one for one in ready if one.ticket is None])
+                self._submit.start([one for one in ready if one.ticket is None])
 
     def _prepare_deferred(self) -> list[ReceiveTransfer]:
         try:

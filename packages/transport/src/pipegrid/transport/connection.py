@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attrs import define, field
 from torch.distributed import ProcessGroup
@@ -14,6 +14,9 @@ from pipegrid.transport.errors import P2PError, P2PLaneDeadError, relayed, text_
 from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.wait_lock import BackgroundThread
 from pipegrid.transport.wire import Wire, timedelta_of
+
+if TYPE_CHECKING:
+    import torch
 
 # Until an end notice must have been taken, by kind. A loaded machine may hold up a peer that is alive, and the type of
 # its error depends on a mismatch's notice; the others go to peers that did not answer for a whole deadline, or that end
@@ -47,12 +50,15 @@ class Connection:
         mover: moves their payloads.
         wire: moves headers and end notices; None where both ends are one rank.
         group: the process group of the payloads; None where both ends are one rank.
+        receive_stream: receives are posted under it, so that a transfer waits for its buffer and for no computing; None
+            is the caller's stream.
         lanes: this rank's ends.
     """
 
     mover: Mover
     wire: Wire | None = None
     group: ProcessGroup | None = None
+    receive_stream: torch.cuda.Stream | None = None
     lanes: list[Any] = field(factory=list)
 
 

@@ -32,7 +32,7 @@ from pipegrid.transport.message import Signature, encode
 from pipegrid.transport.outgoing import Outgoing
 from pipegrid.transport.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
 from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
-from pipegrid.transport.streams import current_stream, has_streams
+from pipegrid.transport.streams import current_stream, has_streams, working_on
 from pipegrid.transport.wait_lock import BackgroundThread
 
 
@@ -104,6 +104,7 @@ class Lane:
         self._ahead = self.incoming.ahead
         self._receives_ahead = 0 if self.mover.polled else config.receives_ahead
         self._streamed = has_streams(device)
+        self._receive_stream = connection.receive_stream
 
     @property
     def error(self) -> P2PError | None:
@@ -207,9 +208,10 @@ class Lane:
                 transfer = ReceiveTransfer(self, self.received)
                 transfer.buffers, transfer.tensors, transfer.ticket = buffers, tensors, ticket
                 if self._streamed:
-                    transfer.stream = current_stream(self.device)
+                    transfer.stream = self._receive_stream or current_stream(self.device)
                 transfer.build()  # while the message travels
-                buffers.prepare()
+                if not self._streamed:
+                    buffers.prepare()
                 self.received += 1
                 self.queue.append(transfer)
             self.tally.transfers += 1
@@ -237,8 +239,13 @@ class Lane:
 
     def _post(self, buffers: ReceiveBuffers) -> tuple[Sequence[Tensor], Ticket]:
         """Post the receive of a plain message."""
-        tensors = buffers.take()
-        (ticket,) = self._start((Operation(False, tensors, self._index, self._epoch),))
+        if self._receive_stream is None:
+            tensors = buffers.take()
+            (ticket,) = self._start((Operation(False, tensors, self._index, self._epoch),))
+        else:
+            with working_on(self._receive_stream):
+                tensors = buffers.take()
+                (ticket,) = self._start((Operation(False, tensors, self._index, self._epoch),))
         return tensors, ticket
 
     def _checked_receive(self, shapes: Any, *, attended: bool) -> ReceiveTransfer:
@@ -335,6 +342,7 @@ class Lane:
         transfer.stream = current_stream(self.device)
         try:
             if isinstance(transfer, ReceiveTransfer):
+                transfer.stream = self._receive_stream or transfer.stream
                 transfer.sequence = self.received
                 self.incoming.admit(transfer)
                 self.received += 1

@@ -56,6 +56,7 @@ from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import flatten, signature_of
 from pipegrid.transport.progress import Progress
 from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.streams import new_stream
 from pipegrid.transport.wait_lock import BackgroundThread
 from pipegrid.transport.wire import Wire, timedelta_of
 
@@ -338,6 +339,8 @@ def _connect(
             f"streams, and transfers wait for each other. Use communicators='shared', or open fewer lanes (traffic=)",
             stacklevel=3,
         )
+    # What one communicator moves both ways is one batch, which comes after the computing of what it sends.
+    receive_stream = new_stream(device) if on_device and config.communicators == "separate" else None
     groups: list[Any] = []
     timeout = timedelta(seconds=config.open_deadline)
 
@@ -365,7 +368,7 @@ def _connect(
                 mover = GlooMover(loop.take_backend(made[group_spec]), peer, len(bundle))
                 if config.staged or device.type != "cpu":
                     mover = StagedMover(mover, device)
-            connection = Connection(mover, Wire(channels[group_spec], peer), made[group_spec])
+            connection = Connection(mover, Wire(channels[group_spec], peer), made[group_spec], receive_stream)
             found.update(dict.fromkeys(bundle, connection))
     except BaseException:
         destroy_groups(groups)

@@ -1,6 +1,6 @@
 """The one door to CUDA streams and events. On a device without streams every function here does nothing.
 
-Tests replace `cuda` and `has_streams` to run the same code over virtual streams on a CPU.
+Tests replace `cuda` and `types` to run the same code over virtual streams on a CPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 cuda: Any = torch.cuda
+types = frozenset({"cuda"})
+"""The types of device that have streams."""
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether work on the device runs in streams, beside the host."""
-    return device.type == "cuda"
+    return device.type in types
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream beside the one that computes; None on a device without streams."""
+    stream: torch.cuda.Stream | None = cuda.Stream(device) if has_streams(device) else None
+    return stream
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -10,11 +10,10 @@ from pipegrid.topology.lazy import lazy_names
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config, renew_lanes
     from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
-    from pipegrid.bridges.bridge.traffic import EdgeTraffic, new_stream
+    from pipegrid.bridges.bridge.traffic import EdgeTraffic
 
 _OF_COMMUNICATOR = ("BridgeCommunicator", "lane_config", "renew_lanes")
 _OF_RECEIVE = ("BridgeReceive", "BridgeSend", "Landed", "PostedReceives")
-_OF_TRAFFIC = ("EdgeTraffic", "new_stream")
 
 __all__ = [
     "BridgeCommunicator",
@@ -25,7 +24,6 @@ __all__ = [
     "Landed",
     "PostedReceives",
     "lane_config",
-    "new_stream",
     "renew_lanes",
     "with_lanes",
 ]
@@ -36,6 +34,6 @@ __getattr__, __dir__ = lazy_names(
     {
         **dict.fromkeys(_OF_COMMUNICATOR, "communicator"),
         **dict.fromkeys(_OF_RECEIVE, "receive"),
-        **dict.fromkeys(_OF_TRAFFIC, "traffic"),
+        "EdgeTraffic": "traffic",
     },
 )

@@ -14,7 +14,7 @@ from attrs import Factory, define
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.bridges.steps import Completing
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-from pipegrid.transport.streams import current_stream, follow, mark, used_here, working_on
+from pipegrid.transport.streams import current_stream, follow, has_streams, mark, used_here, working_on
 
 _LOOK_SECONDS = 0.05  # how often a held completion looks whether its communicator has ended
 
@@ -127,8 +127,8 @@ class LandingQueue:
         end = time.monotonic() + seconds
         for step in completing:
             try:
-                # Streams order themselves. On a CPU the wait is cut in short ones, to see the end of the communicator.
-                if self.device.type == "cpu":
+                # Streams order themselves. A wait of the host is cut in short ones, to see the end of the communicator.
+                if not has_streams(self.device):
                     self._hold(step, end, seconds)
                 with torch.no_grad():
                     step.finish()
@@ -355,7 +355,7 @@ class BridgeReceive:
         queue, handles = self._queue, self._handles or {}
         try:
             with torch.no_grad():
-                if queue.device.type == "cpu":
+                if not has_streams(queue.device):
                     self.tensor, self._completing = self._land(handles)
                 else:
                     self._land_on_stream(handles)

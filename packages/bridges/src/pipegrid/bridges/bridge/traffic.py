@@ -219,11 +219,3 @@ class EdgeTraffic:
         """Let completions that are waited for, now or later, fail with ``reason``."""
         for queue in self.queues.values():
             queue.end(reason)
-
-
-def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream to land on; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream

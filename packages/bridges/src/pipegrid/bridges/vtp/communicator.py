@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeTraffic, lane_config, new_stream, renew_lanes
+from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeTraffic, lane_config, renew_lanes
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.steps import abort_groups, gather_flat
@@ -27,6 +27,7 @@ from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
 from pipegrid.transport.protocol import Handle
+from pipegrid.transport.streams import new_stream
 
 _F, _B = Direction.FORWARD, Direction.BACKWARD
 Requests = dict[str, BridgeReceive]

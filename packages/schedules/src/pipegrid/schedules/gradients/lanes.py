@@ -15,6 +15,7 @@ from pipegrid.schedules.gradients.main_grad import Modules, named_modules
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.topology.fields import shown
 from pipegrid.transport.opening import resolve_device
+from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor
@@ -140,7 +141,7 @@ class Waiting:
         if self.monitor is not None:
             self.monitor.wait(work, "a reduction of gradients")
             return
-        if tensor.is_cuda:
+        if has_streams(tensor.device):
             work.wait()
             return
         start = time.monotonic()

@@ -48,6 +48,7 @@ from pipegrid.schedules.gradients.main_grad import (
 )
 from pipegrid.schedules.gradients.tied import mark_of
 from pipegrid.topology.fields import Amount, Count, checked
+from pipegrid.transport.streams import has_streams
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -362,7 +363,11 @@ def global_tokens(
     In float64 on every rank, whatever was counted here: a rank without a loss cannot know whether others count whole
     tokens or weigh them, and up to 2**53 a count is exact in it.
     """
-    total = torch.as_tensor(num_tokens, dtype=torch.float64).detach().to(device, copy=True).reshape(())
+    if isinstance(num_tokens, torch.Tensor):
+        # Not blocking to a device with streams: memory of the host is read before the call returns.
+        total = num_tokens.detach().to(device, torch.float64, non_blocking=has_streams(device), copy=True).reshape(())
+    else:
+        total = torch.full((), num_tokens, dtype=torch.float64, device=device)
     all_reduce(total, job_group)(waiting)
     return torch.where(total > 0, total, torch.ones_like(total))
 

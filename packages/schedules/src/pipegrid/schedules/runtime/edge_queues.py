@@ -99,6 +99,8 @@ class SendQueue:
 
     At most two sends per edge are outstanding. Waiting for the older one never deadlocks (`verify` proves the plan even
     for sends that block until received) and bounds the memory that messages hold, so completion needs no polling.
+    Computing on a device with streams (``in_streams``) waits for no send before the end of the step: the host's lead
+    bounds those under way, and a lane keeps what it sends.
     """
 
     edge: Edge
@@ -107,6 +109,7 @@ class SendQueue:
     deadline: float | None = None
     hooks: Sequence[MessageHook] = ()
     local: RecvQueue | None = None
+    in_streams: bool = False
     _kept: dict[int, tuple[Payload, PendingFree | None]] = field(factory=dict, init=False)
     _sent: deque[tuple[Action, Handle, PendingFree | None]] = field(factory=deque, init=False)
 
@@ -131,7 +134,10 @@ class SendQueue:
 
     def make_room(self) -> None:
         """Wait until one more send may be posted."""
-        if len(self._sent) >= _SENDS_UNDER_WAY:
+        if self.in_streams:
+            while self._sent and self._sent[0][1].is_completed():
+                self._complete_oldest()
+        elif len(self._sent) >= _SENDS_UNDER_WAY:
             self._complete_oldest()
 
     def settle(self) -> None:

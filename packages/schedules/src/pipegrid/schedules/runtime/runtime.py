@@ -211,6 +211,8 @@ class PipelineRuntime:
         """A `RecvQueue` per flow that a stage here consumes, a `SendQueue` per flow that one produces."""
         self._receives: dict[tuple[Edge, Direction], RecvQueue] = {}
         self._sends: dict[tuple[Edge, Direction], SendQueue] = {}
+        device = getattr(self._communicator, "device", None)
+        in_streams = device is not None and streams.has_streams(device)
         for flow in flows.flows:
             way = flow.edge, flow.direction
             local = flow.producer in stages and flow.consumer in stages and flow.group is None
@@ -218,7 +220,9 @@ class PipelineRuntime:
             if flow.consumer in stages:
                 self._receives[way] = RecvQueue(*common, local=local)
             if flow.producer in stages:
-                self._sends[way] = SendQueue(*common, local=self._receives[way] if local else None)
+                self._sends[way] = SendQueue(
+                    *common, local=self._receives[way] if local else None, in_streams=in_streams
+                )
 
     def _runner(
         self,

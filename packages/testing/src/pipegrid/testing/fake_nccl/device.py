@@ -25,7 +25,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.late import LateRun
-from pipegrid.testing.fake_nccl.player import DONE, Player, Signal
+from pipegrid.testing.fake_nccl.player import DONE, PATIENCE_SECONDS, Player, Signal
 from pipegrid.testing.fake_nccl.streams import Clock, Streams, VirtualStream
 
 What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "reached"]
@@ -250,11 +250,15 @@ class FakeDevice:
             )
 
     @contextmanager
-    def late(self) -> Iterator[LateRun]:
-        """Inside, operations of this thread run late; see `pipegrid.testing.fake_nccl.late`."""
+    def late(self, *, patience: float = PATIENCE_SECONDS) -> Iterator[LateRun]:
+        """Inside, operations of this thread run late; see `pipegrid.testing.fake_nccl.late`.
+
+        Args:
+            patience: seconds without an operation, a wait or a poll by the host after which the device goes on.
+        """
         streams = self.streams
         with streams.watch():
-            player = Player(self._lock, self.violations.append)
+            player = Player(self._lock, self.violations.append, patience)
             run = streams.late = LateRun(player, streams.host_syncs, len(streams.host_syncs))
             waits_hold, self.waits_hold = self.waits_hold, False
             try:

@@ -17,7 +17,8 @@ from typing import Any
 
 from attrs import define, field
 
-_PATIENCE_SECONDS = 0.02
+PATIENCE_SECONDS = 0.02
+_POLLS = 20  # in a row, by which a poll is a wait
 
 
 @define(eq=False)
@@ -65,15 +66,16 @@ class Player:
     Args:
         lock: the device's.
         report: takes the text of a task that failed.
+        patience: seconds; see `FakeDevice.late`.
     """
 
-    def __init__(self, lock: Any, report: Callable[[str], None]) -> None:
+    def __init__(self, lock: Any, report: Callable[[str], None], patience: float) -> None:
         self._changed = threading.Condition(lock)
-        self._report = report
+        self._report, self._patience = report, patience
         self._streams: dict[int, deque[_Task]] = {}
         self._playing: _Task | None = None
         self._waiting = 0
-        self._polled = False
+        self._polls = 0
         self._last_put = time.monotonic()
         self._stopped = False
         self._host = threading.get_ident()
@@ -100,7 +102,7 @@ class Player:
         with self._changed:
             self._streams.setdefault(stream, deque()).append(task)
             if run is not None:
-                self._last_put, self._polled = time.monotonic(), False
+                self._last_put, self._polls = time.monotonic(), 0
             self._settle()
         return task.signal
 
@@ -131,7 +133,7 @@ class Player:
         """The host asks whether something is done: it may ask again and again, and nothing else."""
         if threading.get_ident() == self._host:
             with self._changed:
-                self._polled = True
+                self._polls += 1
                 self._changed.notify_all()
 
     def finish(self) -> None:
@@ -187,8 +189,8 @@ class Player:
                 if ready and self._is_time():
                     self._playing = ready[0][0]
                     return ready[0]
-                self._changed.wait(_PATIENCE_SECONDS if ready else None)
+                self._changed.wait(self._patience if ready else None)
             return None
 
     def _is_time(self) -> bool:
-        return self._waiting > 0 or self._polled or time.monotonic() - self._last_put >= _PATIENCE_SECONDS
+        return self._waiting > 0 or self._polls >= _POLLS or time.monotonic() - self._last_put >= self._patience

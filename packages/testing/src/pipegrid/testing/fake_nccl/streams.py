@@ -53,6 +53,8 @@ from pipegrid.testing.fake_nccl.torch_compat import (
 Clock = dict[int, int]
 
 _MOST_RACES = 20
+_EMPTY = ("empty", "new_empty")  # memory without values
+_FREES = 0  # on a late device: the stream of nothing else, as no stream waits for a free
 # Reads of a tensor by the host that no operation shows.
 _HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})
 
@@ -393,6 +395,8 @@ class Streams:
         new = [tensor for tensor in tensors_in(made) if id(tensor) not in given]
         for tensor in new:
             self.allocate(tensor)
+        if name_of(operation).startswith(_EMPTY):
+            return made, DONE
         task = computation(operation, inputs, options, [self.on_device(tensor) for tensor in new])
         return made, late.player.put(stream, task)
 
@@ -464,7 +468,8 @@ class Streams:
     def _free(self, late: LateRun, memory: _Memory, block: Tensor) -> None:
         """Overwrite freed memory of a late device, which another tensor might have by then."""
         recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]
-        late.player.put(memory.home, lambda: make_unreadable(block), after=recorded)
+        home = late.player.put(memory.home)
+        late.player.put(_FREES, lambda: make_unreadable(block), after=[home, *recorded])
         late.shrink(memory.nbytes, after=recorded)
 
     def _race(self, text: str) -> None:
@@ -543,7 +548,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waits = reads_values(operation, arguments)
         made, signal = streams.compute(operation, args, kwargs, waits=waits)
         new = tensors_in(made)
-        if name.startswith(("empty", "new_empty")):
+        if name.startswith(_EMPTY):
             for tensor in new:
                 streams.allocate(tensor)
             return made

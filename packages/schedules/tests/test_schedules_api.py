@@ -21,6 +21,7 @@ PLANNING = {
         "lower",
         "multi_module_1f1b",
         "one_f_one_b",
+        "search",
         "simulate",
         "step_plan",
         "timeline",

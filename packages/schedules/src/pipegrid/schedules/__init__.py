@@ -50,7 +50,7 @@ from pipegrid.schedules.plan import (
     to_json,
     to_text as to_text,
 )
-from pipegrid.schedules.search import compare, greedy
+from pipegrid.schedules.search import compare, greedy, search
 from pipegrid.schedules.simulate import Costs, CostsError as CostsError, Simulation as Simulation, simulate
 from pipegrid.schedules.timeline import (
     Recorder,
@@ -128,6 +128,7 @@ __all__ = [
     "one_f_one_b",
     "output_linear",
     "reduce_gradients",
+    "search",
     "simulate",
     "step_plan",
     "tie_parameters",
@@ -153,7 +154,7 @@ _LAZY = {
     "generators": "UShapeCounts dualpipe_v_order forward_only_order gpipe_order interleaved_1f1b_order "
     "looped_bfs_order multi_module_1f1b_order one_f_one_b_order u_shape_order v_half_order v_min_order "
     "zero_bubble_h1_order zero_bubble_h2_order zero_bubble_v_order",
-    "search": "comparison_table",
+    "search": "Found Progress comparison_table",
     "simulate": "costs_from_json costs_to_json unit_costs",
     "timeline": "Aside Counter Flow Recorded Span TimelineError Track scaled",
     "gradients": "DeferralError GradientError LossScaleError LossScaler MainGradError ReductionTimeoutError "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -26,12 +25,13 @@ from pipegrid.topology.fields import Count, checked_arguments
 
 @frozen
 class Candidate:
-    """A plan with its figures: its origin, its makespan, and its peak in the unit of the cap."""
+    """A plan with its figures: its origin, its makespan and span, and its peak in the unit of the cap."""
 
     origin: str
     plan: Plan
     makespan: float
     peak: float
+    span: float
 
 
 def greedy(
@@ -74,7 +74,7 @@ def greedy(
             placement=placement,
             graph=graph,
         ),
-        key=lambda candidate: (candidate.makespan, candidate.peak),
+        key=lambda entry: (entry.makespan, entry.peak),
     )
     return best.plan
 
@@ -94,6 +94,34 @@ def candidates(
 
     Arguments and errors are those of `greedy`. ``origin`` is a schedule's name, or ``"list"``.
     """
+    for problem in problems(
+        costs,
+        memory_limit,
+        num_positions=num_positions,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        placement=placement,
+        graph=graph,
+    ):
+        yield from named(problem)
+        yield from listed(problem)
+
+
+@checked_arguments(PlanError)
+def problems(
+    costs: Costs,
+    memory_limit: float | None = None,
+    *,
+    num_positions: Count,
+    num_microbatches: Count,
+    num_stages: Count | None = None,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+) -> list[Problem]:
+    """The problem on each placement that suits the stages and whose positions hold one microbatch.
+
+    Arguments and errors are those of `greedy`.
+    """
     require_costs(costs)
     if graph is not None:
         require_graph(graph)
@@ -110,22 +138,18 @@ def candidates(
         )
     limit = as_limit(memory_limit)
     placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
-    tried, least = 0, math.inf
-    for places in placements:
-        shape = _problem(graph, places, num_microbatches, costs, limit)
+    shapes = [_problem(graph, places, num_microbatches, costs, limit) for places in placements]
+    for shape in shapes:
         if shape.num_positions != num_positions:
             raise PlanError(f"the placement has {shape.num_positions} positions and num_positions is {num_positions}")
-        needed = _least_memory(shape)
-        least = min(least, needed)
-        if needed > limit + SLACK:
-            continue
-        tried += 1
-        yield from _named(shape)
-        yield from _listed(shape)
-    if not tried:
+    least = [_least_memory(shape) for shape in shapes]
+    fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= limit + SLACK]
+    if not fitting:
         raise PlanError(
-            f"memory_limit {memory_limit:g} does not hold one microbatch at a time; the least that works is {least:g}"
+            f"memory_limit {memory_limit:g} does not hold one microbatch at a time; the least that works is "
+            f"{min(least):g}"
         )
+    return fitting
 
 
 def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -156,15 +180,16 @@ def _least_memory(problem: Problem) -> float:
     return max(held)
 
 
-def _candidate(origin: str, plan: Plan, problem: Problem) -> Candidate | None:
+def candidate(origin: str, plan: Plan, problem: Problem) -> Candidate | None:
+    """``plan`` with its figures; None if it does not keep to the cap."""
     simulation = simulate(plan, problem.costs)
     peak = simulation.peak()
     if peak > problem.memory_limit + SLACK:
         return None
-    return Candidate(origin, plan, simulation.makespan, peak)
+    return Candidate(origin, plan, simulation.makespan, peak, simulation.span)
 
 
-def _named(problem: Problem) -> Iterator[Candidate]:
+def named(problem: Problem) -> Iterator[Candidate]:
     """The named schedules that have this graph and placement, and keep to the cap."""
     plans: list[tuple[str, Plan]] = []
     if len(problem.graph.modules) == 1:
@@ -183,12 +208,12 @@ def _named(problem: Problem) -> Iterator[Candidate]:
         plans.append(("multi_module_1f1b", plan))
     for name, plan in plans:
         if plan.placement == problem.placement:
-            candidate = _candidate(name, plan, problem)
-            if candidate is not None:
-                yield candidate
+            entry = candidate(name, plan, problem)
+            if entry is not None:
+                yield entry
 
 
-def _listed(problem: Problem) -> Iterator[Candidate]:
+def listed(problem: Problem) -> Iterator[Candidate]:
     """The list scheduler's plans under each policy, with backwards split, and whole where W follows its I."""
     seen = set()
     make = cache(Action)  # the same few thousand actions, over and over
@@ -205,6 +230,6 @@ def _listed(problem: Problem) -> Iterator[Candidate]:
                 placement=problem.placement,
                 num_microbatches=problem.num_microbatches,
             )
-            candidate = _candidate("list", plan, problem)
-            if candidate is not None:
-                yield candidate
+            entry = candidate("list", plan, problem)
+            if entry is not None:
+                yield entry

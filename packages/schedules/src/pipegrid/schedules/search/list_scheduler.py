@@ -81,6 +81,11 @@ class Problem:
         """Positions of the placement."""
         return 1 + max(position for places in self.placement for position in places)
 
+    @property
+    def input_release(self) -> list[float]:
+        """Per stage, the share of its activation that ``I`` releases."""
+        return self.costs.per_stage("input_release", self.graph.num_stages)
+
 
 @define(eq=False)
 class _Unit:
@@ -90,6 +95,7 @@ class _Unit:
     position: int
     distance: int
     size: float
+    released: float  # of the size, by I
     durations: tuple[float, float, float]  # F, I, W
     needs: int = 0  # inputs of a forward
     gradients: int = 0  # and of a backward, its own forward included
@@ -245,6 +251,7 @@ class _Run:
         elif kind is ActionKind.I:
             unit.backwards_done += 1
             unit.pending_weights.append(microbatch)
+            self._release(unit, microbatch, unit.released)
             self.did_forward[position] = False
             self._send(unit, microbatch, done, forward=False)
             if self.policy.weights == "at once":
@@ -253,10 +260,13 @@ class _Run:
                 return
         else:
             unit.pending_weights.remove(microbatch)
-            self.live[position] -= unit.size
-            self.held[position][microbatch] -= unit.size
+            self._release(unit, microbatch, unit.size - unit.released)
         self.busy_until[position] = done
         heapq.heappush(self.events, (done, position))
+
+    def _release(self, unit: _Unit, microbatch: int, amount: float) -> None:
+        self.live[unit.position] -= amount
+        self.held[unit.position][microbatch] -= amount
 
     def _send(self, unit: _Unit, microbatch: int, done: float, *, forward: bool) -> None:
         for other, occupied, latency, lane in unit.outputs if forward else unit.inputs:
@@ -277,6 +287,7 @@ def _units(problem: Problem) -> list[_Unit]:
     """Every stage on every position it lies on, wired along the edges."""
     costs, count, num_stages = problem.costs, problem.num_microbatches, problem.graph.num_stages
     durations = list(zip(*(costs.per_stage(name, num_stages) for name in ("F", "I", "W")), strict=True))
+    shares = problem.input_release
     edges = problem.graph.stage_edges
     latency, message, bandwidth = (costs.per_edge(n, edges) for n in ("latency", "message", "bandwidth"))
     units: dict[tuple[int, int], _Unit] = {}
@@ -284,7 +295,13 @@ def _units(problem: Problem) -> list[_Unit]:
         for position in places:
             distance = problem.graph.distance_to_sink[stage]
             units[stage, position] = _Unit(
-                stage, position, distance, problem.activation[stage], durations[stage], gradients=1
+                stage,
+                position,
+                distance,
+                problem.activation[stage],
+                problem.activation[stage] * shares[stage],
+                durations[stage],
+                gradients=1,
             )
 
     def wire(edge: Edge, source: int, destination: int) -> None:

@@ -50,9 +50,9 @@ def _per_edge(value: Any) -> Any:
         return value
 
 
-PER_STAGE = ("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation")
+PER_STAGE = ("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release")
 PER_EDGE = ("latency", "bandwidth", "message")
-StageCost: TypeAlias = Literal["F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation"]
+StageCost: TypeAlias = Literal["F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release"]
 EdgeCost: TypeAlias = Literal["latency", "bandwidth", "message"]
 
 
@@ -66,7 +66,8 @@ class Costs:
     per unit of time; a gradient weighs what its activation does). ``REDUCE`` and ``COLLECTIVE`` are the times
     of those. ``overhead`` is what every action costs its position in addition, compute or communication.
     ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/n of a
-    microbatch, where ``n`` is the number of stages on its position.
+    microbatch, where ``n`` is the number of stages on its position. ``input_release`` is the share of it, from 0 to
+    1, that ``I`` releases; ``W`` releases the rest.
 
     Raises:
         CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
@@ -83,6 +84,7 @@ class Costs:
     COLLECTIVE: PerStage = field(default=0.0, converter=_per_stage)
     overhead: float = 0.0
     activation: PerStage | None = field(default=None, converter=_per_stage)
+    input_release: PerStage = field(default=0.0, converter=_per_stage)
 
     def __attrs_post_init__(self) -> None:
         for attribute in fields(Costs):
@@ -189,7 +191,12 @@ class Costs:
                 return _resampled(value, shares)
             return tuple(value * slices * share for share in shares) if uneven else value * slices / num_stages
 
-        return evolve(self, **{name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")})
+        amounts = {name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")}
+        share = self.input_release
+        if isinstance(share, tuple) and len(share) != num_stages:  # the mean of what a stage covers
+            sums = zip(_resampled(share, shares), shares, strict=True)
+            amounts["input_release"] = tuple(min(1.0, total / (len(share) * part)) for total, part in sums)
+        return evolve(self, **amounts)
 
 
 def require_costs(costs: object) -> None:
@@ -217,6 +224,8 @@ def _check(name: str, number: Any, where: str = "") -> None:
             raise CostsError(f"bandwidth{where} is {number}; it must be positive (infinite: free)")
     elif value < 0 or math.isinf(value):
         raise CostsError(f"{name}{where} is {number}; a cost is finite and not negative")
+    elif name == "input_release" and value > 1:
+        raise CostsError(f"input_release{where} is {number}; it is the share of an activation, at most 1")
 
 
 def _check_pair(name: str, entry: Any) -> None:

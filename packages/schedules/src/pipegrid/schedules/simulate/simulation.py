@@ -20,7 +20,7 @@ from pipegrid.schedules.simulate.costs import Costs, require_costs
 from pipegrid.schedules.simulate.engine import Times, play
 from pipegrid.topology.fields import checked
 
-_F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+_F, _B, _I = ActionKind.F, ActionKind.B, ActionKind.I
 
 
 @frozen(slots=False)
@@ -50,6 +50,11 @@ class Simulation:
     def spans(self) -> tuple[tuple[float, float], ...]:
         """Per position, when its first compute starts and its last one ends; (0, 0) without any."""
         return tuple((computes[0][0], computes[-1][1]) if computes else (0.0, 0.0) for computes in self._computes)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest of `spans`: the time of a step where positions step apart (the optimizer has no barrier)."""
+        return max((last - first for first, last in self.spans), default=0.0)
 
     @cached_property
     def _computes(self) -> tuple[tuple[tuple[float, float, Action], ...], ...]:
@@ -89,13 +94,19 @@ class Simulation:
         """Per stage, the memory of one microbatch: ``costs.activation``, by default its share of a position."""
         return activation_sizes(self.plan, self.costs)
 
+    @cached_property
+    def input_release(self) -> tuple[float, ...]:
+        """Per stage, the share of its memory that ``I`` releases."""
+        return tuple(self.costs.per_stage("input_release", self.plan.num_stages))
+
     def live(self, position: int, *, until: Literal["W", "I"] = "W") -> tuple[tuple[float, float], ...]:
         """Live activations of ``position`` over time: ``(time, microbatches from then on)``.
 
-        A stage's microbatch is live from the start of its ``F`` until the end of its ``W`` (or ``B``); with
-        ``until="I"``, until the end of its ``I`` (or ``B``). A forward-only stage holds it during ``F``.
+        A stage's microbatch is live from the start of its ``F`` until the end of its ``W`` (or ``B``), less what
+        the costs say that its ``I`` releases; with ``until="I"``, until the end of its ``I`` (or ``B``). A
+        forward-only stage holds it during ``F``.
         """
-        ends = _release_kinds(until)
+        checked(until, Literal["W", "I"], "until", PlanError)
         require_position(position, self.plan)
         points: list[tuple[float, float]] = []
         held = 0.0
@@ -107,8 +118,11 @@ class Simulation:
                 if action.stage in self.plan.forward_only:
                     held -= size
                     points.append((end, held))
-            elif action.kind in ends:
-                held -= size
+                continue
+            share = 1.0 if until == "I" else self.input_release[action.stage]
+            released = 1.0 if action.kind is _B else share if action.kind is _I else 1.0 - share
+            if released:
+                held -= size * released
                 points.append((end, held))
         return tuple((time, round(value, 9)) for time, value in points)
 
@@ -122,11 +136,6 @@ class Simulation:
     def peak(self, *, until: Literal["W", "I"] = "W") -> float:
         """The most live activations of any position at any time, in microbatches (see `live`)."""
         return max(self.peaks(until=until))
-
-
-def _release_kinds(until: str) -> tuple[ActionKind, ActionKind]:
-    checked(until, Literal["W", "I"], "until", PlanError)
-    return (_W if until == "W" else _I, _B)
 
 
 def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:

@@ -1,0 +1,215 @@
+"""A chain of stages as passes: the numbers that `search` works on, and the times of fixed orders.
+
+A microbatch makes ``2S`` passes through ``S`` stages, one after the other: pass ``s`` is ``F`` of stage ``s``, pass
+``2S-1-s`` its ``I``. The ``W`` of an ``I`` has the pass of the ``I`` plus ``S``. An *operation* is a pass of a
+microbatch, as the integer ``pass * M + microbatch``: what it waits for is a subtraction away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.schedules.plan import Action, ActionKind, Plan, compute_plan
+from pipegrid.schedules.search.list_scheduler import SLACK, Entries, Problem, with_whole_backwards
+
+Objective: TypeAlias = Literal["makespan", "span"]
+"""``"makespan"``: the end of the last action. ``"span"``: the longest time from a position's first start to its own
+last end, which is the time of a step where positions step apart (the optimizer has no barrier)."""
+
+Orders: TypeAlias = list[list[int]]
+"""Per position, its operations in order."""
+
+
+class Timing(NamedTuple):
+    """``value``: the objective; ``end``: of each operation; ``worst``: the position that decides the value."""
+
+    value: float
+    end: list[float]
+    worst: int
+
+
+@frozen
+class Chain:
+    """A chain whose stages lie on one position each, as numbers per pass.
+
+    ``held``: the change of live memory by a pass: at the start of an ``F``, at the end of an ``I`` or a ``W``.
+    ``lag``: the time from the end of the pass before on another position to the start of a pass.
+    """
+
+    problem: Problem = field(repr=False)
+    num_stages: int
+    num_microbatches: int
+    position: tuple[int, ...]
+    duration: tuple[float, ...]
+    lag: tuple[float, ...]
+    held: tuple[float, ...]
+    limit: float
+    passes_at: tuple[tuple[int, ...], ...]  # per position, its F and I passes
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the placement."""
+        return len(self.passes_at)
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of a step, on all positions."""
+        return 3 * self.num_stages * self.num_microbatches
+
+    @property
+    def work(self) -> list[float]:
+        """Per position, the time of its computes in a step."""
+        return [
+            math.fsum(
+                self.num_microbatches * duration
+                for duration, at in zip(self.duration, self.position, strict=True)
+                if at == p
+            )
+            for p in range(self.num_positions)
+        ]
+
+    def lower_bound(self, objective: Objective) -> float:
+        """No order is shorter: a position's work after the way to its first pass, and one microbatch's way."""
+        costs, stages = self.problem.costs, self.num_stages
+        halves = zip(self.duration[2 * stages - 1 : stages - 1 : -1], self.duration[: 2 * stages - 1 : -1], strict=True)
+        wholes = [whole + costs.overhead for whole in costs.per_stage("B", stages)]
+        saved = [max(0.0, first + second - whole) for (first, second), whole in zip(halves, wholes, strict=True)]
+        work = self.work
+        for stage, time in enumerate(saved):  # a whole backward may take less than its halves
+            work[self.position[stage]] -= self.num_microbatches * time
+        if objective == "span":
+            return max(work)
+        starts, now = [], 0.0
+        for number in range(2 * stages):
+            starts.append(now + self.lag[number])
+            now = starts[-1] + self.duration[number]
+        heads = [min(starts[number] for number in passes) for passes in self.passes_at]
+        way = now + self.duration[-1] - math.fsum(saved)
+        return max(way, *(head + own for head, own in zip(heads, work, strict=True)))
+
+    def action(self, operation: int) -> tuple[ActionKind, int, int]:
+        """Kind, stage and microbatch of an operation."""
+        number, microbatch = divmod(operation, self.num_microbatches)
+        third, place = divmod(number, self.num_stages)
+        stage = place if third == 0 else self.num_stages - 1 - place
+        return (ActionKind.F, ActionKind.I, ActionKind.W)[third], stage, microbatch
+
+    def keeps_to_limit(self, order: Sequence[int]) -> bool:
+        """Whether a position that follows ``order`` keeps to the memory limit."""
+        count, held, limit = self.num_microbatches, self.held, self.limit
+        live = 0.0
+        for operation in order:
+            live += held[operation // count]
+            if live > limit:
+                return False
+        return True
+
+    def timed(self, orders: Orders, objective: Objective = "makespan") -> Timing | None:
+        """``orders`` played as soon as possible; None where positions wait for each other in a cycle."""
+        count, passes, back = self.num_microbatches, 2 * self.num_stages, self.num_stages * self.num_microbatches
+        at, duration, lag = self.position, self.duration, self.lag
+        end = [-1.0] * self.num_operations
+        done, clock = [0] * self.num_positions, [0.0] * self.num_positions
+        waits_for = [-1] * self.num_positions
+        runnable = list(range(self.num_positions))
+        while runnable:
+            position = runnable.pop()
+            order, index, now = orders[position], done[position], clock[position]
+            while index < len(order):
+                operation = order[index]
+                number = operation // count
+                if number:
+                    before = operation - (count if number < passes else back)
+                    ready = end[before]
+                    if ready < 0.0:
+                        waits_for[position] = before
+                        break
+                    if number < passes:
+                        ready += lag[number]
+                    now = max(now, ready)
+                now += duration[number]
+                end[operation] = now
+                index += 1
+                if number + 1 < passes:
+                    other = at[number + 1]
+                    if waits_for[other] == operation:
+                        waits_for[other] = -1
+                        runnable.append(other)
+            done[position], clock[position] = index, now
+        if any(index < len(order) for index, order in zip(done, orders, strict=True)):
+            return None
+        if objective == "span":
+            starts = [end[order[0]] - duration[order[0] // count] if order else 0.0 for order in orders]
+            clock = [now - start for now, start in zip(clock, starts, strict=True)]
+        worst = max(range(len(clock)), key=clock.__getitem__)
+        return Timing(clock[worst], end, worst)
+
+    def plans(self, orders: Orders) -> list[Plan]:
+        """The plan of ``orders``, and the one in which an ``I`` next to its ``W`` is written as ``B``."""
+        split: list[Entries] = [[self.action(operation) for operation in order] for order in orders]
+        return [
+            compute_plan(
+                [[Action(*entry) for entry in order] for order in entries],
+                graph=self.problem.graph,
+                placement=self.problem.placement,
+                num_microbatches=self.num_microbatches,
+            )
+            for entries in (split, with_whole_backwards(split))
+        ]
+
+    def orders_of(self, plan: Plan) -> Orders:
+        """The operations of ``plan``, a ``B`` as its two halves."""
+        count, stages = self.num_microbatches, self.num_stages
+        orders: Orders = []
+        for position in range(self.num_positions):
+            order: list[int] = []
+            for action in plan.actions(position):
+                assert action.microbatch is not None
+                if action.kind is ActionKind.F:
+                    order.append(action.stage * count + action.microbatch)
+                    continue
+                input_half = (2 * stages - 1 - action.stage) * count + action.microbatch
+                if action.kind is not ActionKind.W:
+                    order.append(input_half)
+                if action.kind is not ActionKind.I:
+                    order.append(input_half + stages * count)
+            orders.append(order)
+        return orders
+
+
+def as_chain(problem: Problem, num_microbatches: int | None = None) -> Chain | None:
+    """``problem`` as a `Chain`, of ``num_microbatches`` where given; None where its graph or its placement is none."""
+    stages = problem.graph.num_stages
+    edges = problem.graph.stage_edges
+    one_after_the_other = [(edge.source, edge.destination) for edge in edges] == [(s, s + 1) for s in range(stages - 1)]
+    if not one_after_the_other or any(len(places) != 1 for places in problem.placement):
+        return None
+    costs = problem.costs
+    latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))
+    hop = [latency[edge] + message[edge] / bandwidth[edge] for edge in edges]
+    down = [places[0] for places in problem.placement]
+    up = down[::-1]
+    position = (*down, *up, *up)
+    forwards, inputs, weights = (costs.per_stage(name, stages) for name in ("F", "I", "W"))
+    durations = (*forwards, *inputs[::-1], *weights[::-1])
+    shares = costs.per_stage("input_release", stages)
+    release = [size * share for size, share in zip(problem.activation, shares, strict=True)]
+    kept = [size - share for size, share in zip(problem.activation, release, strict=True)]
+    lags = [0.0, *hop, 0.0, *hop[::-1]]
+    return Chain(
+        problem,
+        stages,
+        problem.num_microbatches if num_microbatches is None else num_microbatches,
+        position,
+        tuple(duration + costs.overhead for duration in durations),
+        tuple(lag if number and position[number] != position[number - 1] else 0.0 for number, lag in enumerate(lags)),
+        (*problem.activation, *(-size for size in release[::-1]), *(-size for size in kept[::-1])),
+        problem.memory_limit + SLACK,
+        tuple(
+            tuple(number for number in range(2 * stages) if position[number] == p) for p in range(problem.num_positions)
+        ),
+    )

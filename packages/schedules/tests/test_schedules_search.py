@@ -1,0 +1,161 @@
+"""`search`: as short as the papers' authors are, within the cap, the optimum where it is known, the same everywhere."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipegrid.schedules import Costs, PlanError, lower, search, simulate, verify
+from pipegrid.schedules.generators import v_placement
+from pipegrid.schedules.search.chain import as_chain
+from pipegrid.schedules.search.exact import has_equal_costs, shortest
+from pipegrid.schedules.search.greedy import candidates, problems
+
+from .every_order import least_makespan
+
+UNIT = Costs(F=1, I=1, W=1)
+PROFILED = Costs(F=4959, I=5217, W=3519, latency=213)
+nightly = pytest.mark.nightly
+
+
+def on_a_v(costs, cap, p, m, **options):
+    return search(
+        costs, cap, num_positions=p, num_microbatches=m, num_stages=2 * p, placement=v_placement(p), **options
+    )
+
+
+# Makespans in passes of a chunk that the authors' programs reach at the same peak.
+@pytest.mark.parametrize(
+    ("p", "m", "cap", "length"),
+    [
+        (4, 8, 3, 53),
+        (4, 6, 2.5, 44),
+        pytest.param(4, 12, 2.5, 80, marks=nightly),
+        (6, 18, 3, 125),
+        pytest.param(8, 24, 4, 167, marks=nightly),
+        pytest.param(8, 24, 5, 161, marks=nightly),
+        pytest.param(8, 24, 6, 155, marks=nightly),
+    ],
+)
+def test_as_short_as_the_authors_at_equal_costs(p, m, cap, length):
+    found = on_a_v(UNIT, cap, p, m, effort=1 if p == 4 else 0.2)
+    assert found.makespan <= length
+    assert found.peak <= cap
+
+
+def test_as_short_as_the_authors_at_profiled_costs():
+    found = on_a_v(PROFILED, 5, 8, 24, effort=0.2)
+    assert found.makespan <= 769_413
+    assert found.peak <= 5
+
+
+def random_search(rng):
+    p, v, m = rng.randint(1, 4), rng.choice((1, 1, 2)), rng.randint(1, 8)
+    stages = p * v
+    times = {kind: [rng.choice((0.25, 0.5, 1, 2)) / v for _ in range(stages)] for kind in "FIW"}
+    cap = rng.choice((None, 1, p, 2 * p, (p + 2) // 2 + 0.5, (p + 4) // 3))
+    release = rng.choice((0, 0, 0.4, 1))
+    costs = Costs(
+        **times, latency=rng.choice((0, 0.1)), message=rng.choice((0, 0.2)), bandwidth=1, input_release=release
+    )
+    options = {"num_positions": p, "num_microbatches": m, "num_stages": stages}
+    return costs, cap, options, rng.choice(("makespan", "span"))
+
+
+def assert_found_plan_holds(rng):
+    costs, cap, options, objective = random_search(rng)
+    found = search(costs, cap, **options, objective=objective, effort=0.01)
+    verify(found.plan)
+    verify(lower(found.plan))
+    simulation = simulate(found.plan, costs)
+    assert (found.makespan, found.span, found.peak) == (simulation.makespan, simulation.span, simulation.peak())
+    assert cap is None or found.peak <= cap + 1e-6
+    value = found.makespan if objective == "makespan" else found.span
+    assert value >= found.bound - 1e-9
+    named = [entry for entry in candidates(costs, cap, **options) if entry.origin != "list"]
+    assert all(value <= (entry.makespan if objective == "makespan" else entry.span) + 1e-9 for entry in named)
+
+
+def test_every_plan_found_verifies_keeps_to_the_cap_and_is_never_worse_than_a_named_one():
+    rng = random.Random(0)
+    for _ in range(6):
+        assert_found_plan_holds(rng)
+
+
+@nightly
+def test_every_plan_found_verifies_at_100_problems():
+    rng = random.Random(1)
+    for _ in range(100):
+        assert_found_plan_holds(rng)
+
+
+@pytest.mark.parametrize(
+    ("placement", "m", "cap"),
+    [
+        ((0, 1), 2, 2),
+        ((0, 1), 3, 2),
+        ((0, 1, 1, 0), 2, 2),
+        ((0, 1, 1, 0), 2, 1.5),
+        ((0, 1, 0, 1), 2, 1.5),
+        ((0, 1, 2), 2, 2),
+        pytest.param((0, 1, 2), 3, 2, marks=nightly),
+        pytest.param((0, 1, 1, 0), 3, 1.5, marks=nightly),
+    ],
+)
+def test_all_orders_give_what_brute_force_gives(placement, m, cap):
+    p, size = max(placement) + 1, 2 / len(placement) * (max(placement) + 1) / 2
+    (problem,) = problems(
+        UNIT, cap, num_positions=p, num_microbatches=m, num_stages=len(placement), placement=placement
+    )
+    chain = as_chain(problem)
+    assert has_equal_costs(chain)
+    best = shortest(chain, float(10 * m * len(placement)), max_states=10**6)
+    assert best.proved
+    assert all(map(chain.keeps_to_limit, best.orders))
+    assert chain.timed(best.orders).value == least_makespan(
+        placement, m, {"F": 1, "I": 1, "W": 1}, limit=cap, size=size
+    )
+
+
+@pytest.mark.parametrize("hop", [0, 0.5])
+def test_the_search_reaches_the_optimum_of_a_small_chain_with_unequal_costs(hop):
+    costs = Costs(F=1, I=1.5, W=0.75, latency=hop)
+    found = search(costs, 1.5, num_positions=2, num_microbatches=2, num_stages=4, placement=(0, 1, 1, 0), effort=0.05)
+    best = least_makespan((0, 1, 1, 0), 2, {"F": 1, "I": 1.5, "W": 0.75}, hop=hop, limit=1.5, size=0.5)
+    assert found.makespan == pytest.approx(best)
+
+
+def test_what_brute_force_proves_is_said_to_be_optimal():
+    found = on_a_v(UNIT, 3, 4, 8)
+    assert found.optimal  # no orders of 52 slots exist, and the bound is less
+    assert found.bound < found.makespan == 53
+
+
+def test_the_same_on_every_rank():
+    plans = {on_a_v(PROFILED, 3, 3, 7, effort=0.05).plan for _ in range(2)}
+    assert len(plans) == 1
+
+
+def test_progress_is_told_and_ends_the_search():
+    seen = []
+    found = on_a_v(PROFILED, 3, 3, 7, effort=0.05, progress=seen.append)
+    assert found.complete
+    assert [entry.share for entry in seen] == sorted(entry.share for entry in seen)
+    assert [entry.best for entry in seen] == sorted((entry.best for entry in seen), reverse=True)
+    assert seen[-1].best == found.makespan
+    stopped = on_a_v(PROFILED, 3, 3, 7, progress=lambda _: True)
+    assert not stopped.complete
+    verify(lower(stopped.plan))
+
+
+def test_a_time_limit_gives_the_best_so_far():
+    found = on_a_v(PROFILED, 5, 8, 24, time_limit=0)
+    assert not found.complete
+    assert found.peak <= 5
+    verify(lower(found.plan), memory_limit=5)
+
+
+def test_a_cap_that_holds_no_microbatch_names_the_least_that_does():
+    with pytest.raises(PlanError, match=r"the least that works is 1"):
+        on_a_v(UNIT, 0.5, 2, 2)

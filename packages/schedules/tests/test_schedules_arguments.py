@@ -95,7 +95,6 @@ WRONG = {
     "group": [3, True, "x", [], {}, object(), torch.ones(2), dist.ProcessGroup, print],
     "communicator": [3, True, "x", [], {}, object(), torch.ones(2), PLAN, SimpleNamespace(total_stages=None)],
     "monitor": [3, True, "x", [], {}, object(), torch.ones(2), Monitor, print],
-    "dtype": [None, 3, "float32", torch.ones(2), object()],
     "list": NO_LIST,
     "payload": [3, 2.5, True, "x", [3], {"a": 3}, object(), Plan, print],
     "store": [None, 3, True, "x", (), {}, object(), torch.ones(2)],
@@ -147,8 +146,8 @@ def watch(**arguments):
     Monitor(**arguments).close()
 
 
-def accumulate(modules, dtype):
-    for handle in public.accumulate_in_main_grad(modules, dtype=dtype):
+def accumulate(modules):
+    for handle in public.accumulate_in_main_grad(modules):
         handle.remove()
 
 
@@ -254,9 +253,7 @@ CALLS = {
         modules=("modules", linear()),
         scale=("positive", 2.0),
     ),
-    "accumulate_in_main_grad": Call(
-        accumulate, (MainGradError, StepArgumentError), modules=("modules", []), dtype=("dtype", torch.float32)
-    ),
+    "accumulate_in_main_grad": Call(accumulate, (MainGradError, StepArgumentError), modules=("modules", [])),
     "zero_main_grads": Call(public.zero_main_grads, StepArgumentError, modules=("modules", linear())),
     "Monitor": Call(
         watch,
@@ -293,7 +290,7 @@ CALLS = {
         deadline=("maybe positive", None),
         loss_scale=("function", lambda loss: loss),
     ),
-    "position_of": Call(public.position_of, PlanMismatchError, plan=("plan", PLAN), stages=("integers", [0])),
+    "position_of": Call(lambda plan: public.position_of(plan, [0]), PlanMismatchError, plan=("plan", PLAN)),
     "backward_step": Call(
         backward,
         StepArgumentError,

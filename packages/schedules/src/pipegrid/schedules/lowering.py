@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules.arguments import require
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import collector_paused, play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
-from pipegrid.topology.fields import Amount, Index, checked
+from pipegrid.topology.fields import Amount, Index, checked, instance
 from pipegrid.transport.edge import Direction, Edge
 
 Receives: TypeAlias = Literal["late", "early"]
+_Collectives = Annotated[Any, instance(Mapping, "a dict from an Edge to its group's name")]
+_Ties = Annotated[Any, instance(Mapping, "a dict from a group's name to the stages that share it")]
 F, W = ActionKind.F, ActionKind.W
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -297,7 +298,7 @@ def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group
     Raises:
         PlanError: an edge that the graph does not have, or a group with other positions than its edge.
     """
-    require("collectives", collectives, Mapping, "give a dict from an Edge to its group's name", error=PlanError)
+    checked(collectives, _Collectives, "collectives", PlanError)
     groups = {group.name: group for group in plan.groups}
     for edge, name in collectives.items():
         if edge not in plan.graph.stage_edges:
@@ -320,7 +321,7 @@ def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, .
     Raises:
         PlanError: a stage that the plan does not have.
     """
-    require("tied", tied, Mapping, "give a dict from a group's name to the stages that share it", error=PlanError)
+    checked(tied, _Ties, "tied", PlanError)
     for name, stages in tied.items():
         for stage in checked(stages, tuple[Index, ...], f"tied[{name!r}]", PlanError):
             if stage >= plan.num_stages:

@@ -100,6 +100,17 @@ def _name(value: Any) -> str:
     return value
 
 
+def instance(kind: type, text: str) -> Rule:
+    """An instance of ``kind``, for entrances where another object would surface far away."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError  # noqa: TRY004 -- a rule's one signal; the caller of `checked` chooses the type
+        return value
+
+    return Rule(convert, text)
+
+
 Count: TypeAlias = Annotated[int, integer(1)]
 """A number of things, at least one."""
 Index: TypeAlias = Annotated[int, integer(0)]

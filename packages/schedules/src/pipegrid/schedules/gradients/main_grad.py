@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.dtensors import local_of, sharded_like
+from pipegrid.topology.fields import checked, instance
 
+Module: TypeAlias = Annotated[torch.nn.Module, instance(torch.nn.Module, "a torch.nn.Module")]
 Modules: TypeAlias = Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module
 """This rank's modules: by name, several chunks of one module, or one module."""
 
@@ -33,15 +34,13 @@ def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     Raises:
         StepArgumentError: something that is no module.
     """
-    remedy = "give a module, a list of modules, or a dict of modules by name"
     if isinstance(modules, torch.nn.Module):
         yield "", modules
     elif isinstance(modules, Mapping):
         for name, module in modules.items():
-            require(f"modules[{name!r}]", module, torch.nn.Module, remedy, error=StepArgumentError)
-            yield name, module
+            yield name, checked(module, Module, f"modules[{name!r}]", StepArgumentError)
     else:
-        for module in require_items("modules", modules, torch.nn.Module, remedy, error=StepArgumentError):
+        for module in checked(modules, tuple[Module, ...], "modules", StepArgumentError):
             yield "", module
 
 
@@ -76,7 +75,6 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
     Raises:
         MainGradError: ``dtype`` is narrower than a parameter's, or a parameter keeps a ``main_grad`` already.
     """
-    require("dtype", dtype, torch.dtype, "give the torch.dtype to sum in, such as torch.float32", error=MainGradError)
     parameters = [parameter for _, parameter in parameters_of(modules)]
     for parameter in parameters:
         if torch.promote_types(parameter.dtype, dtype) != dtype:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from pipegrid.schedules.arguments import require
 from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.topology.fields import shown
 
 
 def flatten(payload: Any) -> list[torch.Tensor | None]:
@@ -43,8 +43,11 @@ def tensors_of(name: str, payload: Any) -> list[torch.Tensor | None]:
     """
     tensors = flatten(payload)
     for tensor in tensors:
-        remedy = "a payload is made of tensors, None, and lists, tuples and dicts of them"
-        require(f"a part of {name}", tensor, (torch.Tensor, type(None)), remedy, error=StepArgumentError)
+        if not isinstance(tensor, torch.Tensor | None):
+            raise StepArgumentError(
+                f"a part of {name} is {shown(tensor)}; a payload is made of tensors, None, and lists, tuples and dicts "
+                "of them"
+            )
     return tensors
 
 

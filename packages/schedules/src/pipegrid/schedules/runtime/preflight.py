@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.schedules.arguments import require, require_items
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
 from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.stage import modules_of
 from pipegrid.schedules.verify import Proof, dataflow_of, verify
-from pipegrid.topology.fields import Seconds, checked, shown
+from pipegrid.topology.fields import Index, Seconds, checked, instance, shown
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
     from pipegrid.transport.edge import Direction, Edge
     from pipegrid.transport.protocol import Handle, ReceiveHandle
 
-_HOOK = "a hook has before(action) and after(action)"
+_Stages = Annotated[Any, instance(Mapping, "a dict of this rank's stages by global number")]
+_Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(action)")]
 
 
 def check_arguments(plan: Any, stages: Any, hooks: Any, loss_scale: Any, deadline: Any) -> None:
@@ -32,15 +32,13 @@ def check_arguments(plan: Any, stages: Any, hooks: Any, loss_scale: Any, deadlin
     error = RuntimeArgumentError
     if not isinstance(plan, Proof):
         require_plan(plan, error=error)
-    require("stages", stages, Mapping, "give a dict of this rank's stages by global number", error=error)
+    checked(stages, _Stages, "stages", error)
     for number, stage in stages.items():
         if not callable(getattr(stage, "forward", None)):
             raise RuntimeArgumentError(
                 f"stage {number} is {shown(stage)}, without a forward(microbatch, inputs) that returns Forwarded"
             )
-    for index, hook in enumerate(require_items("hooks", hooks, object, f"give a list; {_HOOK}", error=error)):
-        if not isinstance(hook, Hook) or not callable(hook.before) or not callable(hook.after):
-            raise RuntimeArgumentError(f"hook {index} is {shown(hook)}; {_HOOK}")
+    checked(hooks, tuple[_Hook, ...], "hooks", error)
     if loss_scale is not None and not callable(loss_scale):
         raise RuntimeArgumentError(f"loss_scale is {shown(loss_scale)}; give a function from a loss to the scaled loss")
     if deadline is not None:
@@ -68,8 +66,7 @@ def position_of(plan: Plan, stages: Iterable[int]) -> int:
         PlanMismatchError: there is none; the message lists what each position holds. Or it is not a plan.
     """
     require_plan(plan, error=PlanMismatchError)
-    remedy = "give the numbers of this rank's stages"
-    wanted = frozenset(require_items("stages", stages, int, remedy, error=PlanMismatchError))
+    wanted = frozenset(checked(tuple(stages), tuple[Index, ...], "stages", PlanMismatchError))
     held = [frozenset(present) for present in plan.stages_at]
     for position, present in enumerate(held):
         if present == wanted:

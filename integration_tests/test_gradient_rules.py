@@ -172,6 +172,30 @@ def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_by
     dist.barrier()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("about", ["per-token losses", "a finalizer"])
+def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
+    """They have no edge between them, and would wait in different collectives: one in the count of tokens."""
+    lanes = HyperCommGrid([2], ["dp"])
+    lanes.create_pg("dp")
+    per_token = about == "per-token losses" and ranks.rank == 1
+    finalize = (lambda *_, **__: None) if about == "a finalizer" and ranks.rank == 1 else None
+    config = PipelineConfig(calculate_per_token_loss=per_token, finalize_model_grads_func=finalize, deadline=10)
+    stage = Stage(0, config).to(ranks.device)
+    start = time.monotonic()
+    own = token_loss if per_token else mean_loss
+    with pytest.raises(DisagreementError, match=r"data lanes of module 'model' .*ranks \[0\] have .*ranks \[1\] have"):
+        forward_backward_no_pipelining(
+            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), lambda y: own(y, weights(0))),
+            data_iterator=None,
+            model=stage,
+            pg_collection=ProcessGroupCollection.from_grid(lanes),
+            **COMMON,
+        )
+    assert time.monotonic() - start < 8
+    assert stage.layer.weight.grad is None
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", ["random masks", "all on one rank", "weights", "count of the whole sequence"])
 def test_under_context_parallelism_a_sequences_tokens_are_those_of_all_its_ranks(ranks, case):

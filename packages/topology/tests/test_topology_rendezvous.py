@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from pipegrid.topology import GroupCreationTimeoutError
+from pipegrid.topology import GroupCreationTimeoutError, GroupStoreError
 from pipegrid.topology.rendezvous import meet
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
@@ -129,11 +129,9 @@ def test_a_store_whose_host_has_stopped_is_an_error_at_the_deadline():
         store = TCPStore("127.0.0.1", int(host.stdout.readline()), None, False)
         host.send_signal(signal.SIGSTOP)
         start = time.monotonic()
-        with pytest.raises(
-            GroupCreationTimeoutError, match=r"group 'a' of ranks \[0, 1\], and the store .* did not answer"
-        ):
+        with pytest.raises(GroupStoreError, match=r"group 'a' of ranks \[0, 1\], and the store .* did not answer"):
             meet(store, "k", ranks=[0, 1], rank=0, label="a", timeout=timedelta(seconds=0.5))
-        assert time.monotonic() - start < 0.5 + 2 + 2
+        assert time.monotonic() - start < 0.5 + 2
     finally:
         host.kill()
         host.communicate()

@@ -8,18 +8,30 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.testing.fake_nccl import FakeDevice, register
+from pipegrid.topology import GroupSpec, GroupStoreError
 from pipegrid.transport import (
     LaneSpec,
     LaneSpecError,
     P2PConfigError,
     P2PLaneDeadError,
     P2PMismatchError,
+    P2PPeerError,
     open_lanes,
     opening,
 )
 from pipegrid.transport.backends import GlooMover
 
 from .two_ranks import BACK, THERE, Counted, config, equal, until, values
+
+
+def test_a_silent_store_is_not_a_silent_peer():
+    """Where members of a group meet, a stopped host of the store says nothing of the other end."""
+    spec = GroupSpec((0, 1), "transport/0>1/data", shared=False)
+    with (
+        pytest.raises(P2PPeerError, match=r"rank 0 could not open lanes: .* did not answer"),
+        opening._meeting({spec: [LaneSpec(0, 1)]}, 0, 3.0),
+    ):
+        raise GroupStoreError("the store of the default process group did not answer")
 
 
 class TestOpening:

@@ -18,6 +18,7 @@ from pipegrid.topology.errors import (
     GroupExistsError as GroupExistsError,
     GroupMissingError as GroupMissingError,
     GroupSpecError as GroupSpecError,
+    GroupStoreError as GroupStoreError,
     PlacementError,
     RankNotInGridError as RankNotInGridError,
     RoleError as RoleError,

@@ -54,6 +54,10 @@ class GroupCreationTimeoutError(RuntimeError):
     """Some members of a group did not come to create it, or did not connect, before the deadline."""
 
 
+class GroupStoreError(GroupCreationTimeoutError):
+    """The store at which the members of a group meet did not answer; no member is known to be missing."""
+
+
 class PlacementError(ValueError):
     """Modules do not fit the world: a gap, a partial overlap, a leftover, or too few ranks."""
 

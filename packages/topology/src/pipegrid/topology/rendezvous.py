@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from pipegrid.topology.errors import GroupCreationTimeoutError
+from pipegrid.topology.errors import GroupCreationTimeoutError, GroupStoreError
 
 _SHOWN = 16  # ranks of a group that an error lists
-_GRACE = 2.0  # seconds past the deadline in which a store must have answered
+_GRACE = 1.0  # seconds past the deadline in which a store must have answered
 
 
 class Store(Protocol):
@@ -75,7 +75,8 @@ def meet(
 
     Raises:
         GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn
-            from then, so the same members can try again. Or the store did not answer.
+            from then, so the same members can try again.
+        GroupStoreError: the store did not answer.
     """
     results: list[int] = []
     errors: list[BaseException] = []
@@ -94,7 +95,7 @@ def meet(
             errors[0].add_note(f"rank {rank} was creating group {label!r} of ranks {_abbreviated(ranks)}")
         raise errors[0]
     if not results:
-        raise GroupCreationTimeoutError(
+        raise GroupStoreError(
             f"rank {rank} waited {timeout.total_seconds() + _GRACE:g} s to create group {label!r} of ranks "
             f"{_abbreviated(ranks)}, and the store of the default process group did not answer; the process that "
             f"hosts it has stopped, or its host is out of reach"

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from attrs import define, field
 
-from pipegrid.transport.errors import P2PPeerError
+from pipegrid.transport.errors import P2PLaneDeadError, P2PPeerError
 
 T = TypeVar("T")
 
@@ -47,7 +48,8 @@ class HandshakeStore(Protocol):
 class BoundedCalls:
     """Calls with a deadline, for a store whose calls have none: its host may be stopped, or gone.
 
-    One thread makes the calls. After a call that did not return, all later ones fail at once.
+    One thread makes the calls; it ends with `end`, or when this object is dropped. After a call that did not return,
+    all later ones fail at once.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -55,13 +57,17 @@ class BoundedCalls:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stuck = ""
+        self._finalizer = weakref.finalize(self, self._calls.put, None)
 
     def call(self, what: str, action: Callable[[], T]) -> T:
         """The result of ``action``.
 
         Raises:
             P2PPeerError: it took longer than the deadline, or the connection was lost.
+            P2PLaneDeadError: after `end`.
         """
+        if not self._finalizer.alive:
+            raise P2PLaneDeadError("the communicator was closed on this rank; build another for further steps")
         if self._stuck:
             raise P2PPeerError(self._stuck)
         outcome: list[Any] = []
@@ -75,7 +81,7 @@ class BoundedCalls:
             done.set()
 
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pipegrid-handshake", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="pipegrid-handshake", daemon=True)
             self._thread.start()
         self._calls.put(run)
         if not done.wait(self._seconds):
@@ -91,12 +97,14 @@ class BoundedCalls:
         return result
 
     def end(self) -> None:
-        """End the thread, unless the store holds it."""
-        self._calls.put(None)
+        """End the thread, unless the store holds it; later calls raise."""
+        self._finalizer()
 
-    def _run(self) -> None:
-        while (action := self._calls.get()) is not None:
-            action()
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (action := calls.get()) is not None:
+        action()
+        del action  # it holds the object whose end ends this thread
 
 
 @define(eq=False)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from pipegrid.topology import (
     GroupCreationTimeoutError,
     GroupSpec,
+    GroupStoreError,
     WorldSizeUnknownError,
     control_store,
     create_groups,
@@ -381,6 +382,8 @@ def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds:
     """Failures of group creation, as errors of lanes."""
     try:
         yield
+    except GroupStoreError as error:  # which says nothing of the peer
+        raise P2PPeerError(f"rank {rank} could not open lanes: {error}") from error
     except GroupCreationTimeoutError as error:
         # It names the group, by its label.
         spec, bundle = next((item for item in groups.items() if repr(item[0].label) in str(error)), None) or next(

@@ -6,21 +6,27 @@ known is checked before the step begins.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.fsdp import fsdp_modules
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.schedules.gradients.lanes import Waiting, collection_of, lanes_group, size_of
+from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, collection_of, device_of, lanes_group, size_of
 from pipegrid.schedules.gradients.reduce import GradientReduction, partial_over_tp
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
+from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.transport.opening import resolve_device
+
+_FINISHERS = ("a finalize_model_grads_func", "reduce_gradients", "what wraps the model")
+_WAYS = tuple(itertools.product((False, True), _FINISHERS))
 
 Counted = Mapping[int, torch.Tensor | None]
 """The tokens that the loss of each stage counted; None of a stage without a loss."""
@@ -55,6 +61,36 @@ class GradientPolicy:
     def agreement(self) -> str:
         """What neighbours compare before a step: the ranks that divide by tokens count them in one collective."""
         return f"with {'per-token' if self.per_token else 'mean'} losses"
+
+    def compare(self, waiting: Waiting) -> None:
+        """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
+
+        They would wait for each other in different collectives. One small all-reduce per module, once per runtime.
+
+        Raises:
+            DisagreementError: with the ranks of either kind.
+        """
+        for name, stage in {name: stage for stage, name in self.names.items()}.items():
+            group = None if self.collections[name] is None else lanes_group(self.collections, name)
+            if group is None or group.size() == 1:
+                continue
+            who = 0 if self.finalize is not None else 1 if name in self.reduced else 2
+            ways = torch.zeros(group.size(), dtype=torch.int64, device=device_of(self.models[stage], group))
+            ways[group.rank()] = _WAYS.index((self.per_token, _FINISHERS[who]))
+            all_reduce(ways, group)(waiting)
+            ranks: dict[int, list[int]] = {}
+            for rank, way in zip(dist.get_process_group_ranks(group), ways.tolist(), strict=True):
+                ranks.setdefault(way, []).append(rank)
+            if len(ranks) > 1:
+                kinds = [(held, *_WAYS[way]) for way, held in ranks.items()]
+                raise DisagreementError(
+                    f"the data lanes of module {name!r} do not finish their gradients alike: "
+                    + ", ".join(
+                        f"ranks {held} have {'per-token' if per_token else 'mean'} losses and {finisher}"
+                        for held, per_token, finisher in kinds
+                    )
+                    + "; give all of them the same config"
+                )
 
     def reduction(self) -> GradientReduction | None:
         """The reduction of one step; None where a wrapper or ``finalize`` reduces, or nothing is trained."""

@@ -111,6 +111,7 @@ class PreparedStep:
             loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
             monitor=option(config, "monitor"),
         )
+        self.compared = False  # with the other data lanes
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
 
     def serves(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients, required_ties, tied_stages
-from pipegrid.schedules.gradients.lanes import collection_of
+from pipegrid.schedules.gradients.lanes import Waiting, collection_of
 from pipegrid.schedules.gradients.overlap import EarlyReduction
 from pipegrid.schedules.gradients.policy import GradientPolicy, gradient_policy
 from pipegrid.schedules.gradients.reduce import GradientReduction
@@ -159,6 +159,9 @@ def _train(
         if option(config, "check_replicas"):
             require_equal_replicas(policy.reduced, policy.collections, waiting=prepared.waiting)
 
+    if not prepared.compared:
+        policy.compare(Waiting(prepared.waiting.deadline))
+        prepared.compared = True
     with fresh_gradients(policy.reduced):
         prepared.runtime.step(finish=finish, agree=policy.agreement)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from attrs import define, field
 
 from pipegrid.schedules.monitor import BoundedCalls, DisagreementError, SilentStoreError
+from pipegrid.transport.errors import P2PLaneDeadError
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
@@ -58,6 +59,7 @@ class StepAgreement:
         Raises:
             DisagreementError: a neighbour runs something else.
             SilentStoreError: the store did not answer in time, or its process has ended.
+            P2PLaneDeadError: the communicator was closed.
         """
         if not self._connected:
             self._connected = True
@@ -71,6 +73,8 @@ class StepAgreement:
         )
         try:
             others = self._calls.run(self._handshake.begin, self._what, seconds=self.deadline)
+        except P2PLaneDeadError:
+            raise
         except RuntimeError as error:
             raise SilentStoreError(
                 f"the store on which ranks compare their steps does not answer: its process has stopped or ended "

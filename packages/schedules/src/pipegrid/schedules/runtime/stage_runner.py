@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,6 +87,7 @@ class StageRunner:
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
     _sharded: bool = field(init=False)
+    _outputs: dict[int, weakref.ref[torch.Tensor]] = field(factory=dict, init=False)
     _rooted: bool = field(default=False, init=False)
     _rootless: int = field(default=0, init=False)
     _differentiated: frozenset[Edge] = field(init=False)
@@ -102,6 +104,7 @@ class StageRunner:
         """Forget what an earlier step left."""
         self.training = training and self.trains
         self._rootless = 0
+        self._outputs = {key: output for key, output in self._outputs.items() if output() is not None}
         self.live.clear()
         self.halves.clear()
 
@@ -185,9 +188,20 @@ class StageRunner:
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
         for tensor in tensors.values():
             require_deallocatable(tensor)
+            self._require_new(tensor)
         roots = {id(root) for root in flatten([*produced.outputs.values(), produced.loss]) if _differentiated(root)}
         # With several roots the graph of one may have saved another, so none is freed.
         return PendingFree(len(sent), list(tensors.values()) if len(roots) == 1 else [])
+
+    def _require_new(self, tensor: torch.Tensor) -> None:
+        """Raise for a tensor that was an output before: it is freed as soon as it has left the first time."""
+        before = self._outputs.get(id(tensor))
+        if before is not None and before() is tensor:
+            raise StageOutputError(
+                f"stage {self.number} returned one tensor as the output of two microbatches, which is freed after the "
+                "first send; return a new one (output.clone()) for each microbatch, or set deallocate_outputs=False"
+            )
+        self._outputs[id(tensor)] = weakref.ref(tensor)
 
     def backward(self, microbatch: int) -> None:
         """``B``: both halves at once."""

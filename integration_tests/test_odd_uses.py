@@ -1,0 +1,262 @@
+"""Uses of a runtime that a training script comes to sooner or later: right, or one clear error on every rank."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipegrid.schedules import (
+    Action,
+    Forwarded,
+    PipelineError,
+    PipelineRuntime,
+    PlanError,
+    dualpipe_v,
+    gpipe,
+    lower,
+    one_f_one_b,
+    verify,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+
+MICROBATCHES, WIDTH, DEADLINE = 4, 8, 20.0
+EDGE = Edge(0, 1)
+
+
+class Stage:
+    def __init__(self, number):
+        torch.manual_seed(number)
+        self.number, self.model = number, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, microbatch, inputs):
+        if self.number == 0:
+            return Forwarded({EDGE: torch.tanh(self.model(torch.full((2, WIDTH), 1.0 + microbatch)))})
+        return Forwarded({}, self.model(inputs[EDGE]).square().mean())
+
+
+def opened(rank, stage=None, **options):
+    """A communicator over two stages, and this rank's runtime."""
+    communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, deadline=DEADLINE))
+    plan = lower(one_f_one_b(2, MICROBATCHES))
+    return communicator, PipelineRuntime(plan, {rank: stage or Stage(rank)}, communicator, **options)
+
+
+def held():
+    """Threads and open descriptors of this process."""
+    return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.ranks(2, backend="gloo", deadline=120)
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_communicators_made_again_and_again_leave_nothing(ranks, closed):
+    """As after each failure, or for each phase of a training; a dropped one ends its threads as a closed one does."""
+    seen = []
+    for _ in range(8):
+        communicator, runtime = opened(ranks.rank)
+        runtime.step()
+        if closed:
+            communicator.close()
+        del communicator, runtime
+        gc.collect()
+        dist.barrier()
+        limit = time.monotonic() + 10
+        while seen and held()[0] > seen[0][0] + 2 and time.monotonic() < limit:
+            time.sleep(0.05)  # threads end after the communicator
+        seen.append(held())
+    (threads, descriptors), (threads_after, descriptors_after) = seen[2], seen[-1]
+    assert threads_after <= threads + 2, seen
+    assert descriptors_after <= descriptors + 2, seen
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_data_loader_forks_its_workers_beside_open_lanes(ranks):
+    communicator, runtime = opened(ranks.rank)
+    runtime.step()
+    for _ in range(2):
+        for _ in DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2, num_workers=2):
+            runtime.step()
+    communicator.close()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_step_from_another_thread_and_with_the_collector_at_every_action(ranks):
+    class Collects:
+        def before(self, action):
+            gc.collect(0)
+
+        def after(self, action):
+            gc.collect()
+
+    communicator, runtime = opened(ranks.rank, hooks=[Collects()])
+    runtime.step()
+    failed = []
+
+    def steps():
+        try:
+            runtime.step()
+        except BaseException as error:  # noqa: BLE001 -- raised in the test's own thread
+            failed.append(error)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    assert not failed
+    runtime.step()
+    communicator.close()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_step_on_a_closed_communicator_says_so_at_once(ranks):
+    """Not that the store, which is well, does not answer."""
+    communicator, runtime = opened(ranks.rank)
+    runtime.step()
+    dist.barrier()
+    communicator.close()
+    start = time.monotonic()
+    with pytest.raises(PipelineError, match="P2PLaneDeadError: the communicator was closed on this rank"):
+        runtime.step()
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_step_after_the_default_group_is_destroyed_and_a_second_close(ranks):
+    """Lanes have groups of their own; whether they outlive the default group, nothing hangs or crashes."""
+    communicator, runtime = opened(ranks.rank)
+    runtime.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    try:
+        runtime.step()
+    except PipelineError as error:
+        assert "rank" in str(error)
+    communicator.close()
+    communicator.close()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_one_output_for_two_microbatches_is_not_freed_twice(ranks):
+    """A cached activation, with outputs freed after their send: the second message had one element."""
+
+    class Cached(Stage):
+        kept = None
+
+        def forward(self, microbatch, inputs):
+            if self.number == 1:
+                return super().forward(microbatch, inputs)
+            if self.kept is None:
+                self.kept = super().forward(0, {})
+            return self.kept
+
+    communicator, runtime = opened(ranks.rank, Cached(ranks.rank), deallocate_outputs=True)
+    with pytest.raises(PipelineError, match="one tensor as the output of two microbatches, which is freed") as failed:
+        runtime.step()
+    assert "rank 0, stage 0, microbatch 1: StageOutputError" in str(failed.value).splitlines()[0]
+    communicator.abort("the test is over")
+
+
+# ---- Plans that nobody has written: mutated, and verified
+
+
+def moved(plan, draw):
+    """``plan`` with one step of a position moved, batched with the next, or a batch cut in two."""
+    positions = [list(steps) for steps in plan.positions]
+    row = draw.choice(positions)
+    at = draw.randrange(len(row) - 1)
+    this, following = ((step,) if isinstance(step, Action) else tuple(step) for step in row[at : at + 2])
+    messages = not any(action.kind.is_compute for action in (*this, *following))
+    match draw.randrange(3):
+        case 0:
+            row.insert(max(0, at + draw.choice([-3, -2, -1, 1, 2, 3])), row.pop(at))
+        case 1 if messages:
+            row[at : at + 2] = [this + following]
+        case _ if len(this) > 1:
+            cut = draw.randrange(1, len(this))
+            row[at : at + 1] = [part[0] if len(part) == 1 else part for part in (this[:cut], this[cut:])]
+    return evolve(plan, positions=tuple(map(tuple, positions)))
+
+
+def mutated(base, draw, changes):
+    """A verified plan some changes away from ``base``."""
+    plan = base
+    for _ in range(changes):
+        try:
+            other = moved(plan, draw)
+            verify(other)
+        except PlanError:
+            continue
+        plan = other
+    return plan
+
+
+@frozen
+class Tanh:
+    """A stage in float64, alike on every rank."""
+
+    number: int
+    weight: torch.Tensor
+    out: list[Edge]
+
+    @classmethod
+    def of(cls, plan, number):
+        generator = torch.Generator().manual_seed(number)
+        weight = torch.randn(4, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        return cls(number, weight, [edge for edge in plan.graph.stage_edges if edge.source == number])
+
+    def forward(self, microbatch, inputs):
+        data = torch.Generator().manual_seed(100 + microbatch)
+        x = sum(inputs.values()) if inputs else torch.randn(3, 4, dtype=torch.float64, generator=data)
+        y = torch.tanh(x @ self.weight)
+        return Forwarded(dict.fromkeys(self.out, y)) if self.out else Forwarded({}, y.square().sum())
+
+
+def of_one_process(plan):
+    stages = [Tanh.of(plan, number) for number in range(plan.num_stages)]
+    for microbatch in range(plan.num_microbatches):
+        made = {}
+        for stage in stages:
+            result = stage.forward(microbatch, {edge: made[edge] for edge in made if edge.destination == stage.number})
+            made.update(result.outputs)
+        result.loss.backward()
+    return [stage.weight.grad for stage in stages]
+
+
+def run_mutated(ranks, *, plans, seed):
+    """On four ranks in strict mode, where every send blocks: verified plans run, with the gradients of one process."""
+    draw, ran = random.Random(seed), 0
+    for schedule in (one_f_one_b, gpipe, zero_bubble_h1, zero_bubble_v, dualpipe_v):
+        base = lower(schedule(4, 8 if schedule is dualpipe_v else MICROBATCHES))
+        config = P2PConfig(pipeline_dtype=torch.float64, deadline=120, strict=True)
+        communicator = P2PCommunicator(dist.group.WORLD, config, placement=[places[0] for places in base.placement])
+        expected = of_one_process(base)
+        for _ in range(plans):
+            plan = mutated(base, draw, changes=30)
+            stages = {number: Tanh.of(plan, number) for number in plan.stages_at[ranks.rank]}
+            PipelineRuntime(plan, stages, communicator).step()
+            ran += plan != base
+            for number, stage in stages.items():
+                torch.testing.assert_close(stage.weight.grad, expected[number], rtol=1e-12, atol=1e-14)
+        communicator.close()
+    assert ran > 4 * plans
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_mutated_plans_that_verify_run_on_real_ranks(ranks):
+    run_mutated(ranks, plans=3, seed=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(4, backend="gloo", deadline=3600)
+def test_five_hundred_mutated_plans_that_verify_run_on_real_ranks(ranks):
+    run_mutated(ranks, plans=100, seed=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.errors import DestroyedError, MissingTensorError, ShapeError, StageError
+from pipegrid.bridges.errors import DestroyedError, MissingTensorError, NoBackwardError, ShapeError, StageError
 from pipegrid.bridges.graph import ModuleGraphError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
@@ -482,3 +482,34 @@ def test_declarations_that_contradict_each_other():
         make(grids, flow, stage_placement={"llm": (0, 1)})
     with pytest.raises(ModuleGraphError, match="cycle"):
         make(grids, {"enc": ["mid"], "mid": ["enc"], "llm": []})
+
+
+@pytest.mark.ranks(3)
+def test_lanes_that_the_plan_does_not_use_are_not_opened():
+    """An evaluation: activations alone, between modules and inside of one."""
+    grids = {"enc": grid(dp=1), "llm": grid(1, tp=1, pp=2)}
+    used = [(Edge(0, 1), F), (Edge(1, 2), F)]
+    comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"]}, CONFIG, traffic=used)
+    assert comm.communicators == (1, 2, 1)[comm.rank]
+    if comm.rank < 2:
+        with torch.no_grad():
+            comm.isend(torch.full((1, 2, 2), float(comm.rank)), edge=Edge(comm.rank, comm.rank + 1), direction=F)
+    if comm.rank:
+        got = comm.irecv(edge=Edge(comm.rank - 1, comm.rank), direction=F).result()
+        assert torch.equal(got, torch.full((1, 2, 2), comm.rank - 1.0))
+    if comm.rank == 0:
+        with pytest.raises(NoBackwardError, match="has no lanes for gradients, which its plan does not use"):
+            comm.irecv(edge=Edge(0, 1), direction=B)
+    if comm.rank == 2:
+        with pytest.raises(StageError, match="no backward lane at rank 2, .* or traffic= leaves this"):
+            comm.isend(torch.zeros(1, 2, 2), edge=Edge(1, 2), direction=B)
+    dist.barrier()
+    comm.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_traffic_names_edges_that_there_are():
+    with pytest.raises(StageError, match="traffic has edges 3>4; the stages are joined by 0>1"):
+        MultiModulePipelineCommunicator(
+            {"a": grid(dp=1), "b": grid(dp=1)}, {"a": ["b"]}, CONFIG, traffic=[(Edge(3, 4), F)]
+        )

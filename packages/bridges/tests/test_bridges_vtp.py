@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipegrid.bridges.errors import CompletionError, DestroyedError, ShapeError, StageError, VTPTopologyError
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
@@ -437,4 +438,19 @@ def test_the_other_stage_hears_of_a_rank_that_died(ranks):
     ranks.reach("after construction")
     with pytest.raises(P2PError, match="lost rank 0"):
         comm.recv_forward(SHAPE)
+    comm.close()
+
+
+@pytest.mark.ranks(3)
+def test_boundaries_have_the_lanes_and_groups_that_the_plan_uses():
+    comm = VTPCommunicator(VTPTopology([1, 2]), config(), traffic=[(Edge(0, 1), F)])
+    assert comm.communicators == 2  # two lanes, or one and the group in which the copies complete each other
+    whole = tensor((2, 3))
+    if comm.rank == 0:
+        comm.isend(whole, edge=Edge(0, 1), direction=F).wait()
+        with pytest.raises(StageError, match="edge 0>1 has backward messages that are not in the traffic argument"):
+            comm.irecv(edge=Edge(0, 1), direction=B)
+    else:
+        assert torch.equal(comm.irecv(edge=Edge(0, 1), direction=F).result(), whole)
+    dist.barrier()
     comm.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.bridge.wiring import BridgeWiring, with_lanes
+from pipegrid.bridges.bridge.wiring import BridgeWiring, Traffic, checked_traffic, directions_of, with_lanes
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ __all__ = [
     "EdgeTraffic",
     "Landed",
     "PostedReceives",
+    "Traffic",
+    "checked_traffic",
+    "directions_of",
     "lane_config",
     "renew_lanes",
     "with_lanes",

@@ -90,6 +90,7 @@ class BridgeCommunicator:
         leader_below: bytes below which ``"auto"`` uses a leader, where no links are given.
         links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
         backward: False declares an edge without gradients (a frozen source).
+        directions: those that the plan uses; lanes and groups of the other are not opened. None is all that it has.
         shapes: ``"fixed"`` or ``"variable"``, see above; None is ``"variable"`` where
             ``config.variable_seq_lengths``.
         config: of the lanes; see `pipegrid.transport.P2PConfig`.
@@ -126,6 +127,7 @@ class BridgeCommunicator:
         leader_below: int = AUTO_LEADER_BYTES,
         links: Links | None = None,
         backward: bool = True,
+        directions: Iterable[Direction] | None = None,
         shapes: Shapes | None = None,
         config: Any = None,
         backend: str | None = None,
@@ -178,7 +180,17 @@ class BridgeCommunicator:
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
         backend, self.device = resolve_device(backend, device)
-        self._wiring = BridgeWiring(self.label, self.src, self.dst, self.axes, strategy, backward, self.rank)
+        has = tuple(Direction) if backward else (_FORWARD,)
+        used = has if directions is None else tuple(set(has).intersection(directions))
+        self._wiring = BridgeWiring(
+            self.label,
+            self.src,
+            self.dst,
+            self.axes,
+            strategy,
+            tuple(sorted(used, key=list(Direction).index)),
+            self.rank,
+        )
         self.lane_specs = self._wiring.lane_specs
         self.lane_config = lane_config(settings, variable=self.variable)
         self._shapes = ShapeExchange(
@@ -246,6 +258,11 @@ class BridgeCommunicator:
         if spec not in self._groups:
             raise StageError(f"{self} has no group {spec} on rank {self.rank}; it has {list(map(str, self._groups))}")
         return self._groups[spec]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of this rank beside the lanes: one per direction in which copies complete each other, or add up."""
+        return len(self._groups)
 
     # -- who am I ---------------------------------------------------------------------------------------
 
@@ -522,6 +539,8 @@ class BridgeCommunicator:
         """
         if not self.backward:
             raise NoBackwardError(f"{self} was declared without backward; there is no {verb} on it")
+        if _BACKWARD not in self._wiring.directions:
+            raise NoBackwardError(f"{self} has no lanes for gradients, which its plan does not use; no {verb} on it")
 
     @property
     def skips_empty(self) -> bool:

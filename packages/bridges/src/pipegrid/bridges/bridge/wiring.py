@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.bridges.errors import LaneTotalsError, WrongSideError
+from pipegrid.bridges.errors import LaneTotalsError, StageError, WrongSideError
 from pipegrid.bridges.reshard import AxisNames, GridLike, Route, Side, Strategy, is_in, routes
 from pipegrid.topology import GroupSpec, lane_sizes
-from pipegrid.transport.edge import Direction
+from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.spec import LaneSpec
+
+Traffic: TypeAlias = frozenset[tuple[Edge, Direction]]
+"""The edges that a plan uses, each with the direction."""
 
 
 @frozen(slots=False)
@@ -25,7 +28,7 @@ class BridgeWiring:
         dst: the side that consumes it.
         axes: names of the tensor's axes.
         strategy: see `plan_reshard`.
-        backward: whether gradients come back.
+        directions: in which something travels.
         rank: whose lanes and groups.
     """
 
@@ -34,13 +37,8 @@ class BridgeWiring:
     dst: Side
     axes: AxisNames
     strategy: Strategy
-    backward: bool
+    directions: tuple[Direction, ...]
     rank: int
-
-    @property
-    def directions(self) -> tuple[Direction, ...]:
-        """The directions in which something travels."""
-        return tuple(Direction) if self.backward else (Direction.FORWARD,)
 
     @cached_property
     def routes(self) -> dict[Direction, tuple[Route, ...]]:
@@ -60,12 +58,12 @@ class BridgeWiring:
     @cached_property
     def receivers(self) -> tuple[int, ...]:
         """The ranks that may get a part of this rank's activation, ascending."""
-        return tuple(there for here, there in self.routes[Direction.FORWARD] if here == self.rank)
+        return tuple(there for here, there in self.routes.get(Direction.FORWARD, ()) if here == self.rank)
 
     @cached_property
     def senders(self) -> tuple[int, ...]:
         """The ranks that may give this rank a part of its activation, ascending."""
-        return tuple(there for there, here in self.routes[Direction.FORWARD] if here == self.rank)
+        return tuple(there for there, here in self.routes.get(Direction.FORWARD, ()) if here == self.rank)
 
     def lane_spec(self, source: int, destination: int, direction: Direction) -> LaneSpec:
         """The lane from one rank to another."""
@@ -180,3 +178,26 @@ def with_lanes(src: Side, dst: Side, label: str) -> Side:
 def group_spec(ranks: Sequence[int], label: str, what: str) -> GroupSpec:
     """A group of a bridge's own, for its traffic alone."""
     return GroupSpec(tuple(ranks), f"{label}/{what}", shared=False)
+
+
+def directions_of(edge: Edge, *, backward: bool, traffic: Traffic | None) -> tuple[Direction, ...]:
+    """The directions of an edge that need lanes: those that ``traffic`` lists, or, where it is None, all it has."""
+    has = tuple(Direction) if backward else (Direction.FORWARD,)
+    return has if traffic is None else tuple(direction for direction in has if (edge, direction) in traffic)
+
+
+def checked_traffic(traffic: Iterable[tuple[Edge, Direction]] | None, edges: Iterable[Edge]) -> Traffic | None:
+    """The edges and directions that a plan uses, as a set.
+
+    Raises:
+        StageError: an edge that is not among ``edges``.
+    """
+    if traffic is None:
+        return None
+    found, known = frozenset(traffic), sorted(edges)
+    unknown = sorted({edge for edge, _ in found} - set(known))
+    if unknown:
+        raise StageError(
+            f"traffic has edges {', '.join(map(str, unknown))}; the stages are joined by {', '.join(map(str, known))}"
+        )
+    return found

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator, lane_config, renew_lanes, with_lanes
+from pipegrid.bridges.bridge import (
+    BridgeCommunicator,
+    checked_traffic,
+    directions_of,
+    lane_config,
+    renew_lanes,
+    with_lanes,
+)
 from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, check_grid
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
@@ -65,6 +72,8 @@ class MultiModulePipelineCommunicator:
         placements: per module, what the dims of its grid do with tensors at its boundaries, see `boundary_side`.
         stage_placement: per module, the place in its pipeline of each of its stages, where that is not one each:
             ``(0, 1, 0, 1)`` for two chunks on two places.
+        traffic: the edges and directions that the plan uses (`Plan.traffic`), the same on every rank; other lanes are
+            not opened. None opens all.
         backend: as for `BridgeCommunicator`.
         device: as for `BridgeCommunicator`.
 
@@ -86,6 +95,7 @@ class MultiModulePipelineCommunicator:
         edges: Mapping[tuple[str, str], EdgeOptions] | None = None,
         placements: Mapping[str, Mapping[str, Placement]] | None = None,
         stage_placement: Mapping[str, Sequence[int]] | None = None,
+        traffic: Iterable[tuple[Edge, Direction]] | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -105,6 +115,7 @@ class MultiModulePipelineCommunicator:
         }
         self.graph = module_graph(topology, self.module_to_grid_map, self.stage_placement)
         self._options = self._checked_options(edges)
+        self._used = checked_traffic(traffic, self.graph.stage_edges)
         self._placements = {
             name: as_placements(of_dims, f"placements of {name!r}")
             for name, of_dims in self._named(placements, "placements").items()
@@ -198,6 +209,7 @@ class MultiModulePipelineCommunicator:
                     leader_below=option.leader_below,
                     links=option.links,
                     backward=option.backward,
+                    directions=self._directions(edge_between(self.graph, src, dst), backward=option.backward),
                     config=self.config,
                     backend=self._backend,
                     device=self.device,
@@ -206,6 +218,9 @@ class MultiModulePipelineCommunicator:
                     open=False,
                 )
             )
+
+    def _directions(self, edge: Edge, *, backward: bool) -> tuple[Direction, ...]:
+        return directions_of(edge, backward=backward, traffic=self._used)
 
     def _mapping(self, ndim: int) -> Mapping[str, int] | None:
         """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
@@ -223,7 +238,19 @@ class MultiModulePipelineCommunicator:
             self.rank_module_map[name] = RankModuleInfo(
                 pp_rank=here,
                 pp_size=dim_size(grid, "pp"),
-                p2p_communicator=ModuleChain(name, grid, places, self.rank, backward=self._has_backward[name]),
+                p2p_communicator=ModuleChain(
+                    name,
+                    grid,
+                    places,
+                    self.rank,
+                    directions={
+                        Edge(index, index + 1): self._directions(
+                            Edge(self.graph.stage(name, index), self.graph.stage(name, index + 1)),
+                            backward=self._has_backward[name],
+                        )
+                        for index in range(len(places) - 1)
+                    },
+                ),
                 bridge_comms_as_src_module=[b for b in self.bridge_comms if b.src_module_name == name and last],
                 bridge_comms_as_dest_module=[b for b in self.bridge_comms if b.dest_module_name == name and first],
                 is_source_stage=first and self._is_source_module(name),
@@ -425,6 +452,12 @@ class MultiModulePipelineCommunicator:
             chain, inner = self._inside(edge)
             return [chain.spec(inner, Direction.FORWARD)]
         return [spec for spec in bridge.lane_specs if self.rank in spec.pair]
+
+    @property
+    def communicators(self) -> int:
+        """Communicators of this rank, lanes and groups of bridges; on NCCL, each has a stream of its own."""
+        lanes = {id(lane.group) for lane in self.lanes.values() if lane.group is not None}
+        return len(lanes) + sum(bridge.num_groups for bridge in self.bridge_comms)
 
     def renew_shapes(self) -> None:
         """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import define
@@ -15,12 +15,25 @@ from pipegrid.transport.opening import Lanes
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 
+_LEFT_OUT = "the module was declared without backward, or traffic= leaves this direction out"
+
 
 class ModuleChain:
-    """The lanes between the stages of one module on one rank: `isend` and `irecv` by the module's own edges."""
+    """The lanes between the stages of one module on one rank: `isend` and `irecv` by the module's own edges.
 
-    def __init__(self, name: str, grid: GridLike, placement: Sequence[int], rank: int, *, backward: bool) -> None:
-        self.name, self.placement, self.backward = name, tuple(placement), backward
+    ``directions`` says for each of these edges which ways have lanes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        grid: GridLike,
+        placement: Sequence[int],
+        rank: int,
+        *,
+        directions: Mapping[Edge, Sequence[Direction]],
+    ) -> None:
+        self.name, self.placement, self.directions = name, tuple(placement), directions
         self._here = place_of(grid, rank)
         self._grid, self._rank = grid, rank
         self._lanes: Lanes | None = None
@@ -37,9 +50,7 @@ class ModuleChain:
     @property
     def lane_specs(self) -> tuple[LaneSpec, ...]:
         """The lanes that touch this rank."""
-        edges = [Edge(stage, stage + 1) for stage in range(len(self.placement) - 1)]
-        directions = Direction if self.backward else (Direction.FORWARD,)
-        specs = [self.spec(edge, direction) for edge in edges for direction in directions]
+        specs = [self.spec(edge, direction) for edge, used in self.directions.items() for direction in used]
         return tuple(spec for spec in specs if self._rank in spec.pair)
 
     def attach(self, lanes: Lanes) -> None:
@@ -52,7 +63,7 @@ class ModuleChain:
             raise StageError(
                 f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, "
                 f"which is at place {self._here} of stages placed at {self.placement}"
-                + ("" if self.backward else "; the module was declared without backward")
+                + ("" if direction in self.directions.get(edge, Direction) else f"; {_LEFT_OUT}")
             )
         return self._lanes[spec]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from attrs import frozen
 
-from pipegrid.bridges.bridge import BridgeWiring
+from pipegrid.bridges.bridge import BridgeWiring, Traffic, directions_of
 from pipegrid.bridges.errors import ShapeError, TilingError
 from pipegrid.bridges.reshard import Placement, RankPart, Replicated, Sharded, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.side import SideDim
@@ -74,9 +74,10 @@ class VTPBoundary:
         """The side that receives in that direction."""
         return self.destination if direction is Direction.FORWARD else self.source
 
-    def wiring(self, label: str, rank: int) -> BridgeWiring:
-        """The lanes and groups of ``rank``, whose names begin with ``label``."""
-        return BridgeWiring(f"{label}/{self.edge}", *self._sides, _AXES, "direct", backward=True, rank=rank)
+    def wiring(self, label: str, rank: int, traffic: Traffic | None = None) -> BridgeWiring:
+        """The lanes and groups of ``rank`` for ``traffic`` (None: both directions), named after ``label``."""
+        directions = directions_of(self.edge, backward=True, traffic=traffic)
+        return BridgeWiring(f"{label}/{self.edge}", *self._sides, _AXES, "direct", directions, rank)
 
     def whole(self, shape: Sequence[int], rank: int) -> Shape:
         """The shape of the whole tensor of which ``rank`` holds a part of ``shape``.

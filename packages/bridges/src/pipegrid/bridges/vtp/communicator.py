@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeTraffic, lane_config, renew_lanes
+from pipegrid.bridges.bridge import (
+    BridgeReceive,
+    BridgeSend,
+    EdgeTraffic,
+    checked_traffic,
+    lane_config,
+    renew_lanes,
+)
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.steps import abort_groups, gather_flat
@@ -58,6 +65,7 @@ class VTPCommunicator:
         backend: of lanes and groups; None is the default group's for ``device``.
         device: where tensors live; None is the current GPU where the backend is NCCL, else the CPU.
         label: tells apart communicators over the same ranks.
+        traffic: the edges and directions that the plan uses (`Plan.traffic`); other lanes are not opened. None: all.
 
     Raises:
         VTPTopologyError: the world does not fit the topology, or this rank has no place in it.
@@ -73,6 +81,7 @@ class VTPCommunicator:
         backend: str | None = None,
         device: torch.device | str | None = None,
         label: str = "vtp",
+        traffic: Iterable[tuple[Edge, Direction]] | None = None,
     ) -> None:
         if not isinstance(topology, VTPTopology):
             raise VTPTopologyError(f"the topology is {shown(topology)}; it must be a VTPTopology([2, 4, 4], dp=1)")
@@ -85,13 +94,14 @@ class VTPCommunicator:
         backend, self.device = resolve_device(backend, device)
         self._ended = False
         variable = self.config.shape_mode == "header"
+        used = checked_traffic(traffic, [boundary.edge for boundary in topology.boundaries(self.replica)])
         stream = new_stream(self.device)
         self._traffic = {
             boundary.edge: BoundaryTraffic(
                 boundary,
                 EdgeTraffic(
                     f"boundary {label}/{boundary.edge}",
-                    boundary.wiring(label, self.rank),
+                    boundary.wiring(label, self.rank, used),
                     backend=backend,
                     device=self.device,
                     config=self.config,
@@ -210,6 +220,8 @@ class VTPCommunicator:
                 f"{'send' if sends else 'receive'} {direction.name.lower()} along edge {edge}; the stages are joined "
                 f"by {edges}"
             )
+        if direction not in traffic.traffic.wiring.directions:
+            raise StageError(f"edge {edge} has {direction.name.lower()} messages that are not in the traffic argument")
         return traffic
 
     def batch(self) -> AbstractContextManager[None]:
@@ -225,6 +237,11 @@ class VTPCommunicator:
         found = [self._traffic[edge].traffic.wiring for edge in edges if edge in self._traffic]
         specs = [spec for wiring in found for spec in wiring.lane_specs]
         return self.lanes.neighbours({rank for spec in specs for rank in spec.pair})
+
+    @property
+    def communicators(self) -> int:
+        """Communicators of this rank, lanes and groups of boundaries; on NCCL, each has a stream of its own."""
+        return len({id(lane.group) for lane in self.lanes.values()}) + len(self._groups)
 
     def renew_shapes(self) -> None:
         """Let the next message of every lane agree on shapes anew; all ranks call it between two steps."""

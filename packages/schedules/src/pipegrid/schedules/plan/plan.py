@@ -26,7 +26,7 @@ from pipegrid.schedules.plan.parts import (
     step_text,
 )
 from pipegrid.topology.fields import Count, Index, checked_fields, shown
-from pipegrid.transport.edge import Edge
+from pipegrid.transport.edge import Direction, Edge
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
@@ -120,6 +120,16 @@ class Plan:
                 yield step
             else:
                 yield from step
+
+    @cached_property
+    def traffic(self) -> tuple[tuple[Edge, Direction], ...]:
+        """The edges along which its messages and collectives travel, each with the direction, ascending.
+
+        A communicator made with ``traffic=plan.traffic`` opens no other lanes.
+        """
+        actions = [action for position in range(self.num_positions) for action in self.actions(position)]
+        used = {(a.edge, a.direction) for a in actions if a.edge is not None and a.direction is not None}
+        return tuple(sorted(used, key=lambda one: (one[0], one[1] is Direction.BACKWARD)))
 
     @cached_property
     def gradient_edges(self) -> frozenset[Edge]:

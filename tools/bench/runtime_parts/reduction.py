@@ -13,8 +13,8 @@ from pipegrid.schedules import PipelineConfig, forward_backward_pipelining_witho
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 from runtime_parts.rows import Row
-from runtime_parts.table import SPREAD_WIDTH, meets, number, pair_ratios, spread_against
-from runtime_parts.timing import Outcome, by_turns, steps
+from runtime_parts.table import SPREAD_WIDTH
+from runtime_parts.timing import Outcome, by_turns, pair_report
 
 BOUND = 1.0
 WIDTH = 8
@@ -113,15 +113,9 @@ def header(*, rounds: int, microbatches: int, layers: int, elements: int, second
         f"reduction: dp 2 x pp 2, {microbatches} microbatches, per stage {layers} layers of {4e-6 * elements:.1f} MB "
         f"whose forward sleeps {1e3 * seconds:g} ms, the backward twice that; milliseconds, medians over {rounds} pairs"
     )
-    yield f"  {'schedule':<18}{'overlapped':>12}{'after':>9}{'overlapped/after':>{SPREAD_WIDTH}}"
+    yield f"  {'schedule':<18}{'overlap':>9}{'after':>9}{'overlap/after':>{SPREAD_WIDTH}}"
 
 
 def report(row: Row, outcomes: Sequence[Outcome | None]) -> tuple[bool, list[str]]:
     """Whether the bound holds, and the line of the row."""
-    found = [outcome for outcome in outcomes if outcome is not None]
-    if not found:
-        return True, []
-    ours, theirs = (sorted(steps(found, name)) for name in STEPS)
-    ratios = pair_ratios(*(steps(found, name) for name in STEPS))
-    cells = number(1e3 * ours[len(ours) // 2], 12) + number(1e3 * theirs[len(theirs) // 2])
-    return meets(ratios, BOUND), [f"  {row.name:<18}{cells}{spread_against(ratios, BOUND)}"]
+    return pair_report(row.name, outcomes, STEPS, BOUND, unit=1e3)

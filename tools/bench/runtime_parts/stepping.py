@@ -19,8 +19,8 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport import Edge, P2PCommunicator
 from runtime_parts.rows import RANKS, Row
-from runtime_parts.table import SPREAD_WIDTH, meets, number, pair_ratios, spread_against
-from runtime_parts.timing import Outcome, by_turns, steps
+from runtime_parts.table import SPREAD_WIDTH
+from runtime_parts.timing import Outcome, by_turns, pair_report
 
 BOUND = 1.05
 WIDTH = 8
@@ -126,10 +126,4 @@ def header(*, microbatches: int, rounds: int) -> Iterator[str]:
 
 def report(row: Row, outcomes: Sequence[Outcome | None]) -> tuple[bool, list[str]]:
     """Whether the bound holds, and the line of the row."""
-    found = [outcome for outcome in outcomes if outcome is not None]
-    if not found:
-        return True, []
-    ours, theirs = (sorted(steps(found, name)) for name in STEPS)
-    ratios = pair_ratios(*(steps(found, name) for name in STEPS))
-    cells = "".join(number(1e3 * times[len(times) // 2], 9, 2) for times in (ours, theirs))
-    return meets(ratios, BOUND), [f"  {row.name:<18}{cells}{spread_against(ratios, BOUND)}"]
+    return pair_report(row.name, outcomes, STEPS, BOUND, unit=1e3, digits=2)

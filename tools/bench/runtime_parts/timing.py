@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from runtime_parts.runners import Runner
+from runtime_parts.table import meets, number, pair_ratios, shown, spread_against
 
 
 class RunnerError(RuntimeError):
@@ -81,3 +83,21 @@ def notes(outcomes: Sequence[Outcome]) -> dict[str, str]:
             if name not in found or found[name].startswith("another rank"):
                 found[name] = note
     return found
+
+
+def pair_report(
+    name: str, outcomes: Sequence[Outcome | None], pair: tuple[str, str], bound: float, *, unit: float, digits: int = 1
+) -> tuple[bool, list[str]]:
+    """Of two runners: whether the ratio of their steps holds ``bound``, and the line of the row with its notes.
+
+    ``name``: of the row. ``unit``: what a second is multiplied by.
+    """
+    found = [outcome for outcome in outcomes if outcome is not None]
+    if not found:
+        return True, []
+    remarks = notes(found)
+    ours, theirs = (steps(found, runner) for runner in pair)
+    ratios = pair_ratios(ours, theirs)
+    cells = "".join(number(unit * statistics.median(times), digits=digits) for times in (ours, theirs))
+    line = f"  {name:<18}{cells}{spread_against(ratios, bound)}"
+    return meets(ratios, bound) and not remarks, [line, *shown(remarks)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from runtime_parts.job import SAME, Job, difference
 from runtime_parts.overhead import FLOOR_BOUND, WIDTH, Scale
 from runtime_parts.rows import RANKS, Row
 from runtime_parts.runners import AHEAD, CODES, RECEIVE, SEND, B, ChainStage, F, ahead
-from runtime_parts.table import SPREAD_WIDTH, meets, number, pair_ratios, shown, spread_against
-from runtime_parts.timing import Outcome, by_turns, notes, steps
+from runtime_parts.table import SPREAD_WIDTH
+from runtime_parts.timing import Outcome, by_turns, pair_report
 
 LANES = 2  # data lanes of the encoder; the language model has one
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -153,12 +152,4 @@ def header(*, microbatches: int, rounds: int) -> Iterator[str]:
 
 def report(row: Row, outcomes: Sequence[Outcome | None], *, microbatches: int) -> tuple[bool, list[str]]:
     """Whether the bound holds, and the line of the row."""
-    found = [outcome for outcome in outcomes if outcome is not None]
-    if not found:
-        return True, []
-    remarks = notes(found)
-    ours, floor = steps(found, "ours"), steps(found, "floor")
-    ratios = pair_ratios(ours, floor)
-    cells = "".join(number(1e6 * statistics.median(times) / microbatches) for times in (ours, floor))
-    line = f"  {row.name:<18}{cells}{spread_against(ratios, FLOOR_BOUND)}"
-    return meets(ratios, FLOOR_BOUND) and not remarks, [line, *shown(remarks)]
+    return pair_report(row.name, outcomes, ("ours", "floor"), FLOOR_BOUND, unit=1e6 / microbatches)

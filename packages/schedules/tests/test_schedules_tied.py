@@ -31,8 +31,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.gradients.policy import required_ties
 from pipegrid.schedules.gradients.reduce import GradientError
-from pipegrid.schedules.gradients.tied import TieMark
-from pipegrid.schedules.gradients.tying import stages_here, tie_groups
+from pipegrid.schedules.gradients.tied import TieMark, stages_here, tie_groups
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
 from pipegrid.transport import P2PCommunicator
 

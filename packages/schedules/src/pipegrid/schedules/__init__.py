@@ -32,8 +32,8 @@ from pipegrid.schedules.generators import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from pipegrid.schedules.gradients import LossScale, with_reduce
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.gradients import LossScale
+from pipegrid.schedules.lowering import lower, with_reduce
 from pipegrid.schedules.megatron import PipelineConfig, step_plan
 from pipegrid.schedules.monitor import JobFailedError, Monitor
 from pipegrid.schedules.plan import (

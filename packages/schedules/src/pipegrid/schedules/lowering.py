@@ -292,6 +292,27 @@ def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: i
     return _Party(writer, line.at[position], frozenset(flow.parties) - {position}, actions)
 
 
+def with_reduce(plan: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
+    """``plan`` with a ``REDUCE`` of each tied parameter, after the last backward of all its stages.
+
+    The same as the argument ``tied`` of `lower`, for a lowered plan. The ``REDUCE`` is the last step of each position
+    with one of the stages: the sum waits for the slowest of them in any order.
+
+    Args:
+        plan: lowered.
+        tied: the stages with a copy, by name.
+
+    Raises:
+        PlanError: a plan of computes alone, a name in use, or a stage that does not exist or has no backward.
+    """
+    require_plan(plan)
+    if plan.num_positions > 1 and not plan.has_communication:
+        raise PlanError("the plan has no communication; pass tied=... to lower, which adds both")
+    added = tied_groups(plan, tied)
+    positions = tuple((*steps, *reductions(position, plan, added)) for position, steps in enumerate(plan.positions))
+    return evolve(plan, positions=positions, groups=plan.groups + added)
+
+
 def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group, ...]:
     """The plan's groups, with those that carry ``collectives``: the positions of an edge's two stages.
 

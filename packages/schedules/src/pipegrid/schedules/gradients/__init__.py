@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError
-from pipegrid.schedules.gradients.tying import TyingError, with_reduce
+from pipegrid.schedules.lowering import with_reduce
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
         finish_embedding_wgrad_compute,
         output_linear,
     )
-    from pipegrid.schedules.gradients.policy import required_ties
+    from pipegrid.schedules.gradients.policy import ReplicaError, require_equal_replicas, required_ties
     from pipegrid.schedules.gradients.reduce import reduce_gradients
-    from pipegrid.schedules.gradients.replicas import ReplicaError, require_equal_replicas
-    from pipegrid.schedules.gradients.tied import TiedParameters, tie_parameters, tied_stages
+    from pipegrid.schedules.gradients.tied import TiedParameters, TyingError, tie_parameters, tied_stages
 
 __all__ = [
     "DeferralError",
@@ -66,11 +65,10 @@ _LAZY = {
     "main_grad": "MainGradError accumulate_in_main_grad fresh_gradients zero_main_grads",
     "output_layer": "DeferralError clear_embedding_activation_buffer deferred_weight_gradients "
     "finish_embedding_wgrad_compute output_linear",
-    "policy": "required_ties",
+    "policy": "ReplicaError require_equal_replicas required_ties",
     "lanes": "GradientError ReductionTimeoutError collection_of",
     "reduce": "reduce_gradients",
-    "replicas": "ReplicaError require_equal_replicas",
-    "tied": "TiedParameters tie_parameters tied_stages",
+    "tied": "TiedParameters TyingError tie_parameters tied_stages",
 }
 
 __getattr__, __dir__ = lazy_names(

@@ -1,7 +1,7 @@
 """The gradient policy of a step: who reduces the gradients of which module, and what they are divided by.
 
 A wrong answer here is silent (replicas drift apart, or an encoder learns at half its rate), so everything that can be
-known is checked before the step begins.
+known is checked before the step begins; `require_equal_replicas` looks at the result, in debug runs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.fsdp import fsdp_modules
-from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, collection_of, device_of, lanes_group, size_of
+from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.dtensors import fsdp_divisors, local_of
+from pipegrid.schedules.gradients.lanes import (
+    Waiting,
+    all_reduce,
+    collection_of,
+    device_of,
+    lanes_group,
+    size_of,
+    tensor_group,
+)
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 from pipegrid.schedules.gradients.reduce import GradientReduction, partial_over_tp
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
@@ -346,3 +356,68 @@ def _lanes_by_grid(communicator: Any, graph: ModuleGraph) -> dict[str, int]:
 
 def _size(grid: Any, dims: tuple[str, ...]) -> int:
     return math.prod(size for name, size in zip(grid.dim_names, grid.shape, strict=True) if name in dims)
+
+
+# After the step, in debug runs
+
+
+class ReplicaError(RuntimeError):
+    """Replicas of a parameter, or of its gradient, differ: a gradient is reduced on some ranks and not on others."""
+
+
+@torch.no_grad()
+def require_equal_replicas(
+    modules: Modules, collections: Any, *, tolerance: float = 1e-6, waiting: Waiting | None = None
+) -> None:
+    """Raise where parameters or gradients differ between data lanes, or between tp ranks that hold them whole.
+
+    Compares the norm of each, so it costs one read of parameters and gradients, two small all-reduces per group and
+    one read by the host. Every rank of the groups calls it: after the reduction, or after the optimizer's step. A
+    gradient that is partial over tp, and neither summed nor marked, is found here in the first step.
+
+    Args:
+        modules: as in `reduce_gradients`.
+        collections: as in `reduce_gradients`.
+        tolerance: of norms, relative to the larger one.
+        waiting: for the all-reduces.
+
+    Raises:
+        ReplicaError: on every rank of the group, with the parameters and by how much they differ.
+    """
+    waiting = waiting or Waiting()
+    named = {
+        id(parameter): f"{name}.{inner}" if name else inner
+        for name, module in named_modules(modules)
+        for inner, parameter in module.named_parameters()
+    }
+    lanes: dict[dist.ProcessGroup, list[torch.nn.Parameter]] = {}
+    for name, parameter in parameters_of(modules):
+        whole = not getattr(parameter, "tensor_model_parallel", False)
+        for group in (lanes_group(collections, name), tensor_group(collections, name) if whole else None):
+            if group is not None and size_of(group) > 1 and not hasattr(parameter, "device_mesh"):
+                lanes.setdefault(group, []).append(parameter)
+    for group, parameters in lanes.items():
+        kinds = ("parameter", "gradient")
+        tensors = [tensor for parameter in parameters for tensor in (parameter.detach(), accumulated(parameter))]
+        norms = torch.stack([torch.zeros((), dtype=torch.float64, device=parameters[0].device)] * len(tensors))
+        filled = [place for place, tensor in enumerate(tensors) if tensor is not None and tensor.numel()]
+        held = [local_of(tensors[place]) for place in filled]
+        if held:
+            norms[filled] = foreach.norms(held, 2.0).nan_to_num(nan=-1.0)
+        extremes = torch.cat([norms, -norms])
+        all_reduce(extremes, group, dist.ReduceOp.MAX)(waiting)
+        most, least = extremes.chunk(2)
+        apart = most + least  # the largest less the smallest
+        different = (apart > tolerance * most.abs()).tolist()
+        if any(different):
+            found = [
+                f"the {kinds[place % 2]} of {named[id(parameters[place // 2])]} by {float(apart[place]):.3g}"
+                for place, differs in enumerate(different)
+                if differs
+            ]
+            raise ReplicaError(
+                f"the ranks {sorted(dist.get_process_group_ranks(group))} hold replicas whose norms differ: "
+                f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Mark a gradient "
+                "that is a part on each tp rank (parameter.partial_over_tp = True), a sharded parameter "
+                "(parameter.tensor_model_parallel = True), or reduce what was left out"
+            )

@@ -12,13 +12,17 @@ from pipegrid.schedules import (
     SCHEDULES,
     Costs,
     Forwarded,
+    PipelineConfig,
     PipelineRuntime,
+    clip_grad_norm_,
+    forward_backward_pipelining_without_interleaving,
     lower,
     multi_module_1f1b,
+    reduce_gradients,
     simulate,
 )
 from pipegrid.testing.fake_nccl import Mark
-from pipegrid.topology import HyperCommGrid
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 
 MICROBATCHES, ROWS, WIDTH = 8, 16, 8
@@ -240,3 +244,86 @@ def test_a_reused_buffer_waits_for_its_last_reader_and_the_plans_peak_is_all_tha
     assert device.violations == []
     require_gradients_of_one_process(plan.graph, stages)
     communicator.close()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl")
+def test_reducing_and_clipping_hold_no_host_however_many_buckets(ranks, device):
+    grid = HyperCommGrid([2], ["dp"])
+    grid.create_pgs(["dp"])
+    groups = ProcessGroupCollection.from_grid(grid)
+    model = Layers(0, lower(SCHEDULES["1f1b"].plan(1, 1)).graph).model
+    with device.late() as late:
+        for _ in range(2):
+            (model(torch.full((4, WIDTH), ranks.rank + 1.0)) ** 2).sum().backward()
+        before = len(device.launches)
+        reduce_gradients(model, groups, num_tokens=3.0 + ranks.rank, bucket_bytes=64)
+        buckets = len(device.launches) - before - 1  # the tokens are one more
+        norm = clip_grad_norm_(model, groups, 1.0)
+        assert late.syncs == []
+    assert buckets == len(list(model.parameters()))
+    assert norm > 1.0
+    whole = sum(parameter.grad.double().square().sum() for parameter in model.parameters()).sqrt()
+    assert whole.item() == pytest.approx(1.0, rel=1e-5)
+    assert device.violations == []
+    grid.destroy()
+
+
+class Part(nn.Module):
+    """A stage of the step functions."""
+
+    def __init__(self, number, config):
+        super().__init__()
+        torch.manual_seed(number)
+        self.layer, self.config, self.received = nn.Linear(WIDTH, WIDTH), config, [None]
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, x):
+        return self.layer(x if self.received[0] is None else self.received[0])
+
+
+@pytest.mark.ranks(2, backend="fake_nccl")
+def test_a_step_function_with_losses_per_token_and_freed_outputs_holds_no_host(ranks, device):
+    grid = HyperCommGrid([2], ["pp"])
+    grid.create_pgs(["pp"])
+    config = PipelineConfig(
+        pipeline_dtype=torch.float32,
+        deadline=30.0,
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+    )
+    communicator = P2PCommunicator(grid.get_pg("pp"), config)
+    groups, part = ProcessGroupCollection.from_grid(grid), Part(ranks.rank, config)
+
+    def forward(data, model):
+        x = next(data)
+        return model(x), lambda y: (y.square().sum(), torch.ones_like(y, dtype=torch.int64).sum(), {"loss": y.detach()})
+
+    def step():
+        return forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward,
+            data_iterator=iter([torch.ones(ROWS, WIDTH)] * MICROBATCHES),
+            model=part,
+            num_microbatches=MICROBATCHES,
+            seq_length=ROWS,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+            pg_collection=groups,
+        )
+
+    with device.late():
+        step()
+    part.zero_grad()
+    with device.late() as late:
+        infos = step()
+        clip_grad_norm_(part, groups, 1e9)
+        require_no_wait_but_back_pressure(late.syncs)
+    assert device.violations == []
+    assert len(infos) == (MICROBATCHES if ranks.rank else 0)
+    first, second = Part(0, config), Part(1, config)
+    (second(first(torch.ones(ROWS, WIDTH))).square().sum() / (ROWS * WIDTH)).backward()
+    expected = (first, second)[ranks.rank]
+    assert torch.allclose(part.layer.weight.grad, expected.layer.weight.grad, rtol=1e-4)
+    communicator.close()
+    grid.destroy()

@@ -117,12 +117,14 @@ def test_streams_go_on_by_themselves_and_events_order_them(device):
     assert device.violations == []
 
 
-def test_a_poll_ends(device):
-    with device.late() as late:
+def test_a_poll_is_no_wait_and_polling_is_one_and_ends(device):
+    with device.late(patience=60) as late:
         torch.ones(1)
+        assert not device.streams.current_stream().query()
+        assert late.syncs == []
         while not device.streams.current_stream().query():
             pass
-        assert late.syncs == []
+        assert [sync.what for sync in late.syncs] == ["polling"]
 
 
 def test_a_use_after_free_finds_no_values(device):

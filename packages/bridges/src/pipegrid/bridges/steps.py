@@ -84,6 +84,7 @@ class Completing:
 
     Attributes:
         buffer: what comes from the others, until it is copied.
+        memory: what the collective reads and writes.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class Completing:
         self._broadcast = step.root is not None
         if step.root is not None:
             self.buffer = own
+            self.memory: tuple[torch.Tensor, ...] = (own,)
             self._work = dist.broadcast(own, src=step.root, group=group, async_op=True)
         else:
             self.buffer = torch.empty(len(step.ranks) * width, dtype=dtype, device=out.device)
-            self._own = own  # kept alive until the gather is done
+            self.memory = (own, self.buffer)
             self._work = gather_flat(self.buffer, own, group, async_op=True)
         self._width = width
 

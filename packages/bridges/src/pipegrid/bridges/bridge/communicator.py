@@ -45,6 +45,7 @@ from pipegrid.transport.edge import Direction
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
 from pipegrid.transport.protocol import Handle, ReceiveHandle
+from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -204,7 +205,14 @@ class BridgeCommunicator:
             self.variable,
             None if shape is None else tuple(shape),
         )
-        self._traffic = EdgeTraffic(str(self), self._wiring, backend=backend, device=self.device, config=settings)
+        self._traffic = EdgeTraffic(
+            str(self),
+            self._wiring,
+            backend=backend,
+            device=self.device,
+            config=settings,
+            stream=new_stream(self.device),
+        )
         self._groups = self._traffic.groups = create_groups(
             self._wiring.group_specs, backend=backend, timeout=timedelta(seconds=settings.deadline)
         )

@@ -337,15 +337,17 @@ class BridgeReceive:
         queue.land_arrived(asked=True)
 
     def _wait_for_messages(self, left: Callable[[], float | None]) -> None:
-        for handle in (self._handles or {}).values():
-            handle.wait(left())
+        with working_on(self._queue.stream):
+            for handle in (self._handles or {}).values():
+                handle.wait(left())
 
     def has_arrived(self, *, asked: bool) -> bool:
         """Whether all messages are there, and landing them does not block (where it is not ``asked`` for)."""
         if not self.post() or (not asked and self._blocks is not None and self._blocks()):
             return False
-        if asked and self._queue.stream is not None:
-            return True  # waited for, which orders streams
+        if asked and has_streams(self._queue.device):  # streams order themselves, once the backend has the receives
+            handles: Iterable[Any] = (self._handles or {}).values()  # lanes' own
+            return all(handle.ticket is not None for handle in handles)
         if self._queue.by_itself and not asked:
             return not self._missing
         return all(handle.is_completed() for handle in (self._handles or {}).values())
@@ -381,7 +383,7 @@ class BridgeReceive:
         follow(self._marks, queue.device)
         if self._completing:
             queue.finish(self._completing, left())
-            used_here([step.buffer for step in self._completing], self._landed_on)
+            used_here([tensor for step in self._completing for tensor in step.memory], self._landed_on)
         used_here([tensor], self._landed_on)
         if self._requires_grad:
             with_gradient(tensor)

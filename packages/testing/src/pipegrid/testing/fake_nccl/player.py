@@ -129,12 +129,14 @@ class Player:
             with self._changed:
                 self._waiting -= 1
 
-    def poll(self) -> None:
-        """The host asks whether something is done: it may ask again and again, and nothing else."""
-        if threading.get_ident() == self._host:
-            with self._changed:
-                self._polls += 1
-                self._changed.notify_all()
+    def poll(self) -> bool:
+        """The host asks whether something is done; whether it asks again and again, and so waits."""
+        if threading.get_ident() != self._host:
+            return False
+        with self._changed:
+            self._polls += 1
+            self._changed.notify_all()
+            return self._polls == _POLLS
 
     def finish(self) -> None:
         """Play everything, then stop."""

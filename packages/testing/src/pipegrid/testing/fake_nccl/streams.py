@@ -309,9 +309,9 @@ class Streams:
             self.late.player.hold(signal)
 
     def poll(self, signal: Signal) -> bool:
-        """Whether work is done; the host may ask again and again."""
-        if self.late is not None and not signal.done:
-            self.late.player.poll()
+        """Whether work is done. On a late device a host that asks again and again, and does nothing else, waits."""
+        if self.late is not None and not signal.done and self.late.player.poll():
+            self.host_waits("polling", {})
         return signal.done
 
     def host_waiting(self) -> AbstractContextManager[None]:

@@ -5,7 +5,8 @@
     python integration_tests/fault_matrix.py --whole --jobs 8  # every case
 
 Each case forks four ranks from a process that has imported torch, runs three steps, and injects one fault. Every
-surviving rank must raise a typed error before its deadline + 2 s, name no innocent rank, and end; nothing is left.
+surviving rank must raise a typed error before its deadline + 2 s (with a monitor, within 1 s of a death inside of a
+step), name no innocent rank, and end; nothing is left.
 Most of a case is waiting, so several run side by side (``--jobs``). On a busy machine an error may come late for no
 fault of the library: ``--slack`` seconds beyond the promise count as ``late``, more as ``broken``.
 """
@@ -410,6 +411,15 @@ TYPED = {
 }
 
 
+def _promised(case: Case) -> float:
+    """Seconds from the fault to the last error of another rank."""
+    if case.place == "create":
+        return case.deadline + 10 + PROMISED  # open_deadline
+    if case.monitor and case.fault in ("kill", "exit") and case.place in ("before", "forward"):
+        return 1.0
+    return case.deadline + PROMISED
+
+
 def _judged(case: Case, at: float, outcomes: dict[int, dict[str, object]], stuck: set[int], slack: float) -> Verdict:
     problems = [f"rank {rank} did not end" for rank in sorted(stuck)]
     beyond = -math.inf
@@ -427,9 +437,7 @@ def _judged(case: Case, at: float, outcomes: dict[int, dict[str, object]], stuck
                 problems.append(f"rank {rank} finished all steps")
             continue
         began = at + (case.deadline + 3 if faulty and case.fault in ("delay", "stop and continue") else 0)
-        took, promised = float(str(outcome["at"])) - began, case.deadline + PROMISED
-        if case.place == "create":
-            promised += 10  # open_deadline
+        took, promised = float(str(outcome["at"])) - began, _promised(case)
         beyond = max(beyond, took - promised)
         if took > promised + slack:
             problems.append(f"rank {rank} raised {took:.1f} s after the fault; the promise is {promised:.1f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,5 +45,7 @@ def test_one_fault_of_each_kind_and_place():
 
 
 @pytest.mark.nightly
-def test_the_whole_matrix():
-    assert judged([], seconds=4 * 3600).endswith(" passed, 0 failed")
+def test_every_schedule_fault_and_place_with_every_monitor_and_store():
+    """The covering part, and others that differ from night to night: 876 of 3456 cases."""
+    arguments = ["--random", "300", "--seed", str(int(time.time() // 86400)), "--jobs", "4", "--deadline", "6"]
+    assert judged(arguments, seconds=2 * 3600) == "876 passed, 0 failed"

@@ -244,6 +244,50 @@ def test_under_context_parallelism_a_sequences_tokens_are_those_of_all_its_ranks
 
 
 @pytest.mark.ranks(4)
+def test_a_second_loss_with_a_count_of_its_own_is_written_in_tokens_of_the_first(ranks):
+    """Multi-token prediction under cp 2 x dp 2: each loss is a mean over its own tokens of the whole sequence."""
+    grid = HyperCommGrid([2, 2], ["cp", "dp"])
+    grid.create_pgs(["cp", "dp"])
+    grid.create_pg(["dp", "cp"])
+    here = grid.coords(ranks.rank)
+    stage = Stage(0, PipelineConfig(check_replicas=True)).to(ranks.device)
+
+    def sequence(index, lane):
+        generator = torch.Generator().manual_seed(100 * lane + index)
+        x = torch.randn(2, 6, WIDTH, dtype=torch.float64, generator=generator)
+        return x, *torch.randint(0, 2, (2, 2, 6), generator=generator).double()
+
+    def sums(output, masks):
+        return (output.square().mean(dim=-1) * masks[0]).sum(), (output.abs().mean(dim=-1) * masks[1]).sum()
+
+    def forward(iterator, model):
+        x, *masks = sequence(next(iterator), here["dp"])
+        x, *own = (tensor.chunk(2, dim=1)[here["cp"]].to(ranks.device) for tensor in (x, *masks))
+        ratio = masks[0].sum() / masks[1].sum()  # of the whole sequence, never of this rank's part
+
+        def loss(output):
+            first, second = sums(output, own)
+            return first + 0.3 * second * ratio, own[0].sum(), None
+
+        return model(x), loss
+
+    forward_backward_no_pipelining(
+        forward_step_func=forward,
+        data_iterator=iter(range(MICROBATCHES)),
+        model=stage,
+        pg_collection=ProcessGroupCollection.from_grid(grid),
+        **COMMON,
+    )
+    reference = Stage(0, None).to(ranks.device)
+    for lane in range(2):
+        for index in range(MICROBATCHES):
+            x, *masks = (tensor.to(ranks.device) for tensor in sequence(index, lane))
+            first, second = sums(reference(x), masks)
+            ((first / masks[0].sum() + 0.3 * second / masks[1].sum()) / MICROBATCHES / 2).backward()
+    alike(stage, reference)
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("monitored", [False, True], ids=["deadline", "monitor"])
 def test_the_other_data_lane_of_a_failed_one_does_not_wait_in_the_reduction(ranks, monitored):
     grid = HyperCommGrid([2, 2], ["dp", "pp"])

@@ -38,7 +38,13 @@ def needs_ranks(code):
 
 
 # The tutorial's first block is the README's script, which runs in test_readme.
-PAGES = [SCHEDULES, CONCEPTS / "timelines.md", ROOT / "docs" / "tutorial.md", ROOT / "packages/schedules/README.md"]
+PAGES = [
+    SCHEDULES,
+    CONCEPTS / "search.md",
+    CONCEPTS / "timelines.md",
+    ROOT / "docs" / "tutorial.md",
+    ROOT / "packages/schedules/README.md",
+]
 ALONE = [
     (page, number)
     for page in PAGES
@@ -62,8 +68,8 @@ def test_code_on_one_process_prints_what_the_page_says(page, number):
 
 
 def test_every_block_is_run_somewhere_here():
-    assert [len(python(page)) for page in PAGES] == [4, 1, 2, 1]
-    assert len(ALONE) == 6
+    assert [len(python(page)) for page in PAGES] == [4, 1, 1, 2, 1]
+    assert len(ALONE) == 7
     assert (len(python(RUNNING)), len(python(GRADIENTS))) == (1, 2)
 
 

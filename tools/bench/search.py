@@ -14,7 +14,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipegrid.schedules import Costs, search
 from pipegrid.schedules.generators import looped_placement, v_placement
@@ -22,7 +22,8 @@ from pipegrid.schedules.search.greedy import named, problems
 
 UNIT = Costs(F=1, I=1, W=1)
 PROFILED = Costs(F=4959, I=5217, W=3519, latency=213)
-ZB_2P = Costs(F=18.522, I=18.086, W=9.337, latency=0.601)
+# Of an activation, 34 + 5as/h bytes per token and hidden unit, W needs 32 (a = 24 heads, s = 1024, h = 2304).
+ZB_2P = Costs(F=18.522, I=18.086, W=9.337, latency=0.601, input_release=1 - 32 / (34 + 5 * 24 * 1024 / 2304))
 
 
 @frozen
@@ -47,6 +48,7 @@ CASES = (
     Case("V, equal costs", UNIT, 8, 24, 4, 167),
     Case("V, profiled", PROFILED, 8, 24, 5, 769_413),
     Case("ZB-2p, bubble of span", ZB_2P, 8, 24, 16, 0.0433, chunks=1, span=True),
+    Case("  all live until W", evolve(ZB_2P, input_release=0), 8, 24, 16, None, chunks=1, span=True),
 )
 LARGE = (Case("V, equal costs", UNIT, 64, 256, 33, None), Case("V, profiled", PROFILED, 64, 256, 40, None))
 

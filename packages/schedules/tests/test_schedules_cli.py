@@ -76,6 +76,12 @@ def test_show_greedy_keeps_to_the_cap(capsys):
     assert "peak live microbatches 2" in capsys.readouterr().out
 
 
+def test_show_search_keeps_to_the_cap_and_the_time_limit(capsys):
+    options = ["--memory-limit", "2", "--chunks", "2", "--objective", "span", "--time-limit", "0.5"]
+    assert main(["show", "search", "--pp", "4", "--microbatches", "8", *options]) == 0
+    assert "peak live microbatches" in capsys.readouterr().out
+
+
 def test_verify_prints_the_proof(tmp_path, capsys):
     table = tmp_path / "plan.csv"
     table.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -157,7 +163,10 @@ def test_compare_refuses_unknown_names():
         (["compare", "--pp", "2", "--microbatches", "2", "--chunks", "0"], "num_chunks is 0"),
         (["show", "greedy", "--pp", "2", "--microbatches", "2", "--memory-limit", "nan"], "memory_limit is nan"),
         (["compare", "--pp", "2", "--microbatches", "2", "--memory-limit", "-1"], "memory_limit is -1.0"),
-        (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--memory-limit", "2"], "is what greedy keeps to"),
+        (
+            ["show", "1f1b", "--pp", "2", "--microbatches", "2", "--memory-limit", "2"],
+            "is what greedy and search keep to",
+        ),
     ],
 )
 def test_bad_input_is_explained(arguments, message, tmp_path, capsys):

@@ -38,6 +38,7 @@ def test_know_for_how_many_stages_they_are():
     [
         (lambda: Costs(F=-1), r"F is -1; a cost is finite and not negative"),
         (lambda: Costs(I=math.nan), r"I is nan; a cost is a number"),
+        (lambda: Costs(input_release=1.5), r"input_release is 1.5; it is the share of an activation, at most 1"),
         (lambda: Costs(W=[1, "2"]), r"W is '2'; a cost is a number"),
         (lambda: Costs(F=None), r"F is None; a cost is a number"),
         (lambda: Costs(F="12"), r"F is '12'; a cost is a number"),
@@ -159,3 +160,10 @@ def test_edges_in_json():
 def test_bad_json_is_refused(text, message):
     with pytest.raises(CostsError, match=message):
         costs_from_json(text)
+
+
+def test_a_share_released_is_the_mean_of_what_a_stage_covers():
+    costs = Costs(F=[1, 1, 1, 1], input_release=[0, 0.5, 1, 1])
+    assert costs.cut_into(2, slices=4).input_release == pytest.approx((0.25, 1))
+    assert costs.cut_into(4, slices=4).input_release == (0, 0.5, 1, 1)
+    assert Costs(input_release=0.5).cut_into(8, slices=4).input_release == 0.5

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipegrid.schedules import Costs, PlanError, lower, search, simulate, verify
-from pipegrid.schedules.generators import v_placement
+from pipegrid.schedules.generators import SCHEDULES, v_placement
 from pipegrid.schedules.search.chain import as_chain
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import candidates, problems
@@ -118,12 +118,41 @@ def test_all_orders_give_what_brute_force_gives(placement, m, cap):
     )
 
 
-@pytest.mark.parametrize("hop", [0, 0.5])
-def test_the_search_reaches_the_optimum_of_a_small_chain_with_unequal_costs(hop):
-    costs = Costs(F=1, I=1.5, W=0.75, latency=hop)
-    found = search(costs, 1.5, num_positions=2, num_microbatches=2, num_stages=4, placement=(0, 1, 1, 0), effort=0.05)
-    best = least_makespan((0, 1, 1, 0), 2, {"F": 1, "I": 1.5, "W": 0.75}, hop=hop, limit=1.5, size=0.5)
+@pytest.mark.parametrize(("hop", "cap", "release"), [(0, 1.5, 0), (0.5, 1.5, 0), (0, 1.2, 0.6)])
+def test_the_search_reaches_the_optimum_of_a_small_chain_with_unequal_costs(hop, cap, release):
+    costs = Costs(F=1, I=1.5, W=0.75, latency=hop, input_release=release)
+    found = search(costs, cap, num_positions=2, num_microbatches=2, num_stages=4, placement=(0, 1, 1, 0), effort=0.05)
+    times = {"F": 1, "I": 1.5, "W": 0.75}
+    best = least_makespan((0, 1, 1, 0), 2, times, hop=hop, limit=cap, size=0.5, input_release=release)
     assert found.makespan == pytest.approx(best)
+
+
+# The model of 1.5B parameters of Qi et al. 2023 on 8 GPUs: costs of table 9, memory of section 4, rates of table 5.
+# W needs 32 of the 34 + 5as/h bytes of an activation, I releases the rest (a = 24, s = 1024, h = 2304).
+PRINTED = Costs(F=18.522, I=18.086, W=9.337, latency=0.601, input_release=1 - 32 / (34 + 5 * 24 * 1024 / 2304))
+
+
+def bubble_rate(span):
+    return round(1 - 24 * (18.522 + 18.086 + 9.337) / span, 4)
+
+
+@pytest.mark.parametrize(("name", "rate"), [("1f1b", 0.2431), ("zero_bubble_h1", 0.1585), ("zero_bubble_h2", 0.1083)])
+def test_the_span_gives_the_printed_bubble_rates(name, rate):
+    assert bubble_rate(simulate(SCHEDULES[name].plan(8, 24), PRINTED).span) == rate
+
+
+def test_steps_apart_the_search_finds_the_printed_zb_2p_and_proves_that_none_is_better():
+    found = search(PRINTED, 16, num_positions=8, num_microbatches=24, objective="span", effort=0.5)
+    assert bubble_rate(found.span) == 0.0433
+    assert found.optimal
+    assert found.peak <= 16
+
+
+def test_the_bound_holds_where_whole_backwards_are_cheap():
+    costs = Costs(F=1, I=1, W=1, B=1.2, overhead=0.1)
+    for objective in ("makespan", "span"):
+        found = search(costs, num_positions=2, num_microbatches=4, objective=objective, effort=0.01)
+        assert found.bound <= (found.makespan if objective == "makespan" else found.span)
 
 
 def test_what_brute_force_proves_is_said_to_be_optimal():

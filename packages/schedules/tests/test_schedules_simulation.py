@@ -216,3 +216,18 @@ def test_the_proof_and_the_simulation_count_the_same_peaks():
             proof, simulation = verify(each), simulate(each)
             assert simulation.peaks() == pytest.approx(proof.peak_live)
             assert simulation.peaks(until="I") == pytest.approx(proof.peak_live_inputs)
+
+
+def test_what_the_input_half_releases_is_live_no_longer():
+    plan = from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1\n")
+    simulation = simulate(plan, Costs(activation=10, input_release=0.75))
+    assert simulation.live(0) == ((0, 10), (1, 20), (3, 12.5), (4, 5), (5, 2.5), (6, 0))
+    assert simulation.live(0, until="I") == ((0, 10), (1, 20), (3, 10), (4, 0))
+    assert simulate(plan, Costs(activation=10, input_release=1)).live(0) == simulation.live(0, until="I")
+
+
+def test_the_span_is_the_longest_of_any_position():
+    assert simulate(from_text(TWO_BY_TWO), Costs(latency=0.5)).span == 10.5
+    plan = from_text("forward_only 0 1\n0: 0F0 0F1 [0SEND_F0>1 0SEND_F1>1]\n1: [1RECV_F0<0 1RECV_F1<0] 1F0 1F1\n")
+    simulation = simulate(plan, Costs(F=[1, 3]))
+    assert (simulation.makespan, simulation.span) == (8, 6)

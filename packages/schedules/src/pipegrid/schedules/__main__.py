@@ -13,8 +13,8 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
+from pipegrid.schedules.search import Progress, greedy, search
 from pipegrid.schedules.search.compare import COMPARED, compare, comparison_table
-from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.timeline.ascii import ascii_timeline
@@ -56,29 +56,52 @@ def read_costs(path: Path | None) -> Costs:
     return Costs() if path is None else costs_from_json(read_file(path))
 
 
+SEARCHED = ("greedy", "search")
+
+
+def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
+    """The plan of `greedy` or `search`; the latter reports progress on a terminal."""
+    chunks = 1 if arguments.chunks is None else arguments.chunks
+    pp = checked(arguments.pp, Count, "num_positions", PlanError)
+    stages = pp * checked(chunks, Count, "num_chunks", PlanError)
+    cut, limit, microbatches = costs.cut_into(stages, slices=pp), arguments.memory_limit, arguments.microbatches
+    if arguments.schedule == "greedy":
+        return greedy(cut, limit, num_positions=pp, num_microbatches=microbatches, num_stages=stages)
+
+    def report(progress: Progress) -> None:
+        print(f"\r{progress.share:4.0%}  {progress.best:.6g}  {progress.origin:40}", end="", file=sys.stderr)
+
+    found = search(
+        cut,
+        limit,
+        num_positions=pp,
+        num_microbatches=microbatches,
+        num_stages=stages,
+        objective=arguments.objective,
+        time_limit=arguments.time_limit,
+        progress=report if sys.stderr.isatty() else None,
+    )
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return found.plan
+
+
 def show(arguments: argparse.Namespace) -> int:
     """Draw one schedule."""
     costs = read_costs(arguments.costs)
     name: str = arguments.schedule
-    if arguments.memory_limit is not None and name != "greedy":
-        raise PlanError("--memory-limit is what greedy keeps to; verify and compare hold other plans against it")
+    if arguments.memory_limit is not None and name not in SEARCHED:
+        raise PlanError(
+            "--memory-limit is what greedy and search keep to; verify and compare hold other plans against it"
+        )
     path = Path(name)
     if path.is_file():
         plan, name = read_plan(path), path.name
     else:
         if arguments.pp is None or arguments.microbatches is None:
             raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
-        if name == "greedy":
-            chunks = 1 if arguments.chunks is None else arguments.chunks
-            pp = checked(arguments.pp, Count, "num_positions", PlanError)
-            stages = pp * checked(chunks, Count, "num_chunks", PlanError)
-            plan = greedy(
-                costs.cut_into(stages, slices=pp),
-                arguments.memory_limit,
-                num_positions=pp,
-                num_microbatches=arguments.microbatches,
-                num_stages=stages,
-            )
+        if name in SEARCHED:
+            plan = searched(arguments, costs)
         else:
             schedule = find_schedule(name, arguments.chunks)
             plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks)
@@ -145,12 +168,14 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="show | verify | compare")
 
     draw = commands.add_parser("show", help="draw a named schedule, or the plan in a file")
-    draw.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, greedy; or a file (.csv, .json, .txt)")
+    draw.add_argument("schedule", help=f"{', '.join((*SCHEDULES, *SEARCHED))}; or a file (.csv, .json, .txt)")
     draw.add_argument("--pp", type=int, help="positions")
     draw.add_argument("--microbatches", type=int)
     draw.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
     draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
-    draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy")
+    draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
+    draw.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what search makes short")
+    draw.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
     draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
     draw.add_argument("--svg", type=Path, help="write a picture")

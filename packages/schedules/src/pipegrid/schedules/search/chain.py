@@ -60,36 +60,39 @@ class Chain:
         """Operations of a step, on all positions."""
         return 3 * self.num_stages * self.num_microbatches
 
-    @property
-    def work(self) -> list[float]:
-        """Per position, the time of its computes in a step."""
-        return [
-            math.fsum(
-                self.num_microbatches * duration
-                for duration, at in zip(self.duration, self.position, strict=True)
-                if at == p
-            )
-            for p in range(self.num_positions)
-        ]
-
     def lower_bound(self, objective: Objective) -> float:
-        """No order is shorter: a position's work after the way to its first pass, and one microbatch's way."""
+        """The objective of no orders is less.
+
+        A position does all its work after the way to its first pass. And from the first to the last of its passes, F
+        and I, it has done them all; before come the passes up to it, after it those back, and a W.
+        """
+        stages, count = self.num_stages, self.num_microbatches
+        passes, lag = 2 * stages, self.lag
+        durations = self._least_durations()
+        starts = [0.0]
+        for number in range(1, passes):
+            starts.append(starts[-1] + durations[number - 1] + lag[number])
+        ends = [start + duration for start, duration in zip(starts, durations, strict=False)]
+        bounds = []
+        for inner in self.passes_at:
+            own = count * math.fsum(durations[number] for number in inner)
+            weights = count * math.fsum(durations[number + stages] for number in inner if number >= stages)
+            bounds.append(own + weights if objective == "span" else starts[inner[0]] + own + weights)
+            for outer in self.passes_at if objective == "span" else ((0, passes - 1),):
+                if outer[0] <= inner[0] and inner[-1] <= outer[-1]:
+                    there, back = starts[inner[0]] - starts[outer[0]], ends[outer[-1]] - ends[inner[-1]]
+                    bounds.append(there + own + back + durations[outer[-1] + stages])
+        return max(bounds)
+
+    def _least_durations(self) -> list[float]:
+        """Per pass, its duration, or what is left of it where a whole backward takes less than its halves."""
         costs, stages = self.problem.costs, self.num_stages
-        halves = zip(self.duration[2 * stages - 1 : stages - 1 : -1], self.duration[: 2 * stages - 1 : -1], strict=True)
-        wholes = [whole + costs.overhead for whole in costs.per_stage("B", stages)]
-        saved = [max(0.0, first + second - whole) for (first, second), whole in zip(halves, wholes, strict=True)]
-        work = self.work
-        for stage, time in enumerate(saved):  # a whole backward may take less than its halves
-            work[self.position[stage]] -= self.num_microbatches * time
-        if objective == "span":
-            return max(work)
-        starts, now = [], 0.0
-        for number in range(2 * stages):
-            starts.append(now + self.lag[number])
-            now = starts[-1] + self.duration[number]
-        heads = [min(starts[number] for number in passes) for passes in self.passes_at]
-        way = now + self.duration[-1] - math.fsum(saved)
-        return max(way, *(head + own for head, own in zip(heads, work, strict=True)))
+        least = list(self.duration)
+        for stage, time in enumerate(costs.per_stage("B", stages)):
+            number = 2 * stages - 1 - stage
+            least[number] = min(least[number], time + costs.overhead)
+            least[number + stages] = min(least[number + stages], time + costs.overhead - least[number])
+        return least
 
     def action(self, operation: int) -> tuple[ActionKind, int, int]:
         """Kind, stage and microbatch of an operation."""

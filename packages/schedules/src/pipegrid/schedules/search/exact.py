@@ -69,8 +69,8 @@ class _Slots:
         self.count, self.passes = chain.num_microbatches, 2 * chain.num_stages
         self.states = 0
         self.refuted: dict[State, int] = {}  # the earliest slot at which a state was found to be too late
-        size = chain.held[0]
-        self.room = int(min(chain.limit // size if size > 0 else float("inf"), self.passes * self.count))
+        size, every = chain.held[0], self.passes * self.count
+        self.room = int(min(chain.limit / size, every)) if size > 0 else every
 
     def run(self) -> list[tuple[int, ...]] | None:
         """Per slot, what each position does; None if there is no such schedule or the states run out."""

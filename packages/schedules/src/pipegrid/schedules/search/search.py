@@ -59,7 +59,7 @@ def search(
     placement: Iterable[int | Iterable[int]] | None = None,
     objective: Objective = "makespan",
     effort: Amount = 1.0,
-    time_limit: float | None = None,
+    time_limit: Amount | None = None,
     progress: Callable[[Progress], bool | None] | None = None,
 ) -> Found:
     """The best plan of a chain for ``costs`` under ``memory_limit``, by makespan or by span.

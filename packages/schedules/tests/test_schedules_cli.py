@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pipegrid.schedules.__main__ import main
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
 from pipegrid.schedules.plan import from_csv, from_text
-from pipegrid.schedules.search.compare import compare
+from pipegrid.schedules.search.compare import compare, comparison_table
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.verify.verify import verify
@@ -111,6 +112,16 @@ def test_compare_prints_a_table_fastest_first(capsys):
     assert len(lines) == 2 + sum(schedule.trains for schedule in SCHEDULES.values()) + 1
     (row,) = (line for line in lines if line.startswith("1f1b "))
     assert row.split() == ["1f1b", "33", "27.3%", "15.8%", "4", "4"]
+
+
+def test_a_terminal_shows_the_same_table_drawn_by_rich(monkeypatch):
+    pytest.importorskip("rich", reason="the extra `cli` is not installed")
+    rows = compare(4, 8, names=["1f1b", "gpipe"])
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", comparison_table(rows, terminal=True)).splitlines()
+    plain = comparison_table(rows).splitlines()
+    assert [line.replace("│", " ").split() for line in drawn[3:5]] == [line.split() for line in plain[2:]]
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert comparison_table(rows, terminal=True).splitlines() == plain
 
 
 def test_compare_puts_what_does_not_fit_last():

@@ -154,7 +154,7 @@ def compare_all(arguments: argparse.Namespace) -> int:
         memory_limit=arguments.memory_limit,
         num_chunks=arguments.chunks,
     )
-    print(comparison_table(rows, unit=arguments.unit), end="")
+    print(comparison_table(rows, unit=arguments.unit, terminal=sys.stdout.isatty()), end="")
     shown = {row.schedule for row in rows}
     left_out = [name for name in COMPARED if name not in shown]
     if left_out:

@@ -1,24 +1,14 @@
-"""The world as a table, ranks x modules, for a terminal. No torch; drawn by rich where it is installed."""
+"""The world as a table, ranks x modules. No torch."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
+from pipegrid.topology.tables import table
 
 _MAX_ROWS = 64
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, under a ruled header."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    rule = ["-" * width for width in widths]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, rule, *rows)
-    )
 
 
 def world_rows(
@@ -64,19 +54,4 @@ def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS, c
         color: whether to use a terminal's colours; rich only.
     """
     header, rows = world_rows(grids, max_rows=max_rows)
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        return text_table(header, rows)
-    table = Table()
-    for name in header:
-        table.add_column(name, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    # As wide as the cells: a cut table says nothing.
-    width = sum(max(len(row[column]) for row in (header, *rows)) + 3 for column in range(len(header))) + 1
-    console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="standard" if color else None)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip("\n")
+    return table(header, rows, color=color)

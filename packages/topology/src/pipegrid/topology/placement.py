@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from pipegrid.topology.describe import text_table
 from pipegrid.topology.errors import GridShapeError, PlacementError
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.topology.grid import Grid, Relation, relation
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
+from pipegrid.topology.tables import text_table
 from pipegrid.topology.world import resolve_world_size
 
 

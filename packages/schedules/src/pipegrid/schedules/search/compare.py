@@ -15,6 +15,7 @@ from pipegrid.schedules.simulate import Costs, OtherCutError, require_costs, sim
 from pipegrid.schedules.timeline.timeline import amount, time_text
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
+from pipegrid.topology.tables import table, text_table
 
 
 @frozen
@@ -137,23 +138,23 @@ def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
 HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "until I")
 
 
-def comparison_table(rows: Sequence[Row], *, unit: str = "") -> str:
-    """``rows`` of `compare` as a text table. Peaks are live microbatches; schedules over the memory cap are marked."""
+def comparison_table(rows: Sequence[Row], *, unit: str = "", terminal: bool = False) -> str:
+    """``rows`` of `compare` as a table. Peaks are live microbatches; schedules over the memory cap are marked.
+
+    ``terminal``: drawn by rich where it is installed; else plain text.
+    """
     cells = [
-        HEADINGS,
-        *(
-            (
-                row.name,
-                time_text(row.makespan, unit),
-                f"{100 * row.bubble_of_makespan:.1f}%",
-                f"{100 * row.bubble_of_span:.1f}%",
-                amount(row.peak_until_weight) + ("" if row.fits else " (over)"),
-                amount(row.peak_until_input),
-            )
-            for row in rows
-        ),
+        (
+            row.name,
+            time_text(row.makespan, unit),
+            f"{100 * row.bubble_of_makespan:.1f}%",
+            f"{100 * row.bubble_of_span:.1f}%",
+            amount(row.peak_until_weight) + ("" if row.fits else " (over)"),
+            amount(row.peak_until_input),
+        )
+        for row in rows
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
-    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines) + "\n"
+    right = range(1, len(HEADINGS))
+    if terminal:
+        return table(HEADINGS, cells, right=right, color=True) + "\n"
+    return text_table(HEADINGS, cells, right=right) + "\n"

@@ -15,10 +15,12 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.generators import gpipe, multi_module_1f1b, zero_bubble_h1
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
-from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.runtime.edge_queues import SendQueue
 from pipegrid.schedules.verify.verify import verify
-from pipegrid.transport.edge import Direction
+from pipegrid.transport import P2PCommunicator
+from pipegrid.transport.edge import Direction, Edge
 
 WIDTH = 8
 
@@ -421,6 +423,31 @@ def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(
         lambda m, x: FIRST_OPERATORS[name](x, model).square().mean(),
     ]
     step(plan, functions, network, Strict, in_threads)
+
+
+def test_the_verbs_of_a_subclass_and_of_a_wrapper_are_called():
+    """Only a `P2PCommunicator` itself is passed over for its lanes."""
+    edge, sent = Edge(0, 1), []
+
+    class Counting(P2PCommunicator):
+        def isend(self, payload, *, edge, direction):
+            sent.append((payload, edge, direction))
+
+    class Wrapper:
+        def __init__(self, communicator):
+            self._communicator = communicator
+
+        isend = Counting.isend
+
+        def __getattr__(self, name):
+            return getattr(self._communicator, name)
+
+    bare = P2PCommunicator.__new__(P2PCommunicator)
+    for communicator in (Counting.__new__(Counting), Wrapper(bare)):
+        queue = SendQueue(edge, Direction.FORWARD, communicator)
+        queue.put(0, None)
+        queue.send(0, Action(ActionKind.SEND_F, 0, 0, edge=edge))
+    assert sent == [(None, edge, Direction.FORWARD)] * 2
 
 
 LOST = {

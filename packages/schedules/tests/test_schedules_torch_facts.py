@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -87,6 +89,19 @@ def test_the_engine_sums_up_a_gradient_that_is_too_large():
     x = torch.ones(4, requires_grad=True)
     run_backward([x * 2], [torch.ones(3, 4)])
     assert x.grad.tolist() == [6] * 4
+
+
+def test_torch_s_wrapper_of_the_engine_gives_the_same_and_logs_nodes_where_it_is_asked_to(caplog):
+    def gradients():
+        x, weight, output, _ = product()
+        run_backward([output], [torch.ones_like(output)])
+        return x.grad, weight.grad
+
+    plain = gradients()
+    assert not caplog.records
+    caplog.set_level(logging.DEBUG, logger="torch.autograd.graph")
+    assert all(map(torch.equal, plain, gradients()))
+    assert any("TanhBackward" in record.getMessage() for record in caplog.records)
 
 
 def test_an_accumulator_knows_its_tensor():

@@ -87,11 +87,13 @@ class Submitter:
         Raises:
             P2PUsageError: one of them cannot be sent now; none was started.
         """
-        ahead: dict[tuple[Any, bool], int] = {}
+        ahead: dict[Any, int] = {}  # sends of each lane
         for transfer in transfers:
+            if not transfer.sending:
+                continue
             lane: Any = transfer.lane
-            before = ahead.get((lane, transfer.sending), 0)
-            ahead[lane, transfer.sending] = before + 1
+            before = ahead.get(lane, 0)
+            ahead[lane] = before + 1
             try:
                 lane.check(transfer, ahead=before)
             except P2PUsageError as error:
@@ -181,7 +183,8 @@ class Submitter:
             by_connection[connection].append((lane, transfer))
             previous = connection
         for batch in batches:
-            batch.sort(key=_by_lane)
+            if len(batch) > 1:
+                batch.sort(key=_by_lane)
             try:
                 with working_on(batch[0][1].stream):
                     tickets = batch[0][0].mover.start([lane.operation(transfer) for lane, transfer in batch])

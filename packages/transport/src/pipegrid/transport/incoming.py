@@ -78,6 +78,9 @@ class Incoming:
         Raises:
             P2PMismatchError: the announced message differs from what the caller expects.
         """
+        if self.plain is not None and transfer.expected is None and not self.deferred:
+            self._fill(transfer, self.plain[1])
+            return
         signature = None if self.deferred else self.contract.receive()
         if signature is not None:
             self._prepare(transfer, signature)
@@ -137,7 +140,12 @@ class Incoming:
 
     def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
         """Give a receive its buffers, for the stream that was current when it was started."""
-        buffers = self._buffers_of(transfer, signature)
+        self._fill(transfer, self._buffers_of(transfer, signature))
+        message = plain_message(self.contract.standing, self.dtype) if self.plain is None else None
+        if message is not None and self._one_by_one:
+            self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
+
+    def _fill(self, transfer: ReceiveTransfer, buffers: ReceiveBuffers) -> None:
         if self.ahead:  # in whatever form this receive is to be, the backend has its buffer already
             transfer.tensors, transfer.ticket = self.ahead.popleft()
             self._tally.count(transfer.tensors)
@@ -145,9 +153,6 @@ class Incoming:
             with working_on(transfer.stream):
                 transfer.tensors = buffers.take()
         transfer.buffers = buffers
-        message = plain_message(self.contract.standing, self.dtype) if self.plain is None else None
-        if message is not None and self._one_by_one:
-            self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
 
     def _buffers_of(self, transfer: ReceiveTransfer, signature: Signature) -> ReceiveBuffers:
         """The buffers of a message in the form that its receiver expects.

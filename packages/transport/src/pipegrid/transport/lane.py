@@ -155,7 +155,7 @@ class Lane:
             if get_ident() not in submit.pending:
                 with submit.lock:
                     try:
-                        (ticket,) = self._start((Operation(True, tensors, self._index, self._epoch),))
+                        (ticket,) = self._start(((True, tensors, self._index, self._epoch),))
                     except RuntimeError as error:
                         self.completion.not_started(Transfer(self, self.sent), error)
                     # The message is on its way; what follows is no part of its latency.
@@ -241,11 +241,11 @@ class Lane:
         """Post the receive of a plain message."""
         if self._receive_stream is None:
             tensors = buffers.take()
-            (ticket,) = self._start((Operation(False, tensors, self._index, self._epoch),))
+            (ticket,) = self._start(((False, tensors, self._index, self._epoch),))
         else:
             with working_on(self._receive_stream):
                 tensors = buffers.take()
-                (ticket,) = self._start((Operation(False, tensors, self._index, self._epoch),))
+                (ticket,) = self._start(((False, tensors, self._index, self._epoch),))
         return tensors, ticket
 
     def _checked_receive(self, shapes: Any, *, attended: bool) -> ReceiveTransfer:
@@ -328,7 +328,7 @@ class Lane:
         Raises:
             P2PUsageError: see `ShapeContract.check`; nothing was sent.
         """
-        if transfer.sending and transfer.signature is not None and self.completion.error is None:
+        if transfer.signature is not None and self.completion.error is None:
             self.outgoing.contract.check(transfer.signature, self.sent + ahead, ahead=ahead)
 
     def admit(self, transfer: Transfer) -> None:
@@ -372,4 +372,4 @@ class Lane:
         """What the mover is to move for a transfer that is ready, counted."""
         tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self.device)
         self.tally.count(tensors)
-        return Operation(transfer.sending, tensors, self._index, self._epoch)
+        return transfer.sending, tensors, self._index, self._epoch

@@ -155,6 +155,8 @@ class ShapeContract:
             P2PMismatchError: the message differs from its announcement.
             P2PUsageError: see `check`; nothing is used up.
         """
+        if signature is self.standing:
+            return False
         self.check(signature, sequence)
         if self.standing is None and not self._table:
             if self.stands:
@@ -186,6 +188,8 @@ class ShapeContract:
                 was announced without.
         """
         announced = self.standing
+        if announced is signature:
+            return
         if announced is None and len(self._table) > ahead:
             announced = self._table[ahead]
         if announced is None:

@@ -33,7 +33,6 @@ from pipegrid.transport.backends import (
     LocalMover,
     Mover,
     NcclMover,
-    Operation,
     StagedMover,
     lift_timeout,
     nccl_options,
@@ -435,7 +434,7 @@ def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None) -> No
         wire.expect_end_notice()
         _require_same(told, theirs, spec, rank, peer)
         token = torch.zeros(1, dtype=torch.uint8, device=lane.device)
-        (ticket,) = lane.mover.start([Operation(rank == spec.source, [token], index, 0)])
+        (ticket,) = lane.mover.start([(rank == spec.source, [token], index, 0)])
         ticket.hold(timedelta_of(start + seconds - time.monotonic()))
     except P2PMismatchError:
         raise

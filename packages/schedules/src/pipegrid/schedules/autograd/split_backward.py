@@ -104,15 +104,20 @@ def backward_inputs(
         keep_recomputed(nodes[owner.node])
     keep = bool(parts.owners) or parts.reruns
     group = GraphExecGroup()
-    apart = [(roots[index], gradients[index]) for index in parts.apart]
-    if parts.apart_at_i:
-        leaving += apart
-    onto = [index for index in range(len(roots)) if index not in parts.apart]
+    calls: list[Call] = []
+    if parts.apart:
+        apart = [roots[index] for index in parts.apart], [gradients[index] for index in parts.apart]
+        if parts.apart_at_i:
+            leaving += zip(*apart, strict=True)
+        else:
+            calls.append(Call(*apart, ()))
+        onto = [index for index in range(len(roots)) if index not in parts.apart]
+        roots, gradients = [roots[index] for index in onto], [gradients[index] for index in onto]
     with group:
         found = run_backward(
-            [roots[index] for index in onto],
-            [gradients[index] for index in onto],
-            inputs=[*inputs, *arriving, *asked],
+            roots,
+            gradients,
+            inputs=(*inputs, *arriving, *asked),
             keep_graph=keep,
             accumulate=False,
         )
@@ -122,15 +127,15 @@ def backward_inputs(
         for node in parts.spent:
             release_saved(nodes[node])
     arrived = found[len(inputs) : len(inputs) + len(arriving)]
-    calls: list[Call] = []
-    if apart and not parts.apart_at_i:
-        calls.append(Call([edge for edge, _ in apart], [gradient for _, gradient in apart], ()))
     for level in parts.levels:
-        pairs = zip(arriving[level.arrivals], arrived[level.arrivals], strict=True)
-        starts = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
-        if starts:
-            sinks = [GradientEdge(nodes[sink], 0) for sink in level.sinks]
-            calls.append(Call([edge for edge, _ in starts], [gradient for _, gradient in starts], sinks))
+        edges: list[GradientEdge] = []
+        flowing: list[torch.Tensor] = []
+        for edge, gradient in zip(arriving[level.arrivals], arrived[level.arrivals], strict=True):
+            if gradient is not None:
+                edges.append(edge)
+                flowing.append(gradient)
+        if edges:
+            calls.append(Call(edges, flowing, [GradientEdge(nodes[sink], 0) for sink in level.sinks]))
     return found[: len(inputs)], WeightHalf(tuple(calls), group)
 
 

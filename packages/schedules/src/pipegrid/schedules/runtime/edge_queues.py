@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, field
 
 from pipegrid.schedules.autograd import free_storage
 from pipegrid.schedules.runtime.payloads import map_tensors
+from pipegrid.transport.communicator import P2PCommunicator
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
 
@@ -49,6 +51,7 @@ class RecvQueue:
     local: bool = False
     lends: bool = False
     """Receive buffers return to the communicator after the backward of their microbatch."""
+    _irecv: Callable[[], ReceiveHandle] | None = field(default=None, init=False)
     _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
     _arrived: dict[int, Payload] = field(factory=dict, init=False)
@@ -61,7 +64,10 @@ class RecvQueue:
 
     def receive(self, microbatch: int, action: Action) -> None:
         """``RECV_F`` or ``RECV_B``: post the receive."""
-        self._posted[microbatch] = action, self.communicator.irecv(edge=self.edge, direction=self.direction)
+        irecv = self._irecv
+        if irecv is None:
+            irecv = self._irecv = _verb(self.communicator, "irecv", self.edge, self.direction)
+        self._posted[microbatch] = action, irecv()
 
     def expect(self, microbatch: int, action: Action, handle: ReceiveHandle) -> None:
         """Note a receive that was posted elsewhere (a collective)."""
@@ -110,6 +116,7 @@ class SendQueue:
     hooks: Sequence[MessageHook] = ()
     local: RecvQueue | None = None
     in_streams: bool = False
+    _isend: Callable[[Payload], Handle] | None = field(default=None, init=False)
     _kept: dict[int, tuple[Payload, PendingFree | None]] = field(factory=dict, init=False)
     _sent: deque[tuple[Action, Handle, PendingFree | None]] = field(factory=deque, init=False)
 
@@ -129,8 +136,10 @@ class SendQueue:
         """``SEND_F`` or ``SEND_B``: post the send."""
         payload, pending = self._kept.pop(microbatch)
         detached = _detached(payload) if isinstance(payload, torch.Tensor) else map_tensors(payload, _detached)
-        handle = self.communicator.isend(detached, edge=self.edge, direction=self.direction)
-        self._sent.append((action, handle, pending))
+        isend = self._isend
+        if isend is None:
+            isend = self._isend = _verb(self.communicator, "isend", self.edge, self.direction)
+        self._sent.append((action, isend(detached), pending))
 
     def make_room(self) -> None:
         """Wait until one more send may be posted."""
@@ -180,6 +189,13 @@ def exchange(
         sends.sent(action, sending, pending)
     if receiving is not None and receives is not None:
         receives.expect(microbatch, action, receiving)
+
+
+def _verb(communicator: Any, name: Literal["isend", "irecv"], edge: Edge, direction: Direction) -> Any:
+    """A communicator's verb for one edge; of lanes the lane's own, without the search for it in each message."""
+    if type(communicator) is P2PCommunicator:  # not a subclass, whose verbs may do more
+        return getattr(communicator.lane(edge, direction), name)
+    return partial(getattr(communicator, name), edge=edge, direction=direction)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

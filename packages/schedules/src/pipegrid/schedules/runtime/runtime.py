@@ -78,12 +78,16 @@ class _Bound:
 
 @frozen
 class _Step:
-    """A step of the program: one action, or a batch whose messages are issued together."""
+    """A step of the program: one action, or a batch whose messages are issued together.
+
+    Attributes:
+        calls: of an action all, of a batch those before it.
+        batch: of a batch, those inside it.
+    """
 
     actions: tuple[Action, ...]
-    waits: tuple[_Call, ...]
-    runs: tuple[_Call, ...]
-    batched: bool
+    calls: tuple[_Call, ...]
+    batch: tuple[_Call, ...]
 
     @classmethod
     def of(cls, bounds: Sequence[_Bound], hooks: Sequence[Hook]) -> _Step:
@@ -94,7 +98,8 @@ class _Step:
             runs.append(bound.run)
             runs += [partial(hook.after, bound.action) for hook in hooks]
         waits = tuple(wait for bound in bounds for wait in bound.waits)
-        return cls(tuple(bound.action for bound in bounds), waits, tuple(runs), len(bounds) > 1)
+        actions = tuple(bound.action for bound in bounds)
+        return cls(actions, waits, tuple(runs)) if len(bounds) > 1 else cls(actions, (*waits, *runs), ())
 
 
 def _program(
@@ -357,15 +362,12 @@ class PipelineRuntime:
                 self._agreement.begin("a step" if grad else "an evaluation", agree)
                 with torch.set_grad_enabled(grad), self._in_order():
                     for self._cursor, step in enumerate(program):
-                        for wait in step.waits:
-                            wait()
-                        if step.batched:
+                        for call in step.calls:
+                            call()
+                        if step.batch:
                             with self._communicator.batch():
-                                for run in step.runs:
-                                    run()
-                        else:
-                            for run in step.runs:
-                                run()
+                                for call in step.batch:
+                                    call()
                     self._cursor = len(program)
                     for queue in self._sends.values():
                         queue.settle()

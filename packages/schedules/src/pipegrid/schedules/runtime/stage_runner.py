@@ -90,12 +90,13 @@ class StageRunner:
     _outputs: dict[int, weakref.ref[torch.Tensor]] = field(factory=dict, init=False)
     _rooted: bool = field(default=False, init=False)
     _rootless: int = field(default=0, init=False)
-    _differentiated: frozenset[Edge] = field(init=False)
+    _inputs: tuple[tuple[Edge, Callable[[int], Payload], bool], ...] = field(init=False)
     _outgoing: frozenset[Edge] = field(init=False)
     _lending: tuple[RecvQueue, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._differentiated = frozenset(box.edge for box in self.gradients_out)
+        differentiated = {box.edge for box in self.gradients_out}
+        self._inputs = tuple((box.edge, box.take, box.edge in differentiated) for box in self.arriving)
         self._outgoing = frozenset(box.edge for box in self.leaving)
         self._sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
         self._lending = tuple(box for box in self.arriving if box.lends)
@@ -111,10 +112,9 @@ class StageRunner:
     def forward(self, microbatch: int) -> None:
         """``F``."""
         inputs = {}
-        for queue in self.arriving:
-            payload = queue.take(microbatch)
+        for edge, take, differentiated in self._inputs:
             # Where no gradient goes back, none is computed either.
-            inputs[queue.edge] = payload if queue.edge in self._differentiated else map_tensors(payload, _detached)
+            inputs[edge] = take(microbatch) if differentiated else map_tensors(take(microbatch), _detached)
         try:
             if self.training == torch.is_grad_enabled():
                 produced = self.stage.forward(microbatch, inputs)
@@ -145,7 +145,7 @@ class StageRunner:
             check_loss(produced.loss, self.number, microbatch)
         live = InFlight(
             [inputs[box.edge] for box in self.gradients_out],
-            [[_root(tensor) for tensor in flatten(produced.outputs[box.edge])] for box in self.gradients_in],
+            [_roots(produced.outputs[box.edge]) for box in self.gradients_in],
             produced.loss,
         )
         self.live[microbatch] = live
@@ -222,12 +222,11 @@ class StageRunner:
         found, self.halves[microbatch] = backward_inputs(
             roots, gradients, inputs, on_unsplittable=self._require_splittable, whole=self._sharded
         )
-        # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns as a
-        # view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
-        by_input = {
-            id(tensor): torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
-            for tensor, gradient in zip(inputs, found, strict=True)
-        }
+        by_input: dict[int, torch.Tensor] = {}
+        for tensor, gradient in zip(inputs, found, strict=True):
+            # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns
+            # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
+            by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
             box.put(microbatch, map_tensors(payload, lambda tensor: by_input.get(id(tensor))))
 
@@ -279,15 +278,18 @@ def _root(tensor: torch.Tensor | None) -> Root | None:
     return Root(edge, tensor.shape)
 
 
+def _roots(payload: Payload) -> list[Root | None]:
+    if isinstance(payload, torch.Tensor):
+        return [_root(payload)]
+    return [_root(tensor) for tensor in flatten(payload)]
+
+
 def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:
     """The tensors of some payloads that require grad, each once."""
-    found = {
-        id(tensor): tensor
-        for payload in payloads
-        for tensor in flatten(payload)
-        if tensor is not None and tensor.requires_grad
-    }
-    return list(found.values())
+    if len(payloads) == 1 and isinstance(payloads[0], torch.Tensor):
+        return [payloads[0]] if payloads[0].requires_grad else []
+    tensors = [tensor for payload in payloads for tensor in flatten(payload)]
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}.values())
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

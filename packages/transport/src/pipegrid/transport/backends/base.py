@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+Operation: TypeAlias = tuple[bool, Sequence[Tensor], int, int]
+"""One message: ``(sending, tensors, lane, epoch)``. A plain tuple, as one is made per message.
 
-class Operation(NamedTuple):
-    """The tensors of one message, to send or to receive into.
-
-    Attributes:
-        sending: or receiving.
-        tensors: contiguous, on the lane's device.
-        lane: the lane's index among those of its communicator.
-        epoch: how often the lane's shapes were renewed; messages of different epochs never meet.
-    """
-
-    sending: bool
-    tensors: Sequence[Tensor]
-    lane: int
-    epoch: int
+``tensors`` are contiguous and on the lane's device; ``lane`` is the lane's index among those of its communicator;
+``epoch`` counts how often the lane's shapes were renewed: messages of different epochs never meet.
+"""
 
 
 class Ticket(Protocol):

@@ -60,20 +60,20 @@ class StagedMover:
 
     def start(self, operations: Sequence[Operation]) -> Sequence[StagedTicket]:
         """See `Mover.start`."""
-        staged = []
-        for operation in operations:
-            staging = [pinned_like(tensor) for tensor in operation.tensors]
-            if operation.sending:
-                for host, tensor in zip(staging, operation.tensors, strict=True):
+        staged: list[Operation] = []
+        receives: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        for sending, tensors, lane, epoch in operations:
+            staging = [pinned_like(tensor) for tensor in tensors]
+            if sending:
+                for host, tensor in zip(staging, tensors, strict=True):
                     host.copy_(tensor, non_blocking=True)
-            staged.append(operation._replace(tensors=staging))
+            staged.append((sending, staging, lane, epoch))
+            receives.append(((), ()) if sending else (tensors, staging))
         for event in mark(self._device):
             event.synchronize()
         return [
-            StagedTicket(
-                ticket, () if there.sending else there.tensors, () if there.sending else here.tensors, self._device
-            )
-            for ticket, there, here in zip(self._inner.start(staged), operations, staged, strict=True)
+            StagedTicket(ticket, *copied, self._device)
+            for ticket, copied in zip(self._inner.start(staged), receives, strict=True)
         ]
 
     def abort(self) -> None:

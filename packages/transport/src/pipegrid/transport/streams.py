@@ -6,13 +6,14 @@ Tests replace `cuda` and `types` to run the same code over virtual streams on a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 cuda: Any = torch.cuda
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 types = frozenset({"cuda"})
 """The types of device that have streams."""
 
@@ -34,12 +35,13 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return stream
 
 
+def working_on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    """Make ``stream`` the current stream of this thread inside the block; None changes nothing."""
+    return _AS_IT_IS if stream is None else _under(stream)
+
+
 @contextmanager
-def working_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Make ``stream`` the current stream of this thread; None changes nothing."""
-    if stream is None:
-        yield
-        return
+def _under(stream: torch.cuda.Stream) -> Iterator[None]:
     with cuda.device(stream.device), cuda.stream(stream):
         yield
 

@@ -132,7 +132,7 @@ def test_communicators_start_in_the_order_of_the_plan(communicators, order, call
 
     lanes = {name: lane(name) for name in "ab"}
     transfers = [
-        SimpleNamespace(name=f"{name}{at}", lane=lanes[name], state=State.ACTIVE, ticket=None)
+        SimpleNamespace(name=f"{name}{at}", lane=lanes[name], state=State.ACTIVE, ticket=None, stream=None)
         for at, name in enumerate(order)
     ]
     Submitter(config(communicators=communicators)).start(transfers)

@@ -60,7 +60,7 @@ def streamed(monkeypatch):
         streams = polled = True
 
         def start(self, operations):
-            batches.append(sum(len(operation.tensors) for operation in operations))
+            batches.append(sum(len(tensors) for _, tensors, *_ in operations))
             return [Polled(super().start(operations))] * len(operations)
 
     monkeypatch.setattr(opening, "GlooMover", StreamMover)

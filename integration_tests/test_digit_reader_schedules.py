@@ -116,8 +116,18 @@ PLACES = {
 }
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(pytest.param(place, marks=pytest.mark.ranks(4)) for place in PLACES),
+        # Modules that share ranks reduce early, over groups that span positions, in the midst of others' messages.
+        pytest.param(
+            "colocated, images+signal",
+            marks=pytest.mark.ranks(4, backend="fake_nccl", fake_nccl="serial"),
+            id="colocated on one serial stream",
+        ),
+    ],
+)
 def test_every_placement_has_the_gradients_of_one_process(ranks, place):
     found, job = difference(options_of(*PLACES[place]), ranks.device, strict=True)
     assert found < 1e-12

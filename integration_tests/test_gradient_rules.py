@@ -328,7 +328,10 @@ def test_the_other_data_lane_of_a_failed_one_does_not_wait_in_the_reduction(rank
         assert "boom" in str(failed.value)
         monitor.close()
     elif here["dp"] == 0:
-        assert "a reduction of gradients did not end within the deadline of 3 s" in str(failed.value)
+        # Where one stream plays all kernels, the reduction that does not end holds up the message behind it as well.
+        serial = ranks.fake_device is not None and ranks.fake_device.serial
+        late = "a reduction of gradients did not end within the deadline of 3 s", "waited 3 s for"
+        assert any(text in str(failed.value) for text in late[: 1 + serial])
     communicator.abort("the test is over")
 
 

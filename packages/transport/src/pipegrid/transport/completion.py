@@ -209,9 +209,12 @@ class Completion:
         transfer.waited = True
         try:
             transfer.ticket.order()
-            transfer.ticket.done()  # raises, if it has failed by now
+            done = transfer.ticket.done()  # raises, if it has failed by now
         except RuntimeError as error:
             self.explain(error, transfer)
+        else:
+            if not done and self.error is not None:  # the lane ends now, and with it this transfer
+                self._ended(transfer, _FAILED, self.error)
         self._raise_failure(transfer)
         used_here(transfer.tensors, transfer.stream)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attrs import define, field
@@ -60,6 +60,7 @@ class Connection:
     group: ProcessGroup | None = None
     receive_stream: torch.cuda.Stream | None = None
     lanes: list[Any] = field(factory=list)
+    aborting: BackgroundThread | None = None
 
 
 class End(NamedTuple):
@@ -81,9 +82,10 @@ def abort_together(lanes: Sequence[LaneEnd], reason: str) -> None:
 def end_together(ends: Sequence[End], *, kind: str) -> None:
     """End lanes; ``kind`` goes to their other sides.
 
-    All other sides get the error, then all connections are cut, then all groups aborted at the same time: on a device,
-    an abort may wait for kernels of groups that are not aborted yet. Each part is bounded. The other lanes of a
-    communicator end with the first cause on it.
+    All other sides get the error, then all connections are cut, then all groups aborted at the same time. On a device
+    an abort waits for kernels of groups that are not aborted yet, of other lanes or of the caller: nothing here waits
+    for aborts, so that every waiter has its error at once; see `await_aborts`. Each part is bounded. The other lanes of
+    a communicator end with the first cause on it.
     """
     over: list[tuple[LaneEnd, P2PError]] = []
     connections: dict[int, tuple[Connection, str]] = {}
@@ -102,7 +104,8 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
     for connection, _ in connections.values():
         if connection.wire is not None:
             connection.wire.cut()
-    _abort([connection.mover for connection in busy])
+    for connection in busy:
+        _abort(connection)
     for lane, error in over:
         lane.finish(error)
 
@@ -115,15 +118,18 @@ def _finish(work: Any, limit: float) -> None:
             return
 
 
-def _abort(movers: Sequence[Mover]) -> None:
-    threads = [
-        BackgroundThread(target=mover.abort, name="pipegrid-abort", daemon=True) for mover in movers if mover.streams
-    ]
-    for thread in threads:
-        thread.start()
-    for mover in movers:
-        if not mover.streams:
-            mover.abort()
+def _abort(connection: Connection) -> None:
+    mover = connection.mover
+    if not mover.streams:
+        mover.abort()
+        return
+    connection.aborting = BackgroundThread(target=mover.abort, name="pipegrid-abort", daemon=True)
+    connection.aborting.start()
+
+
+def await_aborts(connections: Iterable[Connection]) -> None:
+    """Return when the aborts under way have ended, which on a device wait for its kernels, or after 5 s."""
     limit = time.monotonic() + _ABORT_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, limit - time.monotonic()))
+    for connection in connections:
+        if connection.aborting is not None:
+            connection.aborting.join(max(0.0, limit - time.monotonic()))

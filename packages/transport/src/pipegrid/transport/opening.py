@@ -41,7 +41,7 @@ from pipegrid.transport.backends import (
 from pipegrid.transport.batch import Submitter
 from pipegrid.transport.completion import Completion
 from pipegrid.transport.config import P2PConfig, as_config
-from pipegrid.transport.connection import Connection, End, abort_together, end_together
+from pipegrid.transport.connection import Connection, End, abort_together, await_aborts, end_together
 from pipegrid.transport.errors import (
     LaneSpecError,
     P2PConfigError,
@@ -198,6 +198,7 @@ def _close(
         lane.join()
     for watcher in watchers:
         watcher.join()
+    await_aborts({id(lane.connection): lane.connection for lane in ends}.values())
     destroy_groups(groups)
 
 

@@ -116,6 +116,8 @@ class LandingQueue:
                 for later in self.waiting:
                     if not later.post():
                         break
+                if not self.by_itself and self.stream is None:
+                    return  # kernels are launched by the plan, not by what happens to have arrived
 
     def finish(self, completing: Sequence[Completing], seconds: float | None) -> None:
         """Wait for completions and write what they brought.
@@ -345,7 +347,7 @@ class BridgeReceive:
         """Whether all messages are there, and landing them does not block (where it is not ``asked`` for)."""
         if not self.post() or (not asked and self._blocks is not None and self._blocks()):
             return False
-        if asked and has_streams(self._queue.device):  # streams order themselves, once the backend has the receives
+        if asked and not self._queue.by_itself:  # streams order themselves, once the backend has the receives
             handles: Iterable[Any] = (self._handles or {}).values()  # lanes' own
             return all(handle.ticket is not None for handle in handles)
         if self._queue.by_itself and not asked:

@@ -139,6 +139,11 @@ class _Bucket:
     wait: Callable[[Waiting], None] | None = None
 
     @property
+    def first(self) -> dist.ProcessGroup | None:
+        """The group of the first all-reduce."""
+        return self.lanes if self.tensor is None else self.tensor
+
+    @property
     def perhaps_partial(self) -> bool:
         """Whether gradients may be partial sums over a mesh; the same on every lane, even without a gradient."""
         return may_be_partial(self.parameters[0])
@@ -168,7 +173,7 @@ class _Bucket:
         self.gradients = [
             None if gradient is None else local_of(gradient) for gradient in map(accumulated, self.parameters)
         ]
-        first = self.tensor if self.tensor is not None else self.lanes
+        first = self.first
         if first is None:
             return
         like = torch.empty(0, dtype=accumulation_dtype(self.parameters[0]), device=self.parameters[0].device)
@@ -240,14 +245,13 @@ class _Bucket:
 
 @define(eq=False)
 class GradientReduction:
-    """The reduction of one step's gradients on this rank: buckets in the order in which all ranks start them."""
+    """The reduction of one step's gradients on this rank: buckets in the order in which ranks of a group start them."""
 
     modules: Modules
     buckets: tuple[_Bucket, ...]
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
     _ready: set[int] = field(factory=set)
-    _started: int = 0
 
     @classmethod
     def of(
@@ -306,15 +310,23 @@ class GradientReduction:
         return any(bucket.lanes is not None or bucket.tensor is not None for bucket in self.buckets)
 
     def ready(self, parameters: Collection[torch.nn.Parameter]) -> None:
-        """The gradients of ``parameters`` are whole; start the buckets, in order, of which that holds for all."""
+        """The gradients of ``parameters`` are whole; start the buckets of which that holds for all.
+
+        Buckets of one group start in one order on all of its ranks. Those of other groups do not wait for each other:
+        each starts inside the last backward of its own stage, which all ranks of its group come to together in a
+        verified plan. So where a GPU plays kernels one by one, no all-reduce holds up a message that another rank needs
+        to come to it.
+        """
         self._ready.update(map(id, parameters))
-        while self._started < len(self.buckets):
-            bucket = self.buckets[self._started]
+        behind: set[int] = set()  # groups with a bucket that is not whole
+        for bucket in self.buckets:
+            if bucket.started or id(bucket.first) in behind:
+                continue
             early = mark_of(bucket.parameters[0]) is None and bucket.fault() is None
-            if not early or any(id(parameter) not in self._ready for parameter in bucket.parameters):
-                return
-            bucket.start()
-            self._started += 1
+            if early and all(id(parameter) in self._ready for parameter in bucket.parameters):
+                bucket.start()
+            elif bucket.first is not None:
+                behind.add(id(bucket.first))
 
     @torch.no_grad()
     def finish(self, num_tokens: torch.Tensor | float | None, waiting: Waiting) -> None:
@@ -328,7 +340,7 @@ class GradientReduction:
         """
         if num_tokens is not None and not (isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1):
             num_tokens = checked(num_tokens, Amount, "num_tokens", GradientError)
-        remaining = self.buckets[self._started :]
+        remaining = [bucket for bucket in self.buckets if not bucket.started]
         for bucket in remaining:
             _require_finished(bucket)
         tokens = None
@@ -336,7 +348,6 @@ class GradientReduction:
             tokens = global_tokens(num_tokens, device_of(self.modules, self.job_group), self.job_group, waiting)
         for bucket in remaining:
             bucket.start()
-        self._started = len(self.buckets)
         for bucket in self.buckets:
             bucket.proceed(waiting)
         for bucket in self.buckets:

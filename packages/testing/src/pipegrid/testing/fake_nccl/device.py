@@ -13,6 +13,7 @@ An entry is what NCCL launches as one kernel: a batch of transfers, or one colle
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -113,6 +114,8 @@ class Entry:
     started: bool = False
     error: Exception | None = None
     cancelled: threading.Event = field(factory=threading.Event)
+    # Ended or cancelled: a wait holds the host no longer, though the stream may still be at an earlier entry.
+    released: threading.Event = field(factory=threading.Event)
     ended: threading.Event = field(factory=threading.Event)
     _callbacks: list[Callable[[], None]] = field(factory=list)
     _lock: threading.Lock = field(factory=threading.Lock)
@@ -129,11 +132,13 @@ class Entry:
             if not self.ended.is_set() and self.error is None:
                 self.error = error
         self.cancelled.set()
+        self.released.set()
 
     def end(self) -> None:
         """Mark the end, and call the callbacks."""
         with self._lock:
             self.ended.set()
+            self.released.set()
         for callback in self._callbacks:
             callback()
 
@@ -160,8 +165,8 @@ class FakeDevice:
 
     Args:
         serial: one stream for all groups, instead of one for each.
-        waits_hold: a work's ``wait()`` holds the host until its entry has ended, so that CPU code that follows comes
-            after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
+        waits_hold: a work's ``wait()`` holds the host until its entry has ended or was aborted, so that CPU code that
+            follows comes after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
 
     Attributes:
         history: every launch and every mark on this rank, in order.
@@ -176,6 +181,7 @@ class FakeDevice:
         self.waits_hold = waits_hold
         self.reports_peer_errors = False
         self.history: list[Launch | Mark] = []
+        self._numbers = itertools.count()
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
@@ -224,7 +230,7 @@ class FakeDevice:
     ) -> Entry:
         """Append an entry to the group's stream, after the work of the current virtual stream."""
         with self._lock:
-            launch = Launch(len(self.launches), group, kind, operations, threading.get_ident())
+            launch = Launch(next(self._numbers), group, kind, operations, threading.get_ident())
             stream, here = self._group_streams[group], self.streams.current_stream()
             self.streams.order(stream, self.streams.record(here))
             clock = self.streams.work(stream, f"entry {launch.number} ({kind})", reads=reads, writes=writes)
@@ -269,6 +275,14 @@ class FakeDevice:
             finally:
                 run.player.stop()
                 streams.late, self.waits_hold = None, waits_hold
+
+    def forget(self) -> None:
+        """Drop the record of what was launched and reached so far: for a long test that looks at its memory."""
+        with self._lock:
+            self.streams.forget()
+            self.history.clear()
+            self.timeline.clear()
+            self._marked.clear()
 
     def unfinished(self, group: str | None = None) -> list[Entry]:
         """Launched entries that have not ended, of one group or all, in launch order."""

@@ -88,7 +88,7 @@ class FakeWork(WorkBase):  # type: ignore[misc]
             streams.host_waits("Work.wait(timeout)", self.entry.clock)
         elif self._holds:
             with streams.host_waiting():
-                self.entry.ended.wait()
+                self.entry.released.wait()
         return True
 
     synchronize = wait

@@ -465,6 +465,13 @@ class Streams:
                 if self.late is not None and memory.block is not None:
                     self._free(self.late, memory, memory.block)
 
+    def forget(self) -> None:
+        """Drop the record of host synchronisations, and of memory that was freed, unchecked."""
+        with self.lock:
+            self.host_syncs.clear()
+            for key in [key for key, memory in self._memories.items() if memory.reference.expired()]:
+                del self._memories[key]
+
     def _free(self, late: LateRun, memory: _Memory, block: Tensor) -> None:
         """Overwrite freed memory of a late device, which another tensor might have by then."""
         recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]

@@ -13,12 +13,11 @@ from digit_reader.check import first_step_difference, largest_difference
 from digit_reader.command_line import parse_options
 from digit_reader.job import build_job
 from digit_reader.modules import DEFAULTS, LANGUAGE
+from digit_reader.options import num_stages
 from digit_reader.samples import Samples
-from digit_reader.schedule import NAMES, fits, fitting_names, num_stages, places_of_stages, plan_of
-from digit_reader.stepping import has_step_function
 from digit_reader.strips import Split, load_scans
 from pipegrid.bridges import ModuleGraph
-from pipegrid.schedules import Costs, simulate, step_plan, verify
+from pipegrid.schedules import Costs, fitting_schedules, simulate, stage_places, step_plan, verify
 from pipegrid.transport.edge import Edge
 
 SEPARATE = ModuleGraph({"images": 1, "signal": 2, LANGUAGE: 2}, [("images", LANGUAGE), ("signal", LANGUAGE)])
@@ -30,63 +29,43 @@ SEPARATE = ModuleGraph({"images": 1, "signal": 2, LANGUAGE: 2}, [("images", LANG
 def separate(pp, vpp, name):
     """Both encoders on ranks of their own, the signal's in two stages: graph and placement."""
     graph = ModuleGraph({**dict(SEPARATE.modules), LANGUAGE: num_stages(name, pp, vpp)}, SEPARATE.edges)
-    return graph, (*((stage,) for stage in range(3)), *((3 + place,) for place in places_of_stages(name, pp, vpp)))
+    return graph, (*((stage,) for stage in range(3)), *((3 + place,) for place in stage_places(name, pp, vpp)))
 
 
 def colocated(pp, vpp, name):
     """The image encoder on all ranks of the language model: graph, placement, and what is a collective."""
     graph = ModuleGraph({"images": 1, LANGUAGE: num_stages(name, pp, vpp)}, [("images", LANGUAGE)])
-    placement = (tuple(range(pp)), *((place,) for place in places_of_stages(name, pp, vpp)))
+    placement = (tuple(range(pp)), *((place,) for place in stage_places(name, pp, vpp)))
     return graph, placement, (Edge(0, 1),) if pp > 1 else ()
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
 def test_every_fitting_schedule_has_a_proof_on_every_placement(data, pp, vpp, microbatches):
-    name = data.draw(st.sampled_from(fitting_names(vpp)))
+    name = data.draw(st.sampled_from(fitting_schedules(vpp)))
     graph, placement = separate(pp, vpp, name)
-    plan = plan_of(name, graph, microbatches, placement=placement)
+    plan = step_plan(graph, microbatches, placement=placement, schedule=name)
     verify(plan, lanes="shared")
     graph, placement, collectives = colocated(pp, vpp, name)
-    plan = plan_of(name, graph, microbatches, placement=placement, collectives=collectives)
+    plan = step_plan(graph, microbatches, placement=placement, collectives=collectives, schedule=name)
     verify(plan, lanes="shared")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if fits(name, 1)])
+@pytest.mark.parametrize("name", fitting_schedules(1))
 def test_encoders_do_not_lengthen_a_step_beyond_their_first_and_last_microbatch(name):
     """A forward of 1 and a backward of 2 for each stage of the longest way through the encoders, and no bubble more."""
     graph, placement = separate(2, 1, name)
-    places = places_of_stages(name, 2, 1)
-    alone = plan_of(name, ModuleGraph({LANGUAGE: len(places)}), 8, placement=tuple((place,) for place in places))
-    whole = plan_of(name, graph, 8, placement=placement)
+    places = stage_places(name, 2, 1)
+    placement_alone = tuple((place,) for place in places)
+    alone = step_plan(ModuleGraph({LANGUAGE: len(places)}), 8, placement=placement_alone, schedule=name)
+    whole = step_plan(graph, 8, placement=placement, schedule=name)
     assert simulate(whole, Costs()).makespan <= simulate(alone, Costs()).makespan + 2 * (1 + 2)
 
 
 def test_an_encoder_on_its_own_ranks_holds_one_microbatch_more_than_the_stage_it_feeds():
     graph, placement = separate(2, 1, "zero_bubble_h1")
-    live = verify(plan_of("zero_bubble_h1", graph, 8, placement=placement)).peak_live
+    live = verify(step_plan(graph, 8, placement=placement, schedule="zero_bubble_h1")).peak_live
     assert live[0] == live[2] == live[3] + 1
     assert live[1] == live[2] + 1
-
-
-def test_the_default_is_the_plan_of_the_step_function():
-    graph, placement, collectives = colocated(2, 1, "1f1b")
-    plan = plan_of("1f1b", graph, 4, placement=placement, collectives=collectives)
-    assert plan == step_plan(graph, 4, placement=placement, collectives=collectives)
-
-
-@pytest.mark.parametrize(
-    ("vpp", "names"),
-    [
-        (1, ("1f1b", "gpipe", "zero_bubble_h1", "zero_bubble_h2", "u_shape")),
-        (
-            2,
-            ("1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"),
-        ),
-        (3, ("1f1b", "interleaved_1f1b", "looped_bfs")),
-    ],
-)
-def test_which_schedule_fits_follows_from_the_chunks(vpp, names):
-    assert fitting_names(vpp) == names
 
 
 def test_the_pure_half_counts_the_layers_of_the_signals_encoder_right():
@@ -101,13 +80,13 @@ def options_of(*arguments, dtype="float64"):
 
 
 def difference(options, device, *, strict):
-    """What `--check` measures, and the job it was measured on."""
+    """What `--check` measures."""
     samples = Samples(Split.TRAIN, options.seed, load_scans(Split.TRAIN))
     job = build_job(options, samples, device, strict=strict)
     with contextlib.closing(job.monitor):
         found = first_step_difference(job, samples)
     job.communicator.destroy()
-    return found, job
+    return found
 
 
 PLACES = {
@@ -129,9 +108,8 @@ PLACES = {
     ],
 )
 def test_every_placement_has_the_gradients_of_one_process(ranks, place):
-    found, job = difference(options_of(*PLACES[place]), ranks.device, strict=True)
+    found = difference(options_of(*PLACES[place]), ranks.device, strict=True)
     assert found < 1e-12
-    assert has_step_function(job)
 
 
 SCHEDULES = [
@@ -162,9 +140,8 @@ SCHEDULES = [
 def test_every_schedule_has_the_gradients_of_one_process(ranks, name, vpp, placement):
     language = {"colocated": "dp=2,pp=2"}.get(placement, "pp=2")
     options = options_of("--schedule", name, "--placement", placement, "--language", f"{language},vpp={vpp}")
-    found, job = difference(options, ranks.device, strict=True)
+    found = difference(options, ranks.device, strict=True)
     assert found < 1e-12
-    assert not has_step_function(job)
 
 
 @pytest.mark.ranks(4)
@@ -184,8 +161,8 @@ def test_a_gradient_that_is_off_is_noticed(ranks):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("name", "vpp"), [(name, vpp) for vpp in (1, 2, 3) for name in fitting_names(vpp)])
+@pytest.mark.parametrize(("name", "vpp"), [(name, vpp) for vpp in (1, 2, 3) for name in fitting_schedules(vpp)])
 def test_every_schedule_on_every_placement(ranks, name, vpp, place, strict):
     language = f"dp=2,pp=2,vpp={vpp}" if "colocated" in place else f"pp=2,vpp={vpp}"
     options = options_of(*PLACES[place], "--schedule", name, "--language", language)
-    assert difference(options, ranks.device, strict=strict)[0] < 1e-12
+    assert difference(options, ranks.device, strict=strict) < 1e-12

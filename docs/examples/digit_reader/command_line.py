@@ -12,8 +12,7 @@ from pathlib import Path
 
 from digit_reader.fitting import require_fitting
 from digit_reader.modules import DECODERS, DEFAULTS, DIMS, ENCODERS, IMAGES, LANGUAGE, PLACEMENTS, SIGNAL
-from digit_reader.options import Options, OptionsError
-from digit_reader.schedule import NAMES, num_stages
+from digit_reader.options import SCHEDULE_NAMES, Options, OptionsError, num_stages
 from pipegrid.layout import even
 
 _FIELD = re.compile(r"""\s*([a-z]+)\s*=\s*("[^"]*"|'[^']*'|[^,"']*)\s*(?:,|$)""")
@@ -78,7 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--graph", help="which module feeds which (default: every encoder the language model)")
     add("--placement", default="separate", choices=tuple(PLACEMENTS), help=placements)
-    add("--schedule", default="1f1b", choices=NAMES, help="order of forwards and backwards (default: %(default)s)")
+    add(
+        "--schedule",
+        default="1f1b",
+        choices=SCHEDULE_NAMES,
+        help="order of forwards and backwards (default: %(default)s)",
+    )
     add("--processes", type=int, default=4, help="processes to start; torchrun: its own number (default: %(default)s)")
     add("--microbatches", type=int, default=4, help="microbatches per step (default: %(default)s)")
     add("--batch", type=int, default=64, help="samples per step (default: %(default)s)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from digit_reader.modules import LANGUAGE, PLACEMENTS, SIGNAL, SIGNAL_LAYERS, together
-from digit_reader.options import Options, OptionsError
-from digit_reader.schedule import chunks_of, fits, fitting_names, num_stages
+from digit_reader.options import Options, OptionsError, num_stages
 from pipegrid.bridges.graph import ModuleGraphError
 from pipegrid.layout import LayoutError, PipelineParallelLayerLayout
+from pipegrid.schedules import fitting_schedules
 from pipegrid.topology import PlacementError
 
 
@@ -48,7 +48,7 @@ def _require_layout(options: Options) -> None:
             counts = range(1, stages + 1)
             would = [f"pp={n}" for n in counts if num_stages(name, n, vpp) == stages]
             would += [f"a layout with {options.num_stages()} stages"]
-            would += [f"vpp={n}" for n in counts if num_stages(name, pp, n) == stages and fits(name, n)]
+            would += [f"vpp={n}" for n in counts if num_stages(name, pp, n) == stages and name in fitting_schedules(n)]
             raise OptionsError(
                 f"--language layout {options.layout!r} has {stages} stages; {name} with pp={pp},vpp={vpp} makes "
                 f"{options.num_stages()}: use {', or '.join(would)}"
@@ -60,12 +60,12 @@ def _require_layout(options: Options) -> None:
 
 
 def _require_schedule(options: Options) -> None:
-    if not fits(options.schedule, options.vpp):
-        needed = chunks_of(options.schedule)
-        would = f"vpp={needed}" if needed is not None else "vpp=2 or more"
+    if options.schedule not in fitting_schedules(options.vpp):
+        counts = [str(vpp) for vpp in (1, 2, 3) if options.schedule in fitting_schedules(vpp)]
+        would = f"vpp={counts[0]}" + (" or more" if len(counts) > 1 else "")
         raise OptionsError(
             f"--schedule {options.schedule}: it does not run vpp={options.vpp} stages on a place; use {would}, "
-            f"or one of {', '.join(fitting_names(options.vpp))}"
+            f"or one of {', '.join(fitting_schedules(options.vpp))}"
         )
 
 

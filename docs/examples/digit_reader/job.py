@@ -19,10 +19,9 @@ from digit_reader.modules import IMAGES, LANGUAGE, SIGNAL
 from digit_reader.options import Options
 from digit_reader.parts import joined, part_of
 from digit_reader.samples import Samples
-from digit_reader.schedule import plan_of
 from digit_reader.vocabulary import PAD
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import Monitor, PipelineConfig, Plan, Recorder
+from pipegrid.schedules import Monitor, PipelineConfig, Plan, Recorder, step_plan
 from pipegrid.schedules.monitor import Control, ControlStore
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
 
@@ -178,12 +177,12 @@ def build_job(options: Options, samples: Samples, device: torch.device, *, stric
     communicator = MultiModulePipelineCommunicator(
         dict(grids), flow, config, dim_mapping=AXES, stage_placement=options.stage_placement()
     )
-    plan = plan_of(
-        options.schedule,
+    plan = step_plan(
         communicator.graph,
         options.microbatches,
         placement=communicator.positions.placement,
         collectives=communicator.collective_edges,
+        schedule=options.schedule,
     )
     for grid in grids.values():
         grid.create_pgs(["tp", "dp"])

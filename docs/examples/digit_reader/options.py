@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from attrs import frozen
 
 from digit_reader.modules import LANGUAGE, together
-from digit_reader.schedule import num_stages, places_of_stages
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.schedules import SCHEDULES, stage_places
 from pipegrid.topology import HyperCommGrid, place
+
+SCHEDULE_NAMES: Final = tuple(name for name, known in SCHEDULES.items() if known.trains)
+"""What ``--schedule`` takes."""
+
+
+def num_stages(schedule: str, pp: int, vpp: int) -> int:
+    """Stages of the language model: ``vpp`` on each of ``pp`` places, and one more in a U."""
+    return pp * vpp + (schedule == "u_shape")
 
 
 class OptionsError(ValueError):
@@ -72,4 +81,4 @@ class Options:
 
     def stage_placement(self) -> dict[str, tuple[int, ...]]:
         """Per module the place in its pipeline of each of its stages, where the schedule says that."""
-        return {LANGUAGE: places_of_stages(self.schedule, self.grids[LANGUAGE]["pp"], self.vpp)}
+        return {LANGUAGE: stage_places(self.schedule, self.grids[LANGUAGE]["pp"], self.vpp)}

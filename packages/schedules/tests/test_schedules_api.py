@@ -21,8 +21,10 @@ PLANNING = {
         "lower",
         "multi_module_1f1b",
         "one_f_one_b",
+        "schedule_for",
         "search",
         "simulate",
+        "stage_places",
         "step_plan",
         "timeline",
         "to_json",
@@ -45,6 +47,7 @@ RUNNING = {
 FURTHER = {
     *("CostsError", "Fault", "Group", "PlanSyntaxError", "ProfilerRanges", "Proof"),
     *("Recording", "Simulation", "Stage", "Timeline", "WithLoss", "chain"),
+    *("fitting_schedules", "forward_backward_with_schedule"),
     *("find_schedule", "fresh_gradients", "from_csv", "to_csv", "to_text", "u_shape_counts"),
     *("ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
     *("AnnouncedShapesError", "Aside", "Counter", "DataEndedError", "DeferralError", "DisagreementError", "Flow"),

@@ -18,12 +18,15 @@ from pipegrid.schedules.generators import (
     SCHEDULES,
     dualpipe_v,
     find_schedule as find_schedule,
+    fitting_schedules as fitting_schedules,
     forward_only,
     gpipe,
     interleaved_1f1b,
     looped_bfs,
     multi_module_1f1b,
     one_f_one_b,
+    schedule_for,
+    stage_places,
     u_shape,
     u_shape_counts as u_shape_counts,
     v_half,
@@ -80,6 +83,7 @@ if TYPE_CHECKING:
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
+        forward_backward_with_schedule as forward_backward_with_schedule,
         get_forward_backward_func,
     )
     from pipegrid.schedules.runtime import (
@@ -128,8 +132,10 @@ __all__ = [
     "one_f_one_b",
     "output_linear",
     "reduce_gradients",
+    "schedule_for",
     "search",
     "simulate",
+    "stage_places",
     "step_plan",
     "tie_parameters",
     "timeline",
@@ -166,8 +172,8 @@ _LAZY = {
     "megatron": "AnnouncedShapesError WithLoss backward_step check_first_val_step convert_schedule_table_to_order "
     "custom_backward deallocate_output_tensor forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
-    "forward_step forward_step_calc_loss get_forward_backward_func get_pp_rank_microbatches "
-    "get_schedule_table get_tensor_shapes set_current_microbatch",
+    "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
+    "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
     "monitor": "DisagreementError MonitorError",
     "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Stage position_of",
     "autograd": "SplitBackwardError",

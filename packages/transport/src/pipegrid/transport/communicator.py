@@ -116,6 +116,11 @@ class P2PCommunicator:
         return self._ranks.index(self.rank)
 
     @property
+    def placement(self) -> tuple[int, ...] | None:
+        """Rank in the group of each stage; None where stages are cyclic."""
+        return self._placement
+
+    @property
     def is_pp_first_stage(self) -> bool:
         """Whether this rank holds the first stage of the pipeline."""
         return self.current_stage == (0 if self._placement is None else self._placement[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pipegrid.schedules.generators.around import fitting_schedules, schedule_for, stage_places
 from pipegrid.schedules.generators.controllable_memory import v_half, v_min
 from pipegrid.schedules.generators.looped import forward_only, interleaved_1f1b, looped_bfs
 from pipegrid.schedules.generators.multi_module import multi_module_1f1b, multi_module_1f1b_order
@@ -22,6 +23,7 @@ __all__ = [
     "UShapeCounts",
     "dualpipe_v",
     "find_schedule",
+    "fitting_schedules",
     "forward_only",
     "gpipe",
     "interleaved_1f1b",
@@ -30,6 +32,8 @@ __all__ = [
     "multi_module_1f1b",
     "multi_module_1f1b_order",
     "one_f_one_b",
+    "schedule_for",
+    "stage_places",
     "u_shape",
     "u_shape_counts",
     "v_half",

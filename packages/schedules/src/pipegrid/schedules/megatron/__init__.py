@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
+        forward_backward_with_schedule,
         get_forward_backward_func,
     )
 
@@ -44,6 +45,7 @@ __all__ = [
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
+    "forward_backward_with_schedule",
     "forward_step",
     "forward_step_calc_loss",
     "get_forward_backward_func",
@@ -61,7 +63,7 @@ _LAZY = {
     "forward": "WithLoss forward_step forward_step_calc_loss set_current_microbatch",
     "shapes": "AnnouncedShapesError",
     "step_functions": "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
-    "forward_backward_pipelining_without_interleaving get_forward_backward_func",
+    "forward_backward_pipelining_without_interleaving forward_backward_with_schedule get_forward_backward_func",
 }
 
 __getattr__, __dir__ = lazy_names(

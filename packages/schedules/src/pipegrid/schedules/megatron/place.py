@@ -10,7 +10,7 @@ from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, StepArgumentError
-from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b
+from pipegrid.schedules.generators import find_schedule, interleaved_1f1b, looped_placement, schedule_for
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_communicator
 from pipegrid.schedules.plan import Plan, as_placement, require_graph
@@ -52,17 +52,36 @@ class Place:
     def by_stage(self, value: Any, name: str) -> dict[int, Any]:
         """``value`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
 
+        Of a module with several stages on this rank, an entry (or the object, of a single module) is a list with one
+        item for each, or None.
+
         Raises:
-            StepArgumentError: the keys of the mapping are not the modules on this rank.
+            StepArgumentError: the keys of the mapping are not the modules on this rank, or a list does not have an item
+                for each stage of a module.
         """
-        if not isinstance(value, Mapping):
-            return dict.fromkeys(self.stages, value)
-        if set(value) != set(self.modules):
+        held: dict[str, list[int]] = {}
+        for stage in self.stages:
+            held.setdefault(self.module_of(stage), []).append(stage)
+        by_module = value if isinstance(value, Mapping) else dict.fromkeys(held, value)
+        if set(by_module) != set(held):
             raise StepArgumentError(
-                f"{name} has entries for {sorted(value)}, but this rank runs the modules {sorted(self.modules)}; give "
-                "one entry for each of them"
+                f"{name} has entries for {sorted(by_module)}, but this rank runs the modules {sorted(held)}; give one "
+                "entry for each of them"
             )
-        return {stage: value[self.module_of(stage)] for stage in self.stages}
+        found: dict[int, Any] = {}
+        for module, stages in held.items():
+            item = by_module[module]
+            if isinstance(item, (list, tuple)) and len(item) == len(stages):
+                found |= dict(zip(stages, item, strict=True))
+            elif item is None or (len(stages) == 1 and not isinstance(item, (list, tuple))):
+                found |= dict.fromkeys(stages, item)
+            else:
+                given = f"a list of {len(item)}" if isinstance(item, (list, tuple)) else type(item).__name__
+                raise StepArgumentError(
+                    f"this rank runs {len(stages)} stages of module {module!r}, and {name} is {given}; give a list "
+                    "with one for each, in the order of stages"
+                )
+        return {stage: found[stage] for stage in self.stages}
 
 
 @lru_cache(maxsize=64)
@@ -71,8 +90,10 @@ def one_module(depth: int) -> ModuleGraph:
     return ModuleGraph({"model": depth})
 
 
-def place_of(communicator: Any) -> Place:
-    """The place of this rank by its communicator.
+def place_of(communicator: Any, *, several: bool = False, num_chunks: int = 1) -> Place:
+    """The place of this rank by its communicator; with ``several``, a rank may have several stages of a module.
+
+    The stages of a pipeline of one module are those of its communicator's placement, or ``num_chunks`` on each rank.
 
     Raises:
         StepArgumentError: the communicator has no stages; or this rank holds no stage, several of one module, or one
@@ -81,7 +102,12 @@ def place_of(communicator: Any) -> Place:
     require_communicator(communicator)
     graph = getattr(communicator, "graph", None)
     if graph is None:
-        return Place(one_module(communicator.total_stages), (communicator.current_stage,))
+        ranks, here = communicator.total_stages, communicator.current_stage
+        if not several:
+            return Place(one_module(ranks), (here,))
+        places = getattr(communicator, "placement", None) or looped_placement(ranks, ranks * num_chunks)
+        stages = tuple(stage for stage, place in enumerate(places) if place == here)
+        return Place(one_module(len(places)), stages, placement=tuple((place,) for place in places))
     positions = getattr(communicator, "positions", None)
     place = Place(
         graph,
@@ -96,11 +122,11 @@ def place_of(communicator: Any) -> Place:
         raise StepArgumentError(
             f"this rank has stages {list(place.stages)}, but the communicator's graph has 0..{graph.num_stages - 1}"
         )
-    if len(place.modules) != len(place.stages):
+    if not several and len(place.modules) != len(place.stages):
         names = [graph.module_of(stage) for stage in place.stages]
         raise StepArgumentError(
             f"this rank holds the stages {names}, several of one module; this step function runs one stage of each. "
-            "Run virtual stages with PipelineRuntime and a plan that has them"
+            "Name a schedule that has several: get_forward_backward_func(schedule=...)"
         )
     return place
 
@@ -113,14 +139,16 @@ def step_plan(
     placement: tuple[tuple[int, ...], ...] | None = None,
     collectives: tuple[Edge, ...] = (),
     frozen: tuple[str, ...] = (),
+    schedule: str = "1f1b",
 ) -> Plan:
-    """The verified 1F1B plan of the step function, cached: for drawing, simulation, or a recording.
+    """The verified plan of a step function, cached: for drawing, simulation, or a recording.
 
+    ``schedule`` is the name of one that trains (`schedule_for`).
     ``tied`` is the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
     ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`.
 
     Raises:
-        PlanError: as `multi_module_1f1b` and `lower`.
+        PlanError: as `schedule_for` and `lower`.
     """
     require_graph(graph)
     num_microbatches = checked(num_microbatches, Count, "num_microbatches", PlanError)
@@ -131,6 +159,7 @@ def step_plan(
         None if placement is None else as_placement(placement),
         tuple(collectives),
         checked(frozen, tuple[Name, ...], "frozen", PlanError),
+        find_schedule(schedule).name,
     )
 
 
@@ -142,9 +171,10 @@ def _step_plan(
     placement: tuple[tuple[int, ...], ...] | None,
     collectives: tuple[Edge, ...],
     frozen: tuple[str, ...],
+    schedule: str,
 ) -> Plan:
     plan = lower(
-        multi_module_1f1b(graph, num_microbatches, placement=placement, forward_only=frozen),
+        schedule_for(graph, schedule, num_microbatches, placement=placement, forward_only=frozen),
         collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives},
         tied=dict(tied),
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.generators import find_schedule
 from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
@@ -21,16 +23,24 @@ ForwardStepFunc = Callable[..., Any]
 
 @checked_arguments(StepArgumentError)
 def get_forward_backward_func(
-    pp_size: Count | None = None, vp_size: Count | None = None, pg_collection: Any = None
+    pp_size: Count | None = None,
+    vp_size: Count | None = None,
+    pg_collection: Any = None,
+    *,
+    schedule: str | None = None,
 ) -> Callable[..., list[Any]]:
-    """The step function for a pipeline of ``pp_size`` stages with ``vp_size`` chunks on each.
+    """The step function for a pipeline of ``pp_size`` stages with ``vp_size`` chunks on each, or of a named schedule.
 
-    Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``.
+    Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``. A ``schedule``, such as
+    ``"zero_bubble_v"``, needs no sizes: see `forward_backward_with_schedule`.
 
     Raises:
         StepArgumentError: no pipeline size (there is no global parallel state), a size that is no integer of at least
             1, or chunks without a pipeline.
+        PlanError: no schedule has that name.
     """
+    if schedule is not None:
+        return partial(forward_backward_with_schedule, schedule=find_schedule(schedule).name)
     if pp_size is None and pg_collection is not None:
         if not hasattr(pg_collection, "pp"):
             raise StepArgumentError(
@@ -190,6 +200,80 @@ def forward_backward_pipelining_without_interleaving(
     )
 
 
+def forward_backward_with_schedule(
+    *,
+    schedule: str,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int = 1,
+    micro_batch_size: int = 1,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+) -> list[Any]:
+    """One step of a named schedule, for one module or a graph of modules (`schedule_for`).
+
+    Arguments and result as for `forward_backward_pipelining_without_interleaving`, except:
+
+    - ``model`` and ``data_iterator``, of a module with several stages on this rank, are lists with one item for each
+      stage in their order; with several modules, such lists by module. Each stage reads all microbatches, in order.
+    - ``p2p_communicator`` has the placement of the schedule:
+      ``MultiModulePipelineCommunicator(..., stage_placement={"language": stage_places(schedule, pp, vpp)})`` or
+      ``P2PCommunicator(..., placement=stage_places(schedule, pp, vpp))``.
+
+    Raises:
+        StepArgumentError: no communicator, or lists without an item for each stage.
+        PlanError: a graph or a placement that the schedule does not fit.
+    """
+    if p2p_communicator is None:
+        raise StepArgumentError(
+            "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
+            "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
+        )
+    chunks = len(model) if isinstance(model, (list, tuple)) else 1
+    place = place_of(p2p_communicator, several=True, num_chunks=chunks)
+    if len(place.stages) == 1:
+        model, data_iterator = single(model, "model"), single(data_iterator, "data_iterator")
+    models = place.by_stage(model, "model")
+    require_one_config(models)
+    return run_step(
+        plan=lambda ties: step_plan(
+            place.graph,
+            num_microbatches,
+            ties,
+            placement=place.placement,
+            collectives=place.collectives,
+            frozen=place.frozen,
+            schedule=schedule,
+        ),
+        communicator=p2p_communicator,
+        forward_step_func=forward_step_func,
+        data_iterators=place.by_stage(data_iterator, "data_iterator"),
+        models=models,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        pg_collection=pg_collection,
+        frozen=place.frozen,
+        shapes=None
+        if len(place.graph.modules) > 1
+        else message_shapes(
+            None,
+            models,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            collection=None if pg_collection is None else collection_of(pg_collection, place.modules[0]),
+        ),
+    )
+
+
 def forward_backward_pipelining_with_interleaving(
     *,
     forward_step_func: Callable[..., Any],
@@ -231,8 +315,8 @@ def forward_backward_pipelining_with_interleaving(
     require_communicator(p2p_communicator)
     if getattr(p2p_communicator, "graph", None) is not None:
         raise StepArgumentError(
-            "p2p_communicator serves a graph of modules, and the interleaved schedule has a single module: run "
-            "another plan over the graph with PipelineRuntime"
+            "p2p_communicator serves a graph of modules, and the interleaved step has a single module: use "
+            "get_forward_backward_func(schedule='interleaved_1f1b'), which runs it over the graph"
         )
     chunks = _chunks(model, data_iterator, p2p_communicator)
     ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage

@@ -24,7 +24,7 @@ from typing import Annotated, TypeAlias
 from attrs import frozen
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.topology.fields import Rule, shown
+from pipegrid.topology.fields import Index, Rule, checked, instance, shown
 from pipegrid.transport.edge import Direction, Edge
 
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.:\-]+")
@@ -180,52 +180,48 @@ def for_microbatches(action: Action, count: int) -> list[Action]:
     return made
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+_FIELDS = {
+    "stage": Index,
+    "microbatch": Index | None,
+    "edge": Annotated[Edge, instance(Edge, "an Edge(source, destination)")] | None,
+    "group": GroupName | None,
+}
+
+
+def _takes(kind: ActionKind, *, along_edge: bool) -> tuple[set[str], set[str]]:
+    """The fields that an action of this kind has to name, and those that it may name as well."""
+    if kind in COMPUTES:
+        return {"microbatch"}, set()
+    if kind in MESSAGES:
+        return {"microbatch", "edge"}, set()
+    if kind is ActionKind.REDUCE:  # over all microbatches
+        return set(), {"group"}
+    return {"group", "microbatch"} if along_edge else {"group"}, {"microbatch", "edge"}
 
 
 def _check_fields(action: Action) -> None:
-    kind, stage, microbatch, edge, group = (
-        action.kind,
-        action.stage,
-        action.microbatch,
-        action.edge,
-        action.group,
-    )
+    kind, edge = action.kind, action.edge
     if not isinstance(kind, ActionKind):
         raise PlanError(f"{shown(kind)} is not a kind of action; the kinds are {', '.join(ActionKind)}")
-    if not _is_number(stage):
-        raise PlanError(f"stage {stage!r} of a {kind} is not a stage number; stages count from 0")
-    if microbatch is not None and not _is_number(microbatch):
-        raise PlanError(f"microbatch {microbatch!r} of a {kind} is not a microbatch number; they count from 0")
-    if edge is not None and not isinstance(edge, Edge):
-        raise PlanError(f"edge {edge!r} of a {kind} is not an edge; give Edge(source, destination)")
-    if group is not None and not (isinstance(group, str) and _GROUP_NAME.fullmatch(group)):
-        raise PlanError(f"group {group!r} of a {kind} is not a group name; use letters, digits and any of _ . : -")
-    wants_microbatch = kind in COMPUTES or kind in MESSAGES
-    if wants_microbatch and microbatch is None:
-        raise PlanError(f"a {kind} of stage {stage} has no microbatch; only REDUCE and COLLECTIVE may omit it")
-    if kind is ActionKind.REDUCE and microbatch is not None:
-        raise PlanError(f"a REDUCE of stage {stage} names microbatch {microbatch}; it sums over all of them")
-    if (kind in MESSAGES) and edge is None:
-        raise PlanError(f"a {kind} of stage {stage} has no edge; give the Edge(source, destination) it uses")
-    if (kind in COMPUTES or kind is ActionKind.REDUCE) and edge is not None:
-        raise PlanError(f"a {kind} of stage {stage} names edge {edge}; only communications have an edge")
-    if kind is ActionKind.COLLECTIVE and group is None:
-        raise PlanError(f"a COLLECTIVE of stage {stage} has no group; name the group that takes part")
-    if (kind in COMPUTES or kind in MESSAGES) and group is not None:
-        raise PlanError(f"a {kind} of stage {stage} names group {group!r}; only REDUCE and COLLECTIVE have one")
-    if kind is ActionKind.COLLECTIVE and edge is not None and microbatch is None:
-        raise PlanError(f"a COLLECTIVE along edge {edge} has no microbatch; say whose result it moves")
-    if edge is not None:
-        if edge.source >= edge.destination:
-            raise PlanError(f"edge {edge} of a {kind} does not ascend; stages are numbered the way activations flow")
-        ends = {edge.source, edge.destination}
-        if kind in MESSAGES:
-            ends = {edge.source if kind.is_at_source else edge.destination}
-        if stage not in ends:
-            where = " or ".join(map(str, sorted(ends)))
-            raise PlanError(f"a {kind} along edge {edge} belongs to stage {where}, not to stage {stage}")
+    for name, rule in _FIELDS.items():
+        object.__setattr__(action, name, checked(getattr(action, name), rule, f"{name} of a {kind}", PlanError))
+    stage, named = action.stage, {name: getattr(action, name) for name in ("microbatch", "edge", "group")}
+    needed, possible = _takes(kind, along_edge=edge is not None)
+    for name, value in named.items():
+        if value is None and name in needed:
+            raise PlanError(f"a {kind}{'' if edge is None else f' along edge {edge}'} of stage {stage} has no {name}")
+        if value is not None and name not in needed | possible:
+            raise PlanError(f"a {kind} of stage {stage} names {name} {value}, which it does not take")
+    if edge is None:
+        return
+    if edge.source >= edge.destination:
+        raise PlanError(f"edge {edge} of a {kind} does not ascend; stages are numbered the way activations flow")
+    ends = [edge.source, edge.destination]
+    if kind in MESSAGES:
+        ends = [edge.source if kind.is_at_source else edge.destination]
+    if stage not in ends:
+        where = " or ".join(map(str, ends))
+        raise PlanError(f"a {kind} along edge {edge} belongs to stage {where}, not to stage {stage}")
 
 
 def forward(stage: int, microbatch: int) -> Action:

@@ -215,16 +215,16 @@ def test_dtensors_whose_reduction_is_not_known_are_errors(ranks):
 
 
 class Runs:
-    """A stage of one position: ``model`` applied to its input, and a loss at the end."""
+    """A stage of one position: ``model`` applied to its input, and a loss at the end. ``hidden``: behind a function."""
 
-    def __init__(self, number, model, lane):
-        self.number, self.model, self.lane = number, model, lane
+    def __init__(self, number, model, lane, *, hidden=False):
+        self.number, self.run, self.lane = number, model.__call__ if hidden else model, lane
         self.device = next(model.parameters()).device
 
     def forward(self, microbatch, inputs):
         if self.number == 0:
-            return Forwarded({EDGE: self.model(sample(self.lane, microbatch).to(self.device))})
-        return Forwarded({}, self.model(inputs[EDGE]).square().mean() / 2)
+            return Forwarded({EDGE: self.run(sample(self.lane, microbatch).to(self.device))})
+        return Forwarded({}, self.run(inputs[EDGE]).square().mean() / 2)
 
 
 class Beside(nn.Module):
@@ -240,14 +240,16 @@ class Beside(nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("sharded", ["whole", "inside", "beside the input's path"])
+@pytest.mark.parametrize("sharded", ["whole", "hidden", "inside", "beside the input's path"])
 def test_split_backwards_of_sharded_stages_reduce_whole_gradients(ranks, sharded):
     """FSDP2 reduces at the gradient of a module's inputs, when the weight half has not run."""
     mesh = init_device_mesh(ranks.device.type, (2,))
     models = [Block().to(ranks.device), Beside().to(ranks.device)]
-    for model in {"whole": models, "inside": [models[1].plain], "beside the input's path": [models[1].table]}[sharded]:
+    parts = {"inside": [models[1].plain], "beside the input's path": [models[1].table]}
+    for model in parts.get(sharded, models):
         fully_shard(model, mesh=mesh)
-    stages = {number: Runs(number, model, ranks.rank) for number, model in enumerate(models)}
+    hidden = sharded == "hidden"
+    stages = {number: Runs(number, model, ranks.rank, hidden=hidden) for number, model in enumerate(models)}
     PipelineRuntime(lower(zero_bubble_v(1, 2)), stages, None).step()
     both = nn.ModuleList(models)
     groups = Groups(dp=dist.group.WORLD)

@@ -14,13 +14,19 @@ POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
 
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` has sharded ``module`` itself."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a second of imports, which a sharded module has made
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return (kind := _kind()) is not None and isinstance(module, kind)
 
 
 def fsdp_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules inside that ``fully_shard`` has sharded, outer ones first, with their names."""
-    return ((name, inner) for name, inner in module.named_modules() if is_fsdp(inner))
+    if (kind := _kind()) is not None:
+        yield from ((name, inner) for name, inner in module.named_modules() if isinstance(inner, kind))
+
+
+def _kind() -> type | None:
+    """The class of sharded modules; None where nothing has imported FSDP2, which takes a second."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return None if fsdp is None else fsdp.FSDPModule
 
 
 def divide_factor(module: Any) -> float | None:
@@ -29,5 +35,5 @@ def divide_factor(module: Any) -> float | None:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # one group or none, in older versions
         groups = [group for group in (getattr(state, "_fsdp_param_group", None),) if group is not None]
-    factors = [getattr(group, "gradient_divide_factor", None) for group in groups]
+    factors = [group.gradient_divide_factor for group in groups]
     return next((float(factor) for factor in factors if factor is not None), None)

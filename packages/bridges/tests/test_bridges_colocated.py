@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,14 @@ from pipegrid.bridges.colocated import (
     SliceInfo,
     _all_gather_along_batch_dim,
 )
-from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, NotReplicatedError, ShapeError
+from pipegrid.bridges.errors import (
+    BridgeError,
+    CompletionError,
+    DestroyedError,
+    LaneTotalsError,
+    NotReplicatedError,
+    ShapeError,
+)
 
 
 def grid(offset=0, **dims):
@@ -189,3 +198,33 @@ def test_layouts_that_are_refused():
         ColocatedBridgeCommunicator(grid(pp=2), grid(tp=2))
     with pytest.raises(BridgeError, match="no batch axis"):
         ColocatedBridgeCommunicator(grid(dp=2), grid(dp=2), dim_mapping={"h": 1})
+
+
+BY_SLICES_OR_BY_PLAN = pytest.mark.parametrize("source", [grid(dp=2), grid(cp=2)], ids=["slices", "plan"])
+
+
+@BY_SLICES_OR_BY_PLAN
+@pytest.mark.ranks(2, deadline=40)
+def test_an_exchange_has_a_deadline(ranks, source):
+    bridge = ColocatedBridgeCommunicator(source, grid(tp=2), deadline=1.0)
+    if ranks.rank == 0:
+        start = time.monotonic()
+        with pytest.raises(CompletionError, match=r"^rank 0, colocated/src>dest: the ranks \[1\] .* not within 1 s"):
+            bridge.communicate(torch.zeros(2, 4, 3))
+        assert time.monotonic() - start < 5.0
+        ranks.store.set("over", "yes")
+    ranks.store.wait(["over"])
+    bridge.destroy()
+
+
+@BY_SLICES_OR_BY_PLAN
+@pytest.mark.ranks(2, deadline=40)
+def test_an_abort_ends_an_exchange_with_its_reason(ranks, source):
+    bridge = ColocatedBridgeCommunicator(source, grid(tp=2), deadline=10.0)
+    if ranks.rank == 0:
+        threading.Timer(0.3, bridge.abort, ["rank 1 raised ValueError"]).start()
+        with pytest.raises(CompletionError, match=r"ranks \[1\] .* ended here: rank 1 raised ValueError"):
+            bridge.communicate(torch.zeros(2, 4, 3))
+        ranks.store.set("over", "yes")
+    ranks.store.wait(["over"])
+    bridge.destroy()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges.checks import as_integer, check_grid
+from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, gather_flat, own_groups
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import (
     BATCH,
     GridLike,
+    RankPart,
     ReshardPlan,
     Sizes,
     as_axis_of,
@@ -26,9 +29,10 @@ from pipegrid.bridges.reshard import (
     plan_reshard,
     ranks_of,
 )
-from pipegrid.bridges.steps import copy_locally, gather_flat, pack, start_completions, unpack
-from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.bridges.steps import pack, start_completions, unpack
+from pipegrid.topology import GroupSpec, destroy_groups
 from pipegrid.topology.fields import Index, checked_fields, shown
+from pipegrid.transport.opening import resolve_device
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
 
@@ -78,7 +82,8 @@ class ColocatedBridgeCommunicator:
         check_replicated: in the first call, compare digests over the copies of each source lane, and the lanes' rows.
         check_every: compare them again every so many calls; 0 is never again.
         backend: of the groups; None is the default group's.
-        timeout: of the groups; a ``timedelta``, None is the backend's default.
+        timeout: of the groups; a ``timedelta``, None is beyond the deadline.
+        deadline: seconds that one exchange may take.
 
     Raises:
         BridgeError: the grids hold different ranks, have a dim beside tp, cp, dp and pp, or the source is pipelined.
@@ -95,7 +100,8 @@ class ColocatedBridgeCommunicator:
         check_replicated: bool = False,
         check_every: int = 0,
         backend: str | None = None,
-        timeout: Any = None,
+        timeout: timedelta | None = None,
+        deadline: float = 300.0,
     ) -> None:
         check_grid(src_grid, "src_grid")
         check_grid(dest_grid, "dest_grid")
@@ -110,7 +116,10 @@ class ColocatedBridgeCommunicator:
         self._extract_parallelism_info()
         self._build_rank_mappings()
         self._destroyed = False
-        self._make_groups(backend, timeout, check_replicated=check_replicated)
+        self._make_groups(backend, timeout, deadline, check_replicated=check_replicated)
+        _, device = resolve_device(backend, None)
+        task = "the ranks {} did not exchange their tensors with this one"
+        self._waits = CollectiveWaits(self._label, self._rank, device, deadline, task)
         self._check = (
             ReplicationCheck(self._src, self._rank, check_every, self._group("check"), self._group("verdict"))
             if check_replicated
@@ -204,7 +213,9 @@ class ColocatedBridgeCommunicator:
             for slot, tp in itertools.product(range(iter_size), range(sibling_tp_size))
         ]
 
-    def _make_groups(self, backend: str | None, timeout: Any, *, check_replicated: bool) -> None:
+    def _make_groups(
+        self, backend: str | None, timeout: timedelta | None, deadline: float, *, check_replicated: bool
+    ) -> None:
         # Slices need the gather groups only; a plan needs one group for its messages and its completions.
         specs = [self._spec(ranks, "gather") for ranks in self.gather_group_ranks]
         if not self._by_slots:
@@ -214,7 +225,7 @@ class ColocatedBridgeCommunicator:
         if check_replicated:
             specs += [self._spec(r, "check") for r in self._src.classes.values() if len(r) > 1]
             specs.append(self._spec(ranks_of(self.src_grid), "verdict"))
-        self._groups = create_groups(specs, backend=backend, timeout=timeout)
+        self._groups = own_groups(specs, backend=backend, deadline=deadline, timeout=timeout)
         self.gather_pg: dist.ProcessGroup | None = self._group("gather")
 
     def _spec(self, ranks: Sequence[int], what: str) -> GroupSpec:
@@ -271,6 +282,7 @@ class ColocatedBridgeCommunicator:
         Raises:
             LaneTotalsError: FAN_OUT by an integer scale that does not divide the batch.
             ShapeError: too few axes for ``dim_mapping``.
+            CompletionError: a rank did not come before the deadline, or died; or the bridge was aborted.
             NotReplicatedError: with ``check_replicated``, the copies of a source lane differ.
             DestroyedError: after `destroy`.
         """
@@ -292,10 +304,16 @@ class ColocatedBridgeCommunicator:
         result: torch.Tensor = _ColocatedCommunicate.apply(tensor, self)  # type: ignore[no-untyped-call]
         return result
 
+    def abort(self, reason: str) -> None:
+        """End exchanges under way on this rank, now or later, with ``reason``: for a rank that fails elsewhere."""
+        self._waits.end(reason)
+        abort_groups(self._groups.values())
+
     def destroy(self) -> None:
         """Destroy this communicator's groups. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
+            self._waits.end("destroyed")
             destroy_groups(self._groups)
             self._groups, self.gather_pg = {}, None
 
@@ -303,7 +321,10 @@ class ColocatedBridgeCommunicator:
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.gather_pg is not None
-        return _all_gather_along_batch_dim(tensor, self.gather_pg, self.dim_mapping[BATCH])
+        waits, ranks = self._waits, dist.get_process_group_ranks(self.gather_pg)
+        return _all_gather_along_batch_dim(
+            tensor, self.gather_pg, self.dim_mapping[BATCH], wait=lambda work: waits.wait(work, ranks)
+        )
 
     def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         axis = self.dim_mapping[BATCH]
@@ -325,32 +346,24 @@ class ColocatedBridgeCommunicator:
         return both[0], both[1]
 
     def _move(self, plan: ReshardPlan, tensor: torch.Tensor) -> torch.Tensor:
-        """Run a plan in which every rank of the grids takes part at once."""
-        group, rank = self._group("messages"), self._rank
-        receives = rank in plan.dst.coords_of
-        shape = plan.destination_shape(rank) if receives else _without_rows(plan, self.dim_mapping[BATCH])
-        out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        operations, landing = [], []
-        for peer, messages in plan.sends(rank).items():
-            if peer == rank:
-                copy_locally(tensor, messages, out, tensor.dtype)
-                continue
-            flat = pack(tensor, [m.source_box for m in messages], tensor.dtype)
-            operations.append(dist.P2POp(dist.isend, flat, peer, group))
-        for peer, messages in plan.receives(rank).items():
-            if peer == rank:
-                continue
-            flat = torch.empty(sum(m.source_box.numel for m in messages), dtype=out.dtype, device=out.device)
-            operations.append(dist.P2POp(dist.irecv, flat, peer, group))
-            landing.append((flat, [m.destination_box for m in messages]))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-        for flat, boxes in landing:
-            unpack(flat, boxes, out)
-        for step in start_completions(
-            [c for c in plan.completions if rank in c.ranks], out, self._completion_group, rank=rank, dtype=out.dtype
-        ):
-            step.finish()
+        """Run a plan in which every rank of the grids takes part at once: one all-to-all, then completions."""
+        part, ranks, dtype = RankPart(plan, self._rank), ranks_of(self.src_grid), tensor.dtype
+        receives = self._rank in plan.dst.coords_of
+        shape = part.taken if receives else _without_rows(plan, self.dim_mapping[BATCH])
+        out = torch.empty(shape, dtype=dtype, device=tensor.device)
+        given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
+        taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
+        arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
+        group = self._group("messages")
+        sizes = [piece.numel() for piece in given]
+        work = dist.all_to_all_single(arrived, torch.cat(given), taken, sizes, group=group, async_op=True)
+        self._waits.wait(work, ranks)
+        for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
+            unpack(piece, part.receives.get(peer, ()), out)
+        completing = start_completions(part.completions, out, self._completion_group, rank=self._rank, dtype=dtype)
+        for step, made in zip(part.completions, completing, strict=True):
+            self._waits.wait(made.work, step.ranks)
+            made.write()
         return out
 
     def _completion_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -381,12 +394,18 @@ class _ColocatedCommunicate(torch.autograd.Function):
         return comm._move(ctx.back, grad.contiguous()), None  # noqa: SLF001
 
 
-def _all_gather_along_batch_dim(tensor: torch.Tensor, group: dist.ProcessGroup, batch_dim: int) -> torch.Tensor:
+def _all_gather_along_batch_dim(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    batch_dim: int,
+    *,
+    wait: Callable[[Any], None] = lambda work: work.wait(),
+) -> torch.Tensor:
     """All ranks' tensors, concatenated along ``batch_dim`` in group order; no copy beside the gather on axis 0."""
     tensor = tensor.contiguous()
     count = dist.get_world_size(group)
     gathered = torch.empty((count, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    gather_flat(gathered.view(-1), tensor.view(-1), group)
+    wait(gather_flat(gathered.view(-1), tensor.view(-1), group, async_op=True))
     if batch_dim == 0:
         return gathered.flatten(0, 1)
     return torch.cat(gathered.unbind(0), dim=batch_dim)

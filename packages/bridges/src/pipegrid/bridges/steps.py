@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.reshard import Box, Completion, Message
+from pipegrid.bridges.collectives import gather_flat
+from pipegrid.bridges.reshard import Box, Completion
 
 
 def pack(tensor: torch.Tensor, boxes: Sequence[Box], dtype: torch.dtype) -> torch.Tensor:
@@ -40,12 +38,6 @@ def unpack(packed: torch.Tensor, boxes: Sequence[Box], out: torch.Tensor) -> Non
         offset += box.numel
 
 
-def copy_locally(tensor: torch.Tensor, messages: Iterable[Message], out: torch.Tensor, dtype: torch.dtype) -> None:
-    """What a rank of both sides gives to itself, rounded as the wire would."""
-    for message in messages:
-        out[message.destination_box.slices].copy_(tensor[message.source_box.slices].to(dtype))
-
-
 def reduce_partial(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of the partial sums of the group's ranks, in a new tensor."""
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -67,22 +59,13 @@ def broadcast_text(text: str, src: int, group: dist.ProcessGroup, device: torch.
     return bytes(data.tolist()).decode()
 
 
-def gather_flat(
-    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
-) -> dist.Work | None:
-    """Every rank's flat ``own``, one after another, into the flat ``out``."""
-    # torch 2.13 renames all_gather_into_tensor and warns about the old name; 2.11 has the old one only.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(out, own, group=group, async_op=async_op)
-    return work
-
-
 class Completing:
-    """One completion under way on this rank: started at construction, `finish` waits and copies.
+    """One completion under way on this rank: started at construction, written when its collective is done.
 
-    All ranks of the completion construct in the same order; nothing blocks before `finish`.
+    All ranks of the completion construct in the same order; nothing here blocks.
 
     Attributes:
+        work: of the collective; None where it was done at once.
         buffer: what comes from the others, until it is copied.
         memory: what the collective reads and writes.
     """
@@ -101,32 +84,19 @@ class Completing:
         if step.root is not None:
             self.buffer = own
             self.memory: tuple[torch.Tensor, ...] = (own,)
-            self._work = dist.broadcast(own, src=step.root, group=group, async_op=True)
+            self.work = dist.broadcast(own, src=step.root, group=group, async_op=True)
         else:
             self.buffer = torch.empty(len(step.ranks) * width, dtype=dtype, device=out.device)
             self.memory = (own, self.buffer)
-            self._work = gather_flat(self.buffer, own, group, async_op=True)
+            self.work = gather_flat(self.buffer, own, group, async_op=True)
         self._width = width
 
     def is_completed(self) -> bool:
-        """Whether `finish` would not block."""
-        return self._work is None or self._work.is_completed()
+        """Whether the collective is done."""
+        return self.work is None or self.work.is_completed()
 
-    def wait(self, seconds: float) -> bool:
-        """Hold the host until `finish` would not block, at most so long; whether it would not. On gloo only."""
-        if self._work is None:
-            return True
-        try:
-            # A collective's wait that times out leaves it as it is, unlike that of a transfer between two ranks.
-            self._work.wait(timedelta(seconds=max(seconds, 1e-3)))
-        except RuntimeError:
-            return bool(self._work.is_completed())
-        return True
-
-    def finish(self) -> None:
-        """Wait for the collective and write the others' boxes. Once."""
-        if self._work is not None:
-            self._work.wait()
+    def write(self) -> None:
+        """Write the others' boxes, once the collective is done. Once."""
         for index, (giver, boxes) in enumerate(zip(self._step.ranks, self._step.boxes, strict=True)):
             if giver != self._rank and boxes:
                 start = 0 if self._broadcast else index * self._width
@@ -143,21 +113,3 @@ def start_completions(
 ) -> list[Completing]:
     """Start the completions of a plan in which this rank takes part."""
     return [Completing(step, out, group_of(step.ranks), rank=rank, dtype=dtype) for step in completions]
-
-
-def abort_groups(groups: Iterable[dist.ProcessGroup], seconds: float = 2.0) -> None:
-    """End the collectives under way in all ``groups`` at once; return after at most ``seconds``.
-
-    An abort may wait for kernels of groups that are not aborted yet, so each has a thread. Waits over gloo are short
-    ones, which look for themselves whether their communicator has ended.
-    """
-    threads = [
-        threading.Thread(target=group.abort, name="pipegrid-abort", daemon=True)
-        for group in groups
-        if dist.get_backend(group) != "gloo"
-    ]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))

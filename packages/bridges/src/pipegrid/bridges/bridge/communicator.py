@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, Pendin
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.checks import as_integers
+from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.bridges.errors import (
     BridgeError,
     CompletionError,
@@ -37,8 +37,8 @@ from pipegrid.bridges.reshard import (
     axis_names,
     boundary_side,
 )
-from pipegrid.bridges.steps import abort_groups, broadcast_text
-from pipegrid.topology import create_groups, destroy_groups
+from pipegrid.bridges.steps import broadcast_text
+from pipegrid.topology import destroy_groups
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
@@ -213,8 +213,8 @@ class BridgeCommunicator:
             config=settings,
             stream=new_stream(self.device),
         )
-        self._groups = self._traffic.groups = create_groups(
-            self._wiring.group_specs, backend=backend, timeout=timedelta(seconds=settings.deadline)
+        self._groups = self._traffic.groups = own_groups(
+            self._wiring.group_specs, backend=backend, deadline=settings.deadline
         )
         self._owns_lanes = open
         if open:
@@ -447,20 +447,18 @@ class BridgeCommunicator:
 
     def abort(self, reason: str) -> None:
         """End lanes and completions at once, and tell the other side why."""
-        self.end_completions(reason)
-        if self._owns_lanes:
-            self.lanes.abort(reason)
+        abort_groups(self.end(reason), beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
 
-    def end_completions(self, reason: str) -> None:
-        """End the completions under way on this rank: those that wait for them, now or later, get the reason."""
-        self._traffic.end(reason)
-        abort_groups(self._groups.values())
+    def end(self, reason: str) -> Iterable[dist.ProcessGroup]:
+        """Let completions that are waited for, now or later, fail with the reason; returns their groups, to abort."""
+        self._traffic.waits.end(reason)
+        return self._groups.values()
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
             self._destroyed, self._steady = True, None
-            self._traffic.end("destroyed")
+            self._traffic.waits.end("destroyed")
             if self._owns_lanes:
                 self.lanes.close()
             destroy_groups(self._groups)

@@ -11,12 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from attrs import Factory, define
 
-from pipegrid.bridges.errors import CompletionError
+from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.steps import Completing
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import current_stream, follow, has_streams, mark, used_here, working_on
-
-_LOOK_SECONDS = 0.05  # how often a held completion looks whether its communicator has ended
 
 PostedReceives: TypeAlias = Mapping[int, ReceiveHandle]
 """The receives of one tensor on the lanes, by the sending rank."""
@@ -76,33 +74,21 @@ class LandingQueue:
     lands on the thread that asks: kernels of several communicators are launched by one thread, in the plan's order.
 
     Attributes:
-        name: the edge, for errors.
-        rank: this rank.
         device: of the tensors.
-        deadline: seconds of waiting for a completion.
+        waits: for completions.
         copies: the ranks that complete each other; empty where there is nothing to complete.
         by_itself: receives land without a wait.
-        failure: the error of the first lane of this edge that failed; None while all live.
         stream: where receives land, beside the stream that computes; None is the current one.
         waiting: receives that have not landed.
-        ended: why the communicator was ended.
     """
 
-    name: str
-    rank: int
     device: torch.device
-    deadline: float
+    waits: CollectiveWaits
     copies: Sequence[int] = ()
     by_itself: bool = False
-    failure: Callable[[], object | None] = lambda: None
     stream: torch.cuda.Stream | None = None
     waiting: deque[BridgeReceive] = Factory(deque)
     lock: threading.RLock = Factory(threading.RLock)
-    ended: str | None = None
-
-    def end(self, reason: str) -> None:
-        """Let completions that are waited for, now or later, fail."""
-        self.ended = self.ended or reason
 
     def land_arrived(self, *, asked: bool) -> None:
         """Land the receives whose messages have arrived, up to the first that lacks one.
@@ -125,37 +111,11 @@ class LandingQueue:
         Raises:
             CompletionError: a copy died or did not come before the deadline, or the communicator was ended.
         """
-        seconds = self.deadline if seconds is None else seconds
-        end = time.monotonic() + seconds
+        end = time.monotonic() + (self.waits.deadline if seconds is None else seconds)
         for step in completing:
-            try:
-                # Streams order themselves. A wait of the host is cut in short ones, to see the end of the communicator.
-                if not has_streams(self.device):
-                    self._hold(step, end, seconds)
-                with torch.no_grad():
-                    step.finish()
-            except RuntimeError as error:
-                if isinstance(error, CompletionError):
-                    raise
-                raise self._error(f"a rank died, or its connection was closed ({_first_line(error)})") from error
-
-    def _hold(self, step: Completing, end: float, seconds: float) -> None:
-        while not step.wait(min(_LOOK_SECONDS, end - time.monotonic())):
-            if self.ended is not None:
-                raise self._error(f"the communicator was ended here: {self.ended}")
-            if time.monotonic() >= end:
-                raise self._error(
-                    f"not within {seconds:.3g} s; one of them has failed, or waits for another rank itself"
-                )
-
-    def _error(self, cause: str) -> CompletionError:
-        others = [rank for rank in self.copies if rank != self.rank]
-        failure = self.failure()
-        lane = "" if failure is None else f" (a lane of this edge failed: {_first_line(failure)})"
-        return CompletionError(
-            f"rank {self.rank}, {self.name}: the copies on ranks {others} did not complete this rank's tensor: "
-            f"{cause}{lane}"
-        )
+            self.waits.wait(step.work, self.copies, end=end)
+            with torch.no_grad():
+                step.write()
 
 
 class WholeReceive:
@@ -391,8 +351,3 @@ class BridgeReceive:
             with_gradient(tensor)
         self._completing = ()
         self._done = True
-
-
-def _first_line(error: object) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, Landed, LandingQueue, PostedReceives, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.errors import BridgeError, CompletionError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import pack, reduce_partial, start_completions, unpack
@@ -32,6 +33,7 @@ class EdgeTraffic:
 
     Attributes:
         wiring: which lanes and groups it has.
+        waits: for its completions; ended with its communicator.
         device: of the tensors.
         batches: messages to several ranks are one batch. Where a wait holds the host, one by one is faster, except in
             strict mode and on shared communicators, where two ranks that both send first would wait for each other.
@@ -50,18 +52,17 @@ class EdgeTraffic:
         self.name, self.wiring, self.device = name, wiring, device
         holds_host = device.type == "cpu" and "gloo" in backend
         self.batches = config.strict or config.communicators == "shared" or not holds_host
+        task = "the copies on ranks {} did not complete this rank's tensor"
+        self.waits = CollectiveWaits(name, wiring.rank, device, config.deadline, task, self._failure)
         self.queues: dict[Direction, LandingQueue] = {}
         for direction in wiring.directions:
             copies = wiring.copies(direction)
             alone = len(copies) < 2
             self.queues[direction] = LandingQueue(
-                name,
-                wiring.rank,
                 device,
-                config.deadline,
+                self.waits,
                 copies=() if alone else copies,
                 by_itself=not alone and holds_host,
-                failure=self._failure,
                 stream=stream,
             )
         self._lanes: Lanes | None = None
@@ -214,8 +215,3 @@ class EdgeTraffic:
             rank=self.wiring.rank,
             dtype=wire_dtype,
         )
-
-    def end(self, reason: str) -> None:
-        """Let completions that are waited for, now or later, fail with ``reason``."""
-        for queue in self.queues.values():
-            queue.end(reason)

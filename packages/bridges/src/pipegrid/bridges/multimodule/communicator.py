@@ -19,6 +19,7 @@ from pipegrid.bridges.bridge import (
     with_lanes,
 )
 from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, check_grid
+from pipegrid.bridges.collectives import abort_groups
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.modules import EdgeOptions, check_topology, module_graph, total_pipeline_stages
@@ -471,9 +472,8 @@ class MultiModulePipelineCommunicator:
 
     def abort(self, reason: str) -> None:
         """End all lanes and completions at once and tell the other sides why."""
-        for bridge in self.bridge_comms:
-            bridge.end_completions(reason)
-        self.lanes.abort(reason)
+        groups = [group for bridge in self.bridge_comms for group in bridge.end(reason)]
+        abort_groups(groups, beside=lambda: self.lanes.abort(reason))
 
     def destroy(self) -> None:
         """Close all lanes and destroy all groups. Idempotent."""

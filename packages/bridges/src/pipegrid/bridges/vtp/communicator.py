@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from typing import Any, Unpack
 
 import torch
@@ -19,13 +18,13 @@ from pipegrid.bridges.bridge import (
     lane_config,
     renew_lanes,
 )
+from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.steps import abort_groups, gather_flat
 from pipegrid.bridges.vtp.peers import Named, Peers, require_stage
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.bridges.vtp.traffic import BoundaryTraffic
-from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology import destroy_groups
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction, Edge
@@ -121,24 +120,17 @@ class VTPCommunicator:
             device=self.device,
         )
         try:
-            self._groups = self._make_groups(backend)
+            self._groups = own_groups(
+                [spec for edge in edges for spec in edge.wiring.group_specs],
+                backend=backend,
+                deadline=self.config.deadline,
+            )
         except BaseException:
             self.lanes.close()
             raise
         for edge in edges:
             edge.attach(self.lanes)
             edge.groups = self._groups
-
-    def _make_groups(self, backend: str) -> dict[GroupSpec, dist.ProcessGroup]:
-        groups = create_groups(
-            [spec for one in self._traffic.values() for spec in one.traffic.wiring.group_specs],
-            backend=backend,
-            timeout=timedelta(seconds=self.config.deadline),
-        )
-        for group in groups.values():  # connects now what would else connect in the first step
-            ranks = torch.empty(group.size(), dtype=torch.int64, device=self.device)
-            gather_flat(ranks, torch.tensor([self.rank], device=self.device), group)
-        return groups
 
     def _check_config(self, given: Any) -> None:
         if self.config.shape_mode == "manifest":
@@ -252,8 +244,7 @@ class VTPCommunicator:
     def abort(self, reason: str) -> None:
         """End all lanes and completions at once and tell the other stages why."""
         self._end_completions(reason)
-        abort_groups(self._groups.values())
-        self.lanes.abort(reason)
+        abort_groups(self._groups.values(), beside=lambda: self.lanes.abort(reason))
 
     def close(self) -> None:
         """End the lanes and free the groups. Twice is harmless."""
@@ -265,7 +256,7 @@ class VTPCommunicator:
 
     def _end_completions(self, reason: str) -> None:
         for one in self._traffic.values():
-            one.traffic.end(reason)
+            one.traffic.waits.end(reason)
 
     def _require_alive(self) -> None:
         if self._ended:

@@ -1,0 +1,143 @@
+"""Groups of a bridge's own, and its collectives: waited for with a deadline, ended by an abort."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define
+
+from pipegrid.bridges.errors import CompletionError
+from pipegrid.topology import GroupSpec, create_groups
+from pipegrid.transport.backends import lift_timeout
+from pipegrid.transport.streams import has_streams
+
+_LOOK_SECONDS = 0.05  # how often a wait of the host looks whether its communicator has ended
+
+
+def own_groups(
+    specs: Iterable[GroupSpec], *, backend: str | None, deadline: float, timeout: timedelta | None = None
+) -> dict[GroupSpec, dist.ProcessGroup]:
+    """Create and connect groups for waits of ``deadline`` seconds; ``timeout`` is the groups' own, by default as long.
+
+    On a device torch's watchdog ends the process some time after a group's timeout, so that is put far beyond the
+    deadline, whose error comes first.
+    """
+    groups = create_groups(specs, backend=backend, timeout=timeout or timedelta(seconds=deadline))
+    for group in groups.values():
+        if timeout is None and dist.get_backend(group) != "gloo":
+            lift_timeout(group)
+    return groups
+
+
+@define(eq=False)
+class CollectiveWaits:
+    """Waits for the collectives of one communicator.
+
+    Attributes:
+        name: of the communicator, for errors.
+        rank: this rank.
+        device: of the tensors.
+        deadline: seconds that a wait may take.
+        task: what did not happen where a wait fails, with {} for the other ranks.
+        failure: an error beside the collectives that may be the cause; None while there is none.
+        ended: why the communicator was ended.
+    """
+
+    name: str
+    rank: int
+    device: torch.device
+    deadline: float
+    task: str
+    failure: Callable[[], object | None] = lambda: None
+    ended: str | None = None
+
+    def end(self, reason: str) -> None:
+        """Let waits, now or later, fail."""
+        self.ended = self.ended or reason
+
+    def wait(self, work: Any, ranks: Sequence[int], *, end: float | None = None) -> None:
+        """Return when the collective among ``ranks`` is done (on CUDA: when the current stream is ordered after it).
+
+        Args:
+            work: of the collective; None where it was done at once.
+            ranks: that take part.
+            end: when the wait fails, in `time.monotonic` seconds; None is after the deadline.
+
+        Raises:
+            CompletionError: a rank died or did not come in time, or the communicator was ended.
+        """
+        if work is None:
+            return
+        began = time.monotonic()
+        end = began + self.deadline if end is None else end
+        try:
+            # Streams order themselves. A wait of the host is cut in short ones, to see the end of the communicator.
+            while not has_streams(self.device) and not _done_within(work, min(_LOOK_SECONDS, end - time.monotonic())):
+                if self.ended is not None:
+                    raise self.error(ranks, f"the communicator was ended here: {self.ended}")
+                if time.monotonic() >= end:
+                    late = f"not within {end - began:.3g} s; one of them has failed, or waits for another rank itself"
+                    raise self.error(ranks, late)
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, CompletionError):
+                raise
+            raise self.error(ranks, f"a rank died, or its connection was closed ({_first_line(error)})") from error
+
+    def error(self, ranks: Sequence[int], cause: str) -> CompletionError:
+        """The error of a collective among ``ranks``."""
+        others = [rank for rank in ranks if rank != self.rank]
+        failure = self.failure()
+        lane = "" if failure is None else f" (a lane of this edge failed: {_first_line(failure)})"
+        return CompletionError(f"rank {self.rank}, {self.name}: {self.task.format(others)}: {cause}{lane}")
+
+
+def _done_within(work: Any, seconds: float) -> bool:
+    try:
+        # A collective's wait that times out leaves it as it is, unlike that of a transfer between two ranks.
+        work.wait(timedelta(seconds=max(seconds, 1e-3)))
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def gather_flat(
+    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Every rank's flat ``own``, one after another, into the flat ``out``."""
+    # torch 2.13 renames all_gather_into_tensor and warns about the old name; 2.11 has the old one only.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(out, own, group=group, async_op=async_op)
+    return work
+
+
+def abort_groups(
+    groups: Iterable[dist.ProcessGroup], *, beside: Callable[[], None] = lambda: None, seconds: float = 2.0
+) -> None:
+    """End the collectives under way in all ``groups`` at once, while ``beside`` runs; wait for at most ``seconds``.
+
+    An abort may wait for kernels of groups that are not aborted yet, so each has a thread. Waits over gloo are short
+    ones, which look for themselves whether their communicator has ended.
+    """
+    threads = [
+        threading.Thread(target=group.abort, name="pipegrid-abort", daemon=True)
+        for group in groups
+        if dist.get_backend(group) != "gloo"
+    ]
+    for thread in threads:
+        thread.start()
+    beside()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))

@@ -1,0 +1,114 @@
+"""Bridges over groups whose kernels run on a device, by NCCL's rules on a CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipegrid.bridges import BridgeCommunicator, ColocatedBridgeCommunicator, VTPCommunicator, VTPTopology
+from pipegrid.bridges.errors import CompletionError
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.edge import Direction, Edge
+
+CONFIG = P2PConfig(deadline=10.0, open_deadline=20.0)
+three_ranks = pytest.mark.ranks(3, backend="fake_nccl", deadline=60)
+
+
+def grid(offset=0, **dims):
+    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+def threads(ranks):
+    """The threads that have launched."""
+    return {launch.thread for launch in ranks.fake_device.launches}
+
+
+@three_ranks
+def test_one_thread_launches_messages_and_completions_of_a_bridge(ranks):
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, tp=2), config=CONFIG)
+    for seed in range(3):
+        whole = torch.arange(8.0).view(2, 2, 2) + seed
+        if ranks.rank == 0:
+            sending = bridge.isend_forward(whole)
+            assert torch.equal(bridge.irecv_backward().result(), -whole)
+        else:
+            receive = bridge.irecv_forward()
+            time.sleep(0.1)  # messages arrive, and their completion is left to the thread that asks
+            assert torch.equal(receive.result(), whole)
+            sending = bridge.isend_backward(-whole)
+        sending.wait()
+    assert threads(ranks) == {threading.get_ident()}
+    bridge.destroy()
+
+
+@three_ranks
+def test_one_thread_launches_messages_and_completions_of_stages(ranks):
+    comm = VTPCommunicator(VTPTopology([1, 2]), CONFIG)
+    whole = torch.arange(6.0)
+    if ranks.rank == 0:
+        comm.isend(whole, edge=Edge(0, 1), direction=Direction.FORWARD).wait()
+    else:
+        receive = comm.irecv(edge=Edge(0, 1), direction=Direction.FORWARD)
+        time.sleep(0.1)
+        assert torch.equal(receive.result(), whole)
+    assert threads(ranks) == {threading.get_ident()}
+    ranks.barrier()
+    comm.close()
+
+
+@three_ranks
+def test_close_loses_nothing_that_was_sent(ranks):
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, dp=2), config=CONFIG)
+    whole = torch.arange(32.0).view(8, 2, 2)
+    if ranks.rank == 0:
+        bridge.isend_forward(whole).wait()
+    else:
+        assert torch.equal(bridge.recv_forward(), whole.chunk(2)[ranks.rank - 1])
+    bridge.destroy()
+    ranks.barrier()
+
+
+@three_ranks
+def test_an_abort_ends_messages_and_completions_together(ranks):
+    """A free waits for kernels of groups that are not aborted yet: one after the other would hang."""
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, tp=2), config=CONFIG)
+    if ranks.rank == 0:
+        bridge.isend_forward(torch.zeros(2, 2, 2))
+    if ranks.rank == 1:
+        receive = bridge.irecv_forward()
+        receive.let_land()  # starts its completion, for which rank 2 never comes
+        bridge.irecv_forward()
+        began = time.monotonic()
+        threading.Timer(0.2, bridge.abort, ["rank 2 raised ValueError"]).start()
+        with pytest.raises(CompletionError, match=r"ranks \[2\] "):
+            receive.wait()
+        assert time.monotonic() - began < 8.0
+        ranks.store.set("ended", "yes")
+    ranks.store.wait(["ended"])
+    ranks.barrier()
+    bridge.destroy()
+
+
+@three_ranks
+def test_torchs_own_timeout_of_completions_lies_far_beyond_the_deadline(ranks):
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, tp=2), config=CONFIG)
+    colocated = ColocatedBridgeCommunicator(grid(dp=3), grid(tp=3), deadline=10.0)
+    groups = [colocated.gather_pg, *([bridge.group("complete/F", (1, 2))] if ranks.rank else [])]
+    assert all(group.timeout > 24 * 3600 for group in groups)
+    colocated.destroy()
+    bridge.destroy()
+
+
+@pytest.mark.ranks(4, backend="fake_nccl", deadline=60)
+def test_a_colocated_plan_is_a_collective_of_all_ranks(ranks):
+    """Ranks outside of the destination's first stage have no messages, and take part all the same."""
+    bridge = ColocatedBridgeCommunicator(grid(dp=4), grid(tp=1, pp=2, dp=2))
+    got = bridge.communicate(torch.full((1, 2, 3), float(ranks.rank)))
+    assert got[:, 0, 0].tolist() == ([ranks.rank, ranks.rank + 1] if ranks.rank % 2 == 0 else [])
+    assert [launch.kind for launch in ranks.fake_device.launches].count("alltoall_base") == 1
+    ranks.barrier()
+    bridge.destroy()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.bridges import MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
 from pipegrid.schedules import (
     SCHEDULES,
     Costs,
@@ -117,6 +117,10 @@ def most_ahead(timeline, plan, position):
     return most
 
 
+def is_transfer(launch, kind):
+    return launch.kind == "p2p" and launch.operations[0].kind == kind
+
+
 def late_receives(timeline):
     """The receives that had not started when the device ended the compute before it had to wait for them."""
     started, before, found = {}, -1, []
@@ -125,9 +129,26 @@ def late_receives(timeline):
             started[moment.of.number] = index
         elif moment.what == "reached" and moment.of.text.endswith("ends"):
             before = index
-        elif moment.what == "awaited" and moment.of.operations[0].kind == "recv" and before >= 0:
+        elif moment.what == "awaited" and is_transfer(moment.of, "recv") and before >= 0:
             found += [moment.of] * (started.get(moment.of.number, index) > before)
     return found
+
+
+def late_messages(timeline):
+    """As `late_receives`, of bridges, which wait on another stream: the k-th message of a lane is for F k or B k."""
+    received, started, late = {}, {}, []
+    for index, moment in enumerate(timeline):
+        if moment.what == "started":
+            started[moment.of.number] = index
+        elif moment.what == "launched" and is_transfer(moment.of, "recv"):
+            received.setdefault(moment.of.group, []).append(moment.of)
+    reached = [(index, moment.of.text) for index, moment in enumerate(timeline) if moment.what == "reached"]
+    for group, launches in received.items():
+        kind = "F" if "/F]" in group or "forward" in group else "B"
+        for microbatch, launch in enumerate(launches):
+            place = next(n for n, (_, text) in enumerate(reached) if text.endswith(f"{kind}{microbatch} begins"))
+            late += [launch] * (place > 0 and started[launch.number] > reached[place - 1][0])
+    return late
 
 
 def awaited_sends(timeline):
@@ -137,7 +158,7 @@ def awaited_sends(timeline):
     return [
         moment.of
         for index, moment in enumerate(timeline[:last])
-        if moment.what == "awaited" and moment.of.operations[0].kind == "send" and ended[moment.of.number] > index
+        if moment.what == "awaited" and is_transfer(moment.of, "send") and ended[moment.of.number] > index
     ]
 
 
@@ -164,25 +185,36 @@ GRAPHS = {
 }
 
 
-@pytest.mark.ranks(3, backend="fake_nccl")
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_bridges_between_modules_hold_no_host(ranks, device, graph):
+def between_modules(graph):
+    """A communicator of several modules, where its stages are, and what ends it."""
+    config = P2PConfig(pipeline_dtype=torch.float32, deadline=30.0, open_deadline=30.0)
+    if graph == "variable tp":
+        topology = VTPTopology([1, 2])
+        communicator = VTPCommunicator(topology, config)
+        return communicator, topology.placement, communicator.close
     places, flow = GRAPHS[graph]
     grids = {
         name: HyperCommGrid(list(dims.values()) or [1], list(dims) or ["dp"], rank_offset=offset)
         for name, (offset, dims) in places.items()
     }
-    communicator = MultiModulePipelineCommunicator(
-        grids, {name: flow.get(name, []) for name in grids}, P2PConfig(deadline=30.0, open_deadline=30.0)
-    )
-    plan = lower(multi_module_1f1b(communicator.graph, MICROBATCHES, placement=communicator.positions.placement))
+    communicator = MultiModulePipelineCommunicator(grids, {name: flow.get(name, []) for name in grids}, config)
+    return communicator, communicator.positions.placement, communicator.destroy
+
+
+@pytest.mark.ranks(3, backend="fake_nccl")
+@pytest.mark.parametrize("graph", [*GRAPHS, "variable tp"])
+def test_bridges_between_modules_hold_no_host(ranks, device, graph):
+    communicator, placement, end = between_modules(graph)
+    plan = lower(multi_module_1f1b(communicator.graph, MICROBATCHES, placement=placement))
     stages = {number: Layers(number, communicator.graph) for number in communicator.stages}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
     _, syncs = late_step(runtime, stages, device)
     require_no_wait_but_back_pressure(syncs)
+    assert late_messages(device.timeline) == []
+    assert awaited_sends(device.timeline) == []
     assert device.violations == []
     require_gradients_of_one_process(communicator.graph, stages)
-    communicator.destroy()
+    end()
 
 
 KEPT = 2**20

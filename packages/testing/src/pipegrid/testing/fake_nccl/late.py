@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define
+from attrs import define, field, frozen
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.player import Player, Signal
-from pipegrid.testing.fake_nccl.torch_compat import takes_device, tree_leaves, tree_map
+from pipegrid.testing.fake_nccl.torch_compat import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from pipegrid.testing.fake_nccl.streams import HostSync
@@ -36,6 +36,7 @@ class LateRun:
         live_bytes: of tensors made on the device that the host holds, or that it freed while another stream may use
             them (`Tensor.record_stream`).
         peak_bytes: the most of them.
+        shapes: of the results of calls, as far as they are known.
     """
 
     player: Player
@@ -43,6 +44,7 @@ class LateRun:
     _before: int
     live_bytes: int = 0
     peak_bytes: int = 0
+    shapes: dict[Any, Any] = field(factory=dict)
 
     @property
     def syncs(self) -> list[HostSync]:
@@ -90,39 +92,61 @@ def make_unreadable(block: Tensor) -> None:
     block.fill_(_UNREAD_BYTE)
 
 
-def without_values(like: Tensor) -> Tensor:
+def without_values(like: _Shape) -> Tensor:
     """A tensor of that shape and those strides whose values are not on the host."""
-    tensor = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+    tensor = torch.empty_strided(like.size, like.strides, dtype=like.dtype)
     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_UNREAD_BYTE)
     return tensor
 
 
-def results_of(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any]) -> Any:
     """What a call returns, without values: an argument that it returns, or new tensors.
 
-    Raises:
-        NotImplementedError: torch has no rule for the shapes of the operation.
+    The shapes are those that the operation gives of zeros. (Of meta tensors it would give the same, but the first use
+    of those takes seconds in every process.)
+
+    Args:
+        operation: what torch dispatches.
+        args: its arguments.
+        kwargs: its arguments by name.
+        known: shapes of the results of earlier calls.
     """
-    arguments: dict[int, tuple[Tensor, Tensor]] = {}
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    key = (operation, repr(tree_map(_shape_of, (args, kwargs))))
+    if key not in known:
+        zeros: dict[int, Tensor] = {id(tensor): torch.zeros_like(tensor) for tensor in given}
+        places = {id(zeros[id(tensor)]): _Argument(place) for place, tensor in enumerate(given)}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            made = operation(*tree_map(lambda each: zeros.get(id(each), each), args), **_replaced(kwargs, zeros))
+        known[key] = tree_map(lambda each: places.get(id(each)) or _shape_of(each), made)
 
-    def shape_of(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        shape = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-        arguments[id(shape)] = value, shape
-        return shape
+    def result_of(found: Any) -> Any:
+        if isinstance(found, _Argument):
+            return given[found.place]
+        return without_values(found) if isinstance(found, _Shape) else found
 
-    options = tree_map(shape_of, kwargs)
-    if takes_device(operation):
-        options["device"] = torch.device("meta")
-    options.pop("pin_memory", None)
+    return tree_map(result_of, known[key])
 
-    def result_of(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return arguments[id(value)][0] if id(value) in arguments else without_values(value)
 
-    return tree_map(result_of, operation(*tree_map(shape_of, args), **options))
+@frozen
+class _Shape:
+    size: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@frozen
+class _Argument:
+    place: int
+
+
+def _shape_of(value: Any) -> Any:
+    return _Shape(value.size(), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _replaced(kwargs: dict[str, Any], zeros: dict[int, Tensor]) -> dict[str, Any]:
+    replaced: dict[str, Any] = tree_map(lambda each: zeros.get(id(each), each), kwargs)
+    return replaced
 
 
 def computation(operation: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> Callable[[], None]:

@@ -390,7 +390,7 @@ class Streams:
             if not found:
                 raise RuntimeError(f"{name_of(operation)} failed on the late device; see the violations")
             return found[0], signal
-        made = results_of(operation, args, kwargs)
+        made = results_of(operation, args, kwargs, late.shapes)
         given = {id(tensor) for tensor in tensors_in([args, kwargs])}
         new = [tensor for tensor in tensors_in(made) if id(tensor) not in given]
         for tensor in new:

@@ -53,11 +53,6 @@ def written_by(operation: Any, arguments: dict[str, Any]) -> list[Tensor]:
     ]
 
 
-def takes_device(operation: Any) -> bool:
-    """Whether a call of an operation may name the device of the result."""
-    return any(argument.name == "device" for argument in operation._schema.arguments)  # noqa: SLF001
-
-
 def reads_values(operation: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call has to look at the values of tensors: for a Python number, or for the shape of its result."""
     if name_of(operation) in ("index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"):
@@ -80,7 +75,6 @@ __all__ = [
     "living",
     "name_of",
     "reads_values",
-    "takes_device",
     "tensors_in",
     "tree_leaves",
     "tree_map",

@@ -50,7 +50,8 @@ def planned_and_uneven() -> list[Timeline]:
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
-    drawn = {name: svg(named(name)) for name in ("1f1b", "interleaved_1f1b", "zero_bubble_v", "v_half", "u_shape")}
+    names = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v", "v_half", "u_shape")
+    drawn = {name: svg(named(name)) for name in names}
     drawn["modules"] = svg(modules(), arrows=True)
     drawn["planned-and-uneven"] = svg(planned_and_uneven())
     return {f"{name}.svg": text for name, text in drawn.items()}

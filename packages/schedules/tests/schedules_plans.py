@@ -8,6 +8,7 @@ from pipegrid.schedules import (
     forward_only,
     gpipe,
     interleaved_1f1b,
+    interleaved_zero_bubble,
     looped_bfs,
     lower,
     multi_module_1f1b,
@@ -21,13 +22,14 @@ from pipegrid.schedules import (
 )
 
 FLAT = (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
-LOOPED = (interleaved_1f1b, looped_bfs, forward_only)
+LOOPED = (interleaved_1f1b, interleaved_zero_bubble, looped_bfs, forward_only)
 V_SHAPED = (zero_bubble_v, v_half, v_min, dualpipe_v)
 U_SHAPED = (u_shape,)
 GENERATORS = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
     "looped_bfs": looped_bfs,
     "forward_only": forward_only,
     "zero_bubble_h1": zero_bubble_h1,

@@ -17,6 +17,7 @@ PLANNING = {
         "dualpipe_v",
     ),
     *("forward_only", "from_json", "from_text", "gpipe", "greedy", "interleaved_1f1b", "looped_bfs"),
+    "interleaved_zero_bubble",
     *(
         "lower",
         "multi_module_1f1b",

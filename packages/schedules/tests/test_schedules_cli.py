@@ -107,7 +107,7 @@ def test_compare_prints_a_table_fastest_first(capsys):
     assert main(["compare", "--pp", "4", "--microbatches", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["schedule", "makespan", "bubble"]
-    makespans = [float(line[len("interleaved_1f1b (2 chunks)") :].split()[0]) for line in lines[2:]]
+    makespans = [float(line[len("interleaved_zero_bubble (2 chunks)") :].split()[0]) for line in lines[2:]]
     assert makespans == sorted(makespans)
     assert len(lines) == 2 + sum(schedule.trains for schedule in SCHEDULES.values()) + 1
     (row,) = (line for line in lines if line.startswith("1f1b "))
@@ -233,7 +233,9 @@ def test_costs_per_edge_serve_the_schedules_whose_edges_they_are_of(tmp_path, ca
     *table, left_out = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in table[2:]} == {"gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_h2", "greedy"}
     assert left_out.startswith("left out, as ")
-    assert left_out.endswith("interleaved_1f1b, looped_bfs, zero_bubble_v, v_half, v_min, dualpipe_v, u_shape")
+    assert left_out.endswith(
+        "interleaved_1f1b, interleaved_zero_bubble, looped_bfs, zero_bubble_v, v_half, v_min, dualpipe_v, u_shape"
+    )
     assert main(["compare", "--pp", "7", "--microbatches", "8", *given]) == 2
 
 

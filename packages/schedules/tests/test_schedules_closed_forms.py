@@ -15,6 +15,7 @@ from pipegrid.schedules.generators import (
     forward_only,
     gpipe,
     interleaved_1f1b,
+    interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
     u_shape,
@@ -80,6 +81,27 @@ FORMS = {
         lambda p: 3 * (p - 1) / 3,
         lambda p, m: m % p == 0,
         lambda p, m: min(3 * m, 2 * (p - 1) + 2 * p + 1) / 3 if m % p == 0 else None,
+    ),
+    "interleaved_zero_bubble v1": Form(
+        lambda p, m: interleaved_zero_bubble(p, m, num_chunks=1),
+        1,
+        lambda p: p - 1,
+        lambda p, m: m % p == 0,
+        lambda p, m: min(m, 2 * p - 1) if m % p == 0 else None,
+    ),
+    "interleaved_zero_bubble v2": Form(
+        interleaved_zero_bubble,
+        2,
+        lambda p: (p - 1) / 2,
+        lambda p, m: m % p == 0,
+        lambda p, m: min(2 * m, 2 * (p - 1) + p + 1) / 2 if m % p == 0 else None,
+    ),
+    "interleaved_zero_bubble v2 at once": Form(
+        lambda p, m: interleaved_zero_bubble(p, m, delayed=False),
+        2,
+        lambda p: 2 * (p - 1) / 2,
+        lambda p, m: m % p == 0,
+        lambda p, m: min(2 * m, 2 * (p - 1) + p + 1) / 2 if m % p == 0 else None,
     ),
     "zero_bubble_h1": Form(zero_bubble_h1, 1, lambda p: p - 1, lambda p, m: m >= p, lambda p, m: min(m, p)),
     "zero_bubble_h2": Form(
@@ -217,6 +239,24 @@ def test_interleaving_divides_the_bubble_by_the_chunks_at_any_costs(p, rounds, v
     for make in (interleaved_1f1b, looped_bfs):
         simulation = simulate(make(p, rounds * p, num_chunks=v), Costs(F=f / v, B=b / v))
         assert simulation.makespan == pytest.approx(rounds * p * (f + b) + (p - 1) * (f + b) / v)
+
+
+@given(
+    p=st.integers(1, 5),
+    rounds=st.integers(1, 3),
+    v=st.integers(1, 3),
+    f=times,
+    i=times,
+    w=st.floats(0.05, 1),
+    delayed=st.booleans(),
+)
+def test_split_interleaving_gives_back_a_weight_half_per_hop_and_two_if_delayed(p, rounds, v, f, i, w, delayed):
+    """(P-1)(F+I)/V, and (P-1)(F+I-W)/V where W is delayed, wherever a W fits into the wait (W at most F and I)."""
+    weight = w * min(f, i)
+    plan = interleaved_zero_bubble(p, rounds * p, num_chunks=v, delayed=delayed)
+    simulation = simulate(plan, Costs(F=f / v, I=i / v, W=weight / v))
+    bubble = (p - 1) * (f + i - (weight if delayed else 0)) / v
+    assert simulation.makespan == pytest.approx(rounds * p * (f + i + weight) + bubble)
 
 
 @given(p=st.integers(2, 6), more=st.integers(0, 6), f=times, i=times, w=st.floats(0.05, 1))

@@ -15,6 +15,7 @@ from pipegrid.schedules import (
     forward_only,
     gpipe,
     interleaved_1f1b,
+    interleaved_zero_bubble,
     looped_bfs,
     multi_module_1f1b,
     one_f_one_b,
@@ -87,6 +88,8 @@ def test_every_plan_verifies_at_every_shape():
 
 def test_the_older_order_functions_give_one_positions_actions():
     for generator in (*FLAT, *LOOPED, *U_SHAPED, *V_SHAPED):
+        if generator is interleaved_zero_bubble:  # younger than the older form
+            continue
         order = getattr(pipegrid.schedules, f"{generator.__name__}_order")
         for position in range(3):
             assert tuple(order(position, 3, 4)) == generator(3, 4).positions[position]
@@ -129,6 +132,7 @@ def picture(plan):
         (gpipe, 3, 4),
         (one_f_one_b, 3, 4),
         (interleaved_1f1b, 2, 4),
+        (interleaved_zero_bubble, 3, 3),
         (looped_bfs, 2, 3),
         (zero_bubble_h1, 3, 5),
         (zero_bubble_h2, 3, 6),
@@ -164,6 +168,30 @@ def test_interleaving_divides_the_bubble(chunks):
             assert times(plan)[0] == pytest.approx(3 * m + 3 * (p - 1) / chunks)
             assert peak(plan) == m
             assert times(forward_only(p, m, num_chunks=chunks))[0] == pytest.approx(m + (p - 1) / chunks)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_split_interleaving_takes_any_group_size_uneven_rounds_and_extra_warmup(delayed):
+    for p, m, chunks, extra in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3), (0, 2)):
+        for group_size in (1, p, p + 1):
+            for missing in {0, p - 1}:
+                shape = {"num_chunks": chunks, "group_size": group_size, "num_stages": p * chunks - missing}
+                plan = interleaved_zero_bubble(p, m, **shape, extra_warmup=extra, delayed=delayed)
+                whole = interleaved_1f1b(p, m, **shape, extra_warmup=extra)
+                verify(plan)
+                if not missing and (group_size == p or not delayed):
+                    assert peak(plan) <= peak(whole) + 1e-9
+                for position in range(p):
+                    assert [a for a in plan.actions(position) if a.kind is ActionKind.F] == [
+                        a for a in whole.actions(position) if a.kind is ActionKind.F
+                    ]
+
+
+def test_a_weight_half_that_is_not_delayed_follows_its_input_half():
+    for actions in map(interleaved_zero_bubble(3, 6, delayed=False).actions, range(3)):
+        for action, after in itertools.pairwise(actions):
+            if action.kind is ActionKind.I:
+                assert (after.kind, after.stage, after.microbatch) == (ActionKind.W, action.stage, action.microbatch)
 
 
 def test_interleaving_takes_any_group_size_uneven_rounds_and_stages_that_do_not_fill_the_last():

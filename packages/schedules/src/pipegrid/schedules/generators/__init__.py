@@ -7,7 +7,12 @@ from typing import Any
 
 from pipegrid.schedules.generators.around import fitting_schedules, schedule_for, stage_places
 from pipegrid.schedules.generators.controllable_memory import v_half, v_min
-from pipegrid.schedules.generators.looped import forward_only, interleaved_1f1b, looped_bfs
+from pipegrid.schedules.generators.looped import (
+    forward_only,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+)
 from pipegrid.schedules.generators.multi_module import multi_module_1f1b, multi_module_1f1b_order
 from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
 from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule
@@ -27,6 +32,7 @@ __all__ = [
     "forward_only",
     "gpipe",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
     "looped_bfs",
     "looped_placement",
     "multi_module_1f1b",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, chain_plan, looped_placement
-from pipegrid.schedules.plan import Plan, backward, forward
+from pipegrid.schedules.plan import Action, ActionKind, Plan, backward, forward, input_backward, weight_backward
 from pipegrid.topology.fields import Count, Index, checked_arguments
 
 
@@ -68,6 +70,64 @@ def interleaved_1f1b(
         ]
 
     return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
+
+
+@checked_arguments(PlanError)
+def interleaved_zero_bubble(
+    num_positions: Count,
+    num_microbatches: Count,
+    *,
+    num_chunks: Count = 2,
+    group_size: Count | None = None,
+    num_stages: Count | None = None,
+    extra_warmup: Index = 0,
+    delayed: bool = True,
+) -> Plan:
+    """`interleaved_1f1b` with its backwards split: the gradient leaves after ``I``, and a ``W`` runs while it travels.
+
+    Bubble ``(P-1)(F+I-W)/V`` for ``group_size`` P, M a multiple of it and W of at most F and I; the memory is that of
+    `interleaved_1f1b`, for position p is p weight halves behind and holds 2p chunks less in its warmup. In capitals
+    the first chunk of two::
+
+        0: F0 F1 F2 f0 f1 f2 .  .  i0 w0 i1 w1 i2 w2 I0 W0 I1 W1 I2 W2
+        1: .  F0 F1 F2 f0 f1 f2 i0 .  i1 w0 i2 w1 I0 w2 I1 W0 I2 W1 W2
+        2: .  .  F0 F1 F2 f0 i0 f1 i1 f2 i2 w0 I0 w1 I1 w2 I2 W0 W1 W2
+
+    ``delayed=False`` runs each ``W`` right after its own ``I``, and the bubble is ``(P-1)(F+I)/V``. With
+    ``extra_warmup`` too, that is the schedule of Kimi K2. The other arguments are those of `interleaved_1f1b`.
+
+    Source: Kimi Team 2025, "Kimi K2: Open Agentic Intelligence", section 2.4.2 (the weight gradient decoupled from
+    each backward, beside its communication); the delay as Qi et al. 2023, section 2.1 (ZB-H1).
+
+    Raises:
+        PlanError: as `interleaved_1f1b`.
+    """
+    whole = interleaved_1f1b(
+        num_positions,
+        num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        num_stages=num_stages,
+        extra_warmup=extra_warmup,
+    )
+
+    def order(position: int) -> Order:
+        split: Order = []
+        owed: deque[Action] = deque()
+        for action in whole.actions(position):
+            assert action.microbatch is not None  # every compute has one
+            if action.kind is ActionKind.F:
+                split.append(action)
+                continue
+            split.append(input_backward(action.stage, action.microbatch))
+            owed.append(weight_backward(action.stage, action.microbatch))
+            if len(owed) > (position if delayed else 0):
+                split.append(owed.popleft())
+        return [*split, *owed]
+
+    return chain_plan(
+        map(order, range(num_positions)), looped_placement(num_positions, whole.num_stages), num_microbatches
+    )
 
 
 @checked_arguments(PlanError)

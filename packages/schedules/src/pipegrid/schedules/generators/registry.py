@@ -9,7 +9,7 @@ from attrs import frozen
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.controllable_memory import v_half, v_min
-from pipegrid.schedules.generators.looped import forward_only, interleaved_1f1b, looped_bfs
+from pipegrid.schedules.generators.looped import forward_only, interleaved_1f1b, interleaved_zero_bubble, looped_bfs
 from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
 from pipegrid.schedules.generators.u_shaped import u_shape
 from pipegrid.schedules.generators.v_shaped import dualpipe_v, zero_bubble_v
@@ -54,7 +54,7 @@ class Schedule:
         if num_chunks not in (None, self.chunks):
             raise PlanError(
                 f"{self.name} has {self.chunks} chunk{'s' if self.chunks > 1 else ''} per position, not "
-                f"{num_chunks}; leave the number out, or choose interleaved_1f1b or looped_bfs"
+                f"{num_chunks}; leave the number out, or choose interleaved_1f1b, interleaved_zero_bubble or looped_bfs"
             )
         return self.function(num_positions, num_microbatches)
 
@@ -66,6 +66,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             Schedule("gpipe", gpipe, 1, "Huang et al. 2019, section 2.3"),
             Schedule("1f1b", one_f_one_b, 1, "Narayanan et al. 2021, section 2.2.1"),
             Schedule("interleaved_1f1b", interleaved_1f1b, None, "Narayanan et al. 2021, section 2.2.2"),
+            Schedule("interleaved_zero_bubble", interleaved_zero_bubble, None, "Kimi Team 2025, section 2.4.2"),
             Schedule("looped_bfs", looped_bfs, None, "Lamy-Poirier 2023, section 4"),
             Schedule("zero_bubble_h1", zero_bubble_h1, 1, "Qi et al. 2023, section 2.1"),
             Schedule("zero_bubble_h2", zero_bubble_h2, 1, "Qi et al. 2023, section 2.2"),

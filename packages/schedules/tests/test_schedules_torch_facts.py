@@ -187,7 +187,7 @@ def test_a_custom_function_always_computes_all_its_gradients():
     assert [grad.tolist() for grad in seen[0]] == [[1, 1], [1, 1]]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_node_of_cpp_without_a_class_of_its_own_shows_as_cpp_function():
     function = torch.jit.script(doubled)
     x = torch.ones(2, requires_grad=True)

@@ -18,11 +18,14 @@ from pipegrid.schedules import (
     accumulate_in_main_grad,
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
+    lowering,
 )
 from pipegrid.schedules.gradients import reduce
-from pipegrid.schedules.megatron import prepared
+from pipegrid.schedules.megatron import place, prepared
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.runtime import preflight
+from pipegrid.schedules.verify.verify import verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
@@ -54,6 +57,19 @@ def alone(model, **options):
 
     arguments = COMMON | {"data_iterator": iter(range(MICROBATCHES)), "model": model} | options
     return forward_backward_no_pipelining(forward_step_func=forward, **arguments)
+
+
+def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch):
+    """The plan of computes and the lowered one; the runtime takes the proof of the latter."""
+    proofs = []
+    for module in (lowering, place, preflight):
+        monkeypatch.setattr(module, "verify", lambda plan, **options: proofs.append(plan) or verify(plan, **options))
+    place._step_proof.cache_clear()
+    model = Model()
+    alone(model)
+    assert (constructions["Plan"], len(proofs)) == (2, 1)
+    alone(model)
+    assert (constructions["Plan"], len(proofs)) == (2, 1)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.handle import State, Transfer
 from pipegrid.transport.streams import working_on
 
+_ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
+
 
 class Batch:
     """A block whose transfers start together. A context manager: see `Submitter.batch`."""
@@ -174,14 +176,17 @@ class Submitter:
         previous = None
         for transfer in transfers:
             lane: Any = transfer.lane
-            if transfer.state is not State.ACTIVE or transfer.ticket is not None:
+            if transfer.state is not _ACTIVE or transfer.ticket is not None:
                 continue
-            connection = id(lane.connection)
-            if connection not in by_connection or not (self._shared or connection == previous):
-                batches.append([])
-                by_connection[connection] = batches[-1]
-            by_connection[connection].append((lane, transfer))
-            previous = connection
+            connection = lane.connection
+            if self._shared and id(connection) in by_connection:
+                by_connection[id(connection)].append((lane, transfer))
+            elif connection is previous:
+                batches[-1].append((lane, transfer))
+            else:
+                batches.append([(lane, transfer)])
+                by_connection[id(connection)] = batches[-1]
+                previous = connection
         for batch in batches:
             if len(batch) > 1:
                 batch.sort(key=_by_lane)

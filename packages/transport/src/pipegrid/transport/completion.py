@@ -170,14 +170,20 @@ class Completion:
         if self._streams:
             self._order(transfer, timeout)
             return
+        if transfer.state is _DONE and not self._streamed:
+            return
         queue, lock = self.queue, self._wait_lock
         # The common case in one go; `WaitLock.until` is the general one, and does the same.
-        if timeout is None and (ticket := transfer.ticket) is not None and lock.leader.acquire(False):
+        if (ticket := transfer.ticket) is not None and lock.leader.acquire(False):
             failure = None
             transfer.waited = True
+            patience = self._patience
+            if timeout is not None and transfer.state is _ACTIVE:
+                self._set_due(transfer, timeout)
+                patience = timedelta(seconds=timeout + BACKSTOP_SECONDS)
             try:
                 if queue and queue[0] is transfer:
-                    ticket.hold(self._patience)
+                    ticket.hold(patience)
                     # The lane may have failed in the meantime. No thread comes in between these three lines.
                     if transfer.state is _ACTIVE:
                         transfer.state = _DONE

@@ -35,6 +35,8 @@ from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
 from pipegrid.transport.streams import current_stream, has_streams, working_on
 from pipegrid.transport.wait_lock import BackgroundThread
 
+_ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
+
 
 class Lane:
     """One end (or, on one rank, both) of a lane. Made by `open_lanes`.
@@ -333,7 +335,8 @@ class Lane:
 
     def admit(self, transfer: Transfer) -> None:
         """Number a transfer; announce a send, or find the shapes of a receive as far as they are known."""
-        self.completion.require_alive()
+        if self.completion.error is not None:
+            self.completion.require_alive()
         if self.mover.streams and isinstance(threading.current_thread(), BackgroundThread):
             raise P2PUsageError(
                 f"a transfer of lane {self.spec} was started from an on_done callback; on a device group only the "
@@ -357,7 +360,7 @@ class Lane:
             raise
         except RuntimeError as error:
             self.completion.not_started(transfer, error)
-        transfer.state = State.ACTIVE
+        transfer.state = _ACTIVE
         self.queue.append(transfer)
 
     def _tell(self, first: int, signatures: Sequence[Signature], standing: bool) -> list[Any]:

@@ -14,7 +14,7 @@ from pipegrid.schedules.generators import find_schedule, interleaved_1f1b, loope
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_communicator
 from pipegrid.schedules.plan import Plan, as_placement, require_graph
-from pipegrid.schedules.verify.verify import verify
+from pipegrid.schedules.verify.verify import Proof, verify
 from pipegrid.topology.fields import Count, Name, checked
 from pipegrid.transport.edge import Edge
 
@@ -150,9 +150,31 @@ def step_plan(
     Raises:
         PlanError: as `schedule_for` and `lower`.
     """
+    return step_proof(
+        graph,
+        num_microbatches,
+        tied,
+        placement=placement,
+        collectives=collectives,
+        frozen=frozen,
+        schedule=schedule,
+    ).plan
+
+
+def step_proof(
+    graph: ModuleGraph,
+    num_microbatches: int,
+    tied: Ties = (),
+    *,
+    placement: tuple[tuple[int, ...], ...] | None = None,
+    collectives: tuple[Edge, ...] = (),
+    frozen: tuple[str, ...] = (),
+    schedule: str = "1f1b",
+) -> Proof:
+    """The proof of `step_plan`, cached: the runtime takes it as it is."""
     require_graph(graph)
     num_microbatches = checked(num_microbatches, Count, "num_microbatches", PlanError)
-    return _step_plan(
+    return _step_proof(
         graph,
         num_microbatches,
         tuple((name, tuple(stages)) for name, stages in tied),
@@ -164,7 +186,7 @@ def step_plan(
 
 
 @lru_cache(maxsize=64)
-def _step_plan(
+def _step_proof(
     graph: ModuleGraph,
     num_microbatches: int,
     tied: Ties,
@@ -172,17 +194,16 @@ def _step_plan(
     collectives: tuple[Edge, ...],
     frozen: tuple[str, ...],
     schedule: str,
-) -> Plan:
-    plan = lower(
+) -> Proof:
+    lowered = lower(
         schedule_for(graph, schedule, num_microbatches, placement=placement, forward_only=frozen),
         collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives},
         tied=dict(tied),
+        proved=True,
     )
-    verify(plan)
-    return plan
+    return verify(lowered)
 
 
-@lru_cache(maxsize=64)
 def interleaved_plan(
     num_ranks: int,
     num_chunks: int,
@@ -192,13 +213,22 @@ def interleaved_plan(
     tied: Ties = (),
     extra_warmup: int = 0,
 ) -> Plan:
-    """The verified plan of the interleaved step function. Pure."""
-    plan = lower(
-        interleaved_1f1b(
-            num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
-        ),
-        receives=receives,
-        tied=dict(tied),
+    """The verified plan of the interleaved step function, cached. Pure."""
+    return interleaved_proof(num_ranks, num_chunks, num_microbatches, group_size, receives, tied, extra_warmup).plan
+
+
+@lru_cache(maxsize=64)
+def interleaved_proof(
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int,
+    receives: Receives,
+    tied: Ties,
+    extra_warmup: int,
+) -> Proof:
+    """The proof of `interleaved_plan`."""
+    computes = interleaved_1f1b(
+        num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
     )
-    verify(plan)
-    return plan
+    return verify(lower(computes, receives=receives, tied=dict(tied), proved=True))

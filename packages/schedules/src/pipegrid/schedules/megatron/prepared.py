@@ -21,6 +21,7 @@ from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.megatron.stage import MegatronStage, StageCall
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineRuntime, position_of
+from pipegrid.schedules.verify import Proof
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches
 
@@ -28,7 +29,7 @@ _PREPARED: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weak
 
 
 def prepared_step(
-    plan: Plan,
+    proof: Proof,
     communicator: Any,
     models: Mapping[int, torch.nn.Module],
     config: Any,
@@ -43,10 +44,10 @@ def prepared_step(
     key = _key(config, ties, hooked=hooked)
     kept = _PREPARED.setdefault(next(iter(models.values())), [])
     for prepared in kept:
-        if prepared.serves(plan, communicator, models, key):
+        if prepared.serves(proof.plan, communicator, models, key):
             return prepared
     kept[:] = [prepared for prepared in kept if prepared.communicator is communicator][1 - _KEPT :]
-    kept.append(PreparedStep(plan, communicator, models, config, key))
+    kept.append(PreparedStep(proof, communicator, models, config, key))
     return kept[-1]
 
 
@@ -75,13 +76,14 @@ class PreparedStep:
 
     def __init__(
         self,
-        plan: Plan,
+        proof: Proof,
         communicator: Any,
         models: Mapping[int, torch.nn.Module],
         config: Any,
         key: tuple[object, ...],
     ) -> None:
-        self.plan, self.communicator, self._key = plan, communicator, key
+        self.plan = plan = proof.plan
+        self.communicator, self._key = communicator, key
         self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         position = position_of(plan, models)
         chunks = _chunk_numbers(plan, models)
@@ -101,7 +103,7 @@ class PreparedStep:
         self._output_layers: Sequence[Callable[[], None]] = ()
         hooked, messages, ties, *_ = key
         self.runtime = PipelineRuntime(
-            plan,
+            proof,
             self.stages,
             communicator,
             hooks=[_CallMessageHooks(self._hooks) if messages else self._hooks] if hooked else [],

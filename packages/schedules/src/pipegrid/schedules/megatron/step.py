@@ -21,6 +21,7 @@ from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, a
 from pipegrid.schedules.megatron.stage import StageCall
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook
+from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Count, checked
 
 
@@ -37,7 +38,7 @@ def single(value: Any, name: str) -> Any:
 
 def run_step(
     *,
-    plan: Callable[[Ties], Plan],
+    proof: Callable[[Ties, int], Proof],
     communicator: Any,
     forward_step_func: Callable[..., Any],
     data_iterators: Mapping[int, Any],
@@ -53,8 +54,9 @@ def run_step(
 ) -> list[Any]:
     """Run one step of the stages in ``models`` (in the order of chunks).
 
-    The config is the first model's. ``plan`` makes the plan from the name and the stages of each tied parameter, after
-    the checks of the other arguments. The runtime is cached for the next call (`prepared_step`).
+    The config is the first model's. ``proof`` makes the plan and proves it, from the name and the stages of each tied
+    parameter and the number of microbatches, after the checks of the other arguments. The runtime is cached for the
+    next call (`prepared_step`).
     """
     config = config_of(next(iter(models.values())))
     num_microbatches = checked(num_microbatches, Count, "num_microbatches", StepArgumentError)
@@ -69,7 +71,8 @@ def run_step(
     if collect_non_loss_data and not forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
     ties = () if forward_only else required_ties(models=list(models.values()), config=config, stages=list(models))
-    agreed = plan(tied_stages(ties))
+    proved = proof(tied_stages(ties), num_microbatches)
+    agreed = proved.plan
     policy = deferred = None
     if not forward_only:
         policy = gradient_policy(
@@ -109,7 +112,7 @@ def run_step(
         and bool(option(config, "overlap_grad_reduce"))
         and not option(config, "defer_embedding_wgrad_compute")  # deferred gradients come after the last backward
     )
-    prepared = prepared_step(agreed, communicator, models, config, ties, hooked=syncs or early)
+    prepared = prepared_step(proved, communicator, models, config, ties, hooked=syncs or early)
     try:
         with contextlib.ExitStack() as outside:
             hooks: list[Hook] = [*option(config, "hooks")]

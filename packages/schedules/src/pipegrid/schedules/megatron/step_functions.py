@@ -14,7 +14,7 @@ from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import require_communicator, size_of
-from pipegrid.schedules.megatron.place import Place, interleaved_plan, one_module, place_of, step_plan
+from pipegrid.schedules.megatron.place import Place, interleaved_proof, one_module, place_of, step_proof
 from pipegrid.schedules.megatron.step import message_shapes, require_one_config, run_step, single
 from pipegrid.topology.fields import Count, checked, checked_arguments
 
@@ -92,7 +92,7 @@ def forward_backward_no_pipelining(
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
     return run_step(
-        plan=lambda ties: step_plan(one_module(1), num_microbatches, ties),
+        proof=lambda ties, count: step_proof(one_module(1), count, ties),
         communicator=None,
         forward_step_func=forward_step_func,
         data_iterators={0: single(data_iterator, "data_iterator")},
@@ -169,9 +169,9 @@ def forward_backward_pipelining_without_interleaving(
         )
     models = _models(place, model)
     return run_step(
-        plan=lambda ties: step_plan(
+        proof=lambda ties, count: step_proof(
             place.graph,
-            num_microbatches,
+            count,
             ties,
             placement=place.placement,
             collectives=place.collectives,
@@ -242,9 +242,9 @@ def forward_backward_with_schedule(
     models = place.by_stage(model, "model")
     require_one_config(models)
     return run_step(
-        plan=lambda ties: step_plan(
+        proof=lambda ties, count: step_proof(
             place.graph,
-            num_microbatches,
+            count,
             ties,
             placement=place.placement,
             collectives=place.collectives,
@@ -330,8 +330,8 @@ def forward_backward_pipelining_with_interleaving(
     extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
     models = {chunk * ranks + here: part for chunk, (part, _) in enumerate(chunks)}
     return run_step(
-        plan=lambda ties: interleaved_plan(
-            ranks, len(chunks), num_microbatches, group_size, receives, ties, extra_warmup
+        proof=lambda ties, count: interleaved_proof(
+            ranks, len(chunks), count, group_size, receives, ties, extra_warmup
         ),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,

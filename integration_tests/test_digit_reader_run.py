@@ -59,6 +59,9 @@ def test_what_does_not_fit_is_one_line_and_exit_code_2(arguments, text):
     [
         ("float32", []),
         ("float64", []),
+        ("float64", ["--backend", "fake_nccl"]),
+        ("float64", ["--backend", "fake_nccl_serial", "--placement", "mixed", "--schedule", "zero_bubble_h1"]),
+        ("float64", ["--backend", "staged"]),
         ("float64", ["--images", "dp=1", "--language", "dp=3,pp=1,layout=EttttL", "--batch", "48"]),
         (
             "float64",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,8 +80,9 @@ def options_of(*arguments, dtype="float64"):
     return parse_options([*arguments, "--dtype", dtype, "--batch", "16", "--microbatches", "4", "--deadline", "30"])
 
 
-def difference(options, device, *, strict):
+def difference(options, ranks, *, strict):
     """What `--check` measures."""
+    options, device = evolve(options, backend=ranks.backend), ranks.device
     samples = Samples(Split.TRAIN, options.seed, load_scans(Split.TRAIN))
     job = build_job(options, samples, device, strict=strict)
     with contextlib.closing(job.monitor):
@@ -108,7 +110,7 @@ PLACES = {
     ],
 )
 def test_every_placement_has_the_gradients_of_one_process(ranks, place):
-    found = difference(options_of(*PLACES[place]), ranks.device, strict=True)
+    found = difference(options_of(*PLACES[place]), ranks, strict=True)
     assert found < 1e-12
 
 
@@ -140,7 +142,7 @@ SCHEDULES = [
 def test_every_schedule_has_the_gradients_of_one_process(ranks, name, vpp, placement):
     language = {"colocated": "dp=2,pp=2"}.get(placement, "pp=2")
     options = options_of("--schedule", name, "--placement", placement, "--language", f"{language},vpp={vpp}")
-    found = difference(options, ranks.device, strict=True)
+    found = difference(options, ranks, strict=True)
     assert found < 1e-12
 
 
@@ -165,4 +167,4 @@ def test_a_gradient_that_is_off_is_noticed(ranks):
 def test_every_schedule_on_every_placement(ranks, name, vpp, place, strict):
     language = f"dp=2,pp=2,vpp={vpp}" if "colocated" in place else f"pp=2,vpp={vpp}"
     options = options_of(*PLACES[place], "--schedule", name, "--language", language)
-    assert difference(options, ranks.device, strict=strict) < 1e-12
+    assert difference(options, ranks, strict=strict) < 1e-12

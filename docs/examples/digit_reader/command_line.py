@@ -12,7 +12,7 @@ from pathlib import Path
 
 from digit_reader.fitting import require_fitting
 from digit_reader.modules import DECODERS, DEFAULTS, DIMS, ENCODERS, IMAGES, LANGUAGE, PLACEMENTS, SIGNAL
-from digit_reader.options import SCHEDULE_NAMES, Options, OptionsError, num_stages
+from digit_reader.options import BACKENDS, SCHEDULE_NAMES, Options, OptionsError, num_stages
 from pipegrid.layout import even
 
 _FIELD = re.compile(r"""\s*([a-z]+)\s*=\s*("[^"]*"|'[^']*'|[^,"']*)\s*(?:,|$)""")
@@ -51,6 +51,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         seed=given.seed,
         dtype=given.dtype,
         deadline=given.deadline,
+        backend=given.backend,
         check=given.check,
         out=given.out,
         control=given.control,
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of parameters and of the order of samples (default: %(default)s)")
     add("--dtype", default="float32", choices=("float32", "float64"), help="of parameters (default: %(default)s)")
     add("--deadline", type=float, default=60.0, help="seconds that a rank may stand still (default: %(default)s)")
+    add("--backend", choices=BACKENDS, help="of the processes (default: NCCL with a GPU for each, else gloo)")
     add("--check", action="store_true", help="compare the first step's gradients with one process, then stop")
     add("--out", type=Path, default=Path("runs/digit_reader"), help="where files are written (default: %(default)s)")
     add("--control", help=argparse.SUPPRESS)

@@ -172,6 +172,7 @@ def build_job(options: Options, samples: Samples, device: torch.device, *, stric
         deadline=options.deadline,
         monitor=monitor,
         strict=strict,
+        staged=options.backend == "staged",
     )
     flow = {name: [destination for source, destination in options.graph if source == name] for name in grids}
     communicator = MultiModulePipelineCommunicator(

@@ -17,6 +17,9 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import SCHEDULES, stage_places
 from pipegrid.topology import HyperCommGrid, place
 
+BACKENDS = ("gloo", "nccl", "staged", "fake_nccl", "fake_nccl_serial")
+"""Of the default group: ``staged`` is gloo through host memory, the fakes are NCCL's rules on a CPU."""
+
 SCHEDULE_NAMES: Final = tuple(name for name, known in SCHEDULES.items() if known.trains)
 """What ``--schedule`` takes."""
 
@@ -36,8 +39,8 @@ class Options:
 
     ``grids`` has a size per dimension and module, the encoders first; ``layout`` and ``vpp`` are the language
     model's: how it is cut into stages, and how many of them each place of its pipeline holds. ``batch`` samples
-    make a step, shared by ``microbatches``. ``deadline`` is in seconds. ``control`` is where the launcher keeps the
-    store on which ranks say where they stand; None is torchrun's own store.
+    make a step, shared by ``microbatches``. ``deadline`` is in seconds. ``backend`` None leaves it to the machine.
+    ``control`` is where the launcher keeps the store on which ranks say where they stand; None is torchrun's own.
     """
 
     grids: Mapping[str, Mapping[str, int]]
@@ -53,6 +56,7 @@ class Options:
     seed: int
     dtype: str
     deadline: float
+    backend: str | None
     check: bool
     out: Path
     control: str | None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from digit_reader.backend import process_group
 from digit_reader.check import BOUNDS, first_step_difference
 from digit_reader.display import Display, Figures, display
 from digit_reader.job import Job, build_job
@@ -35,13 +36,11 @@ TEST_STEPS = 8
 
 def train(options: Options) -> int:
     """Train, test, report. Returns the exit code: 1 where `--check` found a difference past its bound."""
-    device, backend = _device()
     torch.manual_seed(options.seed)
     # Comparable with one process to float32: no TensorFloat-32 behind its name.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
-    try:
+    with process_group(options.backend) as device:
         grids = options.place()
         needs_scans = options.check or any(dist.get_rank() in grids[name].ranks for name in options.encoders)
         samples, unseen = (Samples(split, options.seed, load_scans(split) if needs_scans else None) for split in Split)
@@ -54,9 +53,7 @@ def train(options: Options) -> int:
                     raise
                 return 1
         job.communicator.destroy()
-        return code
-    finally:
-        dist.destroy_process_group()
+    return code
 
 
 def _is_own(error: Exception, job: Job) -> bool:
@@ -69,22 +66,6 @@ def _is_own(error: Exception, job: Job) -> bool:
     if job.options.control is None:  # torchrun is the launcher, which knows nothing of plans
         print(f"rank {dist.get_rank()} was stopped: {error}", file=sys.stderr)
     return False
-
-
-def _device() -> tuple[torch.device, str]:
-    """This rank's GPU where there is one for every rank, else the CPU."""
-    local_rank, local_ranks = dist_environment()
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank), "nccl"
-    return torch.device("cpu"), "gloo"
-
-
-def dist_environment() -> tuple[int, int]:
-    """This rank's place on its machine, as torchrun says it."""
-    import os
-
-    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def _check(job: Job, samples: Samples) -> int:

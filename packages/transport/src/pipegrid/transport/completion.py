@@ -258,9 +258,17 @@ class Completion:
                     self._wait_lock.watch(transfer)
                     if not isinstance(threading.current_thread(), BackgroundThread):
                         self._start_deferred()
-            else:
-                return self._is_done(transfer)
+            elif self._is_done(transfer):
+                self._see_ends()
+                return True
         return transfer.state is _DONE or transfer.state is _FAILED
+
+    def _see_ends(self) -> None:
+        """Set the ends of the transfers that are done, in order, where the mover is polled."""
+        for transfer in self.queue.copy():
+            if transfer.ticket is None or not self._is_done(transfer):
+                break
+            self._ended(transfer, _DONE)
 
     def _is_done(self, transfer: Transfer) -> bool:
         """Ask the ticket of a transfer, where the mover is polled; True of a failed one, too."""
@@ -363,10 +371,7 @@ class Completion:
     def sweep(self, now: float) -> None:
         """See ends and deadlines of transfers without a waiting thread."""
         if self.mover.polled:
-            for transfer in self.queue.copy():
-                if transfer.ticket is None or not self._is_done(transfer):
-                    break
-                self._ended(transfer, _DONE)
+            self._see_ends()
         if self.mover.streams and self.queue and self._has_final_notice(now):
             self.explain(RuntimeError("the other side ended the lane"), self.queue[0])
             return

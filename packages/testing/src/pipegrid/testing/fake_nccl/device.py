@@ -371,6 +371,7 @@ class FakeDevice:
                 self.streams.late.player.end(entry.signal)
             else:
                 entry.signal.end()
+            del entry  # with its tensors, which the next one may be long in coming after
 
     def _play(self, entry: Entry) -> None:
         if entry.cancelled.is_set():
@@ -386,15 +387,15 @@ class FakeDevice:
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCHDOG_SECONDS):
-            now = time.monotonic()
-            for entry in self.unfinished():
-                if now - entry.launched_at > entry.timeout and not entry.cancelled.is_set():
-                    text = (
-                        f"{entry} was ended by the watchdog: not done after the group's timeout of {entry.timeout:g} s"
-                    )
-                    self.violations.append(text)
-                    self._cancel(entry, RuntimeError(text))
-                    self._cuts[entry.launch.group]()
+            self._end_old(time.monotonic())
+
+    def _end_old(self, now: float) -> None:
+        for entry in self.unfinished():
+            if now - entry.launched_at > entry.timeout and not entry.cancelled.is_set():
+                text = f"{entry} was ended by the watchdog: not done after the group's timeout of {entry.timeout:g} s"
+                self.violations.append(text)
+                self._cancel(entry, RuntimeError(text))
+                self._cuts[entry.launch.group]()
 
 
 def _nothing() -> None:

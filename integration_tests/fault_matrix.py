@@ -447,7 +447,7 @@ def _judged(case: Case, at: float, outcomes: dict[int, dict[str, object]], stuck
         if case.monitor and case.fault in SEEN and not faulty and case.place not in NOTICED:
             first = str(outcome["text"]).splitlines()[0] if outcome["text"] else ""
             named = {int(number) for number in re.findall(r"\branks? \[?(\d)", first)}
-            if "the process that hosts it" in first:  # the rank that found the store silent is named, and not blamed
+            if "does not answer: its process has" in first:  # the rank that found the store silent is not blamed
                 named.clear()
             if named and case.rank not in named:
                 problems.append(f"rank {rank} names innocent ranks only: {first[:200]}")

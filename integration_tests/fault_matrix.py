@@ -51,6 +51,7 @@ from pipegrid.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
+from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
@@ -88,6 +89,7 @@ class Case:
     monitor: bool
     store: str
     deadline: float = 3.0
+    backend: str = "gloo"  # or fake_nccl, fake_nccl_serial
 
 
 def all_cases(seed: int = 0, deadline: float = 3.0) -> list[Case]:
@@ -239,8 +241,11 @@ def rank_main(case: Case, rank: int, folder: Path, port: int) -> None:
     injector = Injector(case, rank, folder)
     outcome: dict[str, object] = {}
     try:
+        backend = "gloo"
+        if case.backend != "gloo":
+            backend = f"cpu:{register(FakeDevice(serial=case.backend.endswith('serial')))}"
         dist.init_process_group(
-            "gloo", store=_store(case, rank, folder, port), rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+            backend, store=_store(case, rank, folder, port), rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
         )
         config = P2PConfig(pipeline_dtype=torch.float32, deadline=case.deadline, open_deadline=case.deadline + 10)
         _together(rank, folder)  # so that no fault meets a rank inside of torch's own beginning

@@ -31,6 +31,16 @@ CASES = [
     Case("1f1b", "exit", "close", rank=1, point=0, step=2, monitor=True, store="rank"),
 ]
 
+FAKES = [
+    Case("1f1b", "kill", "forward", rank=2, point=1, step=1, monitor=False, store="launcher", backend="fake_nccl"),
+    Case("vtp", "raise", "forward", rank=1, point=2, step=1, monitor=True, store="launcher", backend="fake_nccl"),
+    Case("modules", "memory", "reduce", rank=0, point=0, step=1, monitor=True, store="file", backend="fake_nccl"),
+    Case("colocated", "exit", "backward", rank=3, point=1, step=1, monitor=True, store="launcher", backend="fake_nccl"),
+    Case(
+        "interleaved", "raise", "after", rank=3, point=3, step=0, monitor=True, store="file", backend="fake_nccl_serial"
+    ),
+]
+
 
 def judged(arguments, *, cases=(), seconds):
     lines = "".join(f"{json.dumps(asdict(case))}\n" for case in cases)
@@ -42,6 +52,10 @@ def judged(arguments, *, cases=(), seconds):
 
 def test_one_fault_of_each_kind_and_place():
     assert judged(["--case", "-"], cases=CASES, seconds=600) == f"{len(CASES)} passed, 0 failed"
+
+
+def test_faults_over_the_fake_nccl():
+    assert judged(["--case", "-"], cases=FAKES, seconds=600) == f"{len(FAKES)} passed, 0 failed"
 
 
 @pytest.mark.nightly

@@ -1,41 +1,12 @@
-"""Tiny models of the families that Hugging Face has, made from configs, and a batch for each."""
+"""Tiny models of the families that Hugging Face has, made from configs, and a batch for each.
+
+Each family is imported when one of its models is made.
+"""
 
 from __future__ import annotations
 
 import torch
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-    WhisperConfig,
-)
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+import transformers
 
 WORDS, LENGTH = 50, 7
 _TEXT = {
@@ -70,34 +41,34 @@ _TWO = {
 
 
 def _text(model, config, **options):
-    return lambda: model(config(**{**_TEXT, **options}))
+    return lambda: getattr(transformers, model)(getattr(transformers, config)(**{**_TEXT, **options}))
 
 
 def llama(**options):
     """A function that makes a tiny Llama."""
-    return _text(LlamaForCausalLM, LlamaConfig, **options)
+    return _text("LlamaForCausalLM", "LlamaConfig", **options)
 
 
 MAKERS = {
     "llama": llama(),
     "llama tied": llama(tie_word_embeddings=True),
-    "qwen2": _text(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True),
-    "qwen3": _text(Qwen3ForCausalLM, Qwen3Config, head_dim=4),
-    "mistral": _text(MistralForCausalLM, MistralConfig, sliding_window=5),
-    "gemma2": _text(Gemma2ForCausalLM, Gemma2Config, head_dim=4, sliding_window=5),
-    "gemma3": _text(Gemma3ForCausalLM, Gemma3TextConfig, head_dim=4, sliding_window=5),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
+    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", tie_word_embeddings=True),
+    "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", head_dim=4),
+    "mistral": _text("MistralForCausalLM", "MistralConfig", sliding_window=5),
+    "gemma2": _text("Gemma2ForCausalLM", "Gemma2Config", head_dim=4, sliding_window=5),
+    "gemma3": _text("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=4, sliding_window=5),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
             vocab_size=WORDS, n_embd=16, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
         )
     ),
-    "gpt_neox": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(
+    "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
             vocab_size=WORDS, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32
         )
     ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(
+    "opt": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(
             vocab_size=WORDS,
             hidden_size=16,
             num_hidden_layers=4,
@@ -108,15 +79,15 @@ MAKERS = {
             dropout=0,
         )
     ),
-    "clip": lambda: CLIPVisionModel(CLIPVisionConfig(**_VISION)),
-    "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**_VISION)),
-    "vit": lambda: ViTModel(ViTConfig(**_VISION, hidden_dropout_prob=0)),
-    "vit with a head": lambda: ViTForImageClassification(ViTConfig(**_VISION)),
-    "whisper encoder": lambda: WhisperEncoder(
-        WhisperConfig(**_TWO, num_mel_bins=5, max_source_positions=6, max_target_positions=20)
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**_VISION)),
+    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**_VISION)),
+    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**_VISION, hidden_dropout_prob=0)),
+    "vit with a head": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**_VISION)),
+    "whisper encoder": lambda: transformers.models.whisper.modeling_whisper.WhisperEncoder(
+        transformers.WhisperConfig(**_TWO, num_mel_bins=5, max_source_positions=6, max_target_positions=20)
     ),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
             vocab_size=WORDS,
             d_model=16,
             d_kv=4,
@@ -128,7 +99,9 @@ MAKERS = {
             decoder_start_token_id=0,
         )
     ),
-    "bart": lambda: BartForConditionalGeneration(BartConfig(**_TWO, max_position_embeddings=64)),
+    "bart": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**_TWO, max_position_embeddings=64)
+    ),
 }
 TWO_LISTS = ("t5", "bart")
 

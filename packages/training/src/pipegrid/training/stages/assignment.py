@@ -155,7 +155,8 @@ class _Places:
         if within(name, self._names.embedding):
             passed = next((i for i, path in enumerate(self._paths) if within(name, [_parent(path)])), 0)
         elif within(name, self._names.head):
-            passed = 1 + next((i for i, path in enumerate(self._paths) if within(name, [_parent(path)])), passed)
+            beside = (i + 1 for i, path in enumerate(self._paths) if within(name, [_parent(path)]))
+            passed = next(beside, len(self._paths))
         elif any(within(path, [_parent(name)]) or not _parent(name) for path in self._paths):
             raise CutError(
                 f"{name} is a parameter beside the layers, and registration does not tell whether it is used before or "

@@ -1,0 +1,254 @@
+"""Hugging Face models under every kind of schedule: the gradients of the whole model in one process, in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.schedules import PipelineConfig, get_forward_backward_func, stage_places
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.training import Names, cut, tie
+
+from .training_models import MAKERS, WORDS, batch_of, llama
+
+MICROBATCHES, ROWS = 5, 2
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
+VARIANTS = ("plain", "tied", "ragged", "checkpointed", "compiled")
+
+
+def layout_for(stages):
+    return "Et|t*3L" if stages == 2 else "Et|t|t|tL"
+
+
+def microbatch(number, lane, *, ragged):
+    """Texts of a lane; lengths within a microbatch differ, and with ``ragged`` its longest as well."""
+    generator = torch.Generator().manual_seed(100 * number + lane)
+    length = 4 + number % 3 if ragged else 6
+    ids = torch.randint(1, WORDS, (ROWS, length), generator=generator)
+    mask = (torch.arange(length) < torch.randint(2, length + 1, (ROWS, 1), generator=generator)).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def next_word_loss(batch, output):
+    """The sum over predicted words, and how many they are."""
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
+    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, (labels != -100).sum(), loss.item()
+
+
+def prepared(stage, variant):
+    if variant == "checkpointed":
+        stage.whole.activation_checkpointing_enable({"use_reentrant": False})
+    if variant == "compiled":
+        for name in stage.layers:
+            stage.get_submodule(name).compile(backend="eager")
+    return stage
+
+
+def require_gradients(stages, whole, ties):
+    """Of every parameter on this rank those of one process, by the error measure of the house."""
+    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    floor = 1e-3 * norm / len(expected) ** 0.5
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            difference = (parameter.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), floor)
+            assert difference < 1e-10, (name, difference.item())
+    assert {each.name for each in ties} <= set(expected)
+
+
+def require_a_step(ranks, schedule, variant, dp):
+    pp = ranks.world_size // dp
+    places = stage_places(schedule, pp)
+    grid = HyperCommGrid([dp, pp], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    groups = ProcessGroupCollection.from_grid(grid)
+    place, lane = grid.coords(dist.get_rank())["pp"], grid.coords(dist.get_rank())["dp"]
+    numbers = [stage for stage, where in enumerate(places) if where == place]
+    make = llama(tie_word_embeddings=variant == "tied")
+    torch.manual_seed(3)
+    stages = [prepared(stage.double(), variant) for stage in cut(make, layout_for(len(places)), numbers)]
+    options = {"pipeline_dtype": torch.float64, "calculate_per_token_loss": True, "deadline": 40.0}
+    options["variable_seq_lengths"] = variant == "ragged"
+    placement = None if len(places) == pp else places
+    ties = tie(stages[0].ties, stages, grid, placement=placement)
+    config = PipelineConfig(**options, tied_parameters=ties)
+    communicator = MultiModulePipelineCommunicator(
+        {"language": grid}, {"language": []}, config, stage_placement={"language": places}
+    )
+    for stage in stages:
+        stage.config = config
+    ragged = variant == "ragged"
+
+    def forward_step(batches, stage):
+        batch = next(batches)
+        return stage(**batch), partial(next_word_loss, batch)
+
+    infos = get_forward_backward_func(schedule=schedule)(
+        forward_step_func=forward_step,
+        data_iterator=[(microbatch(m, lane, ragged=ragged) for m in range(MICROBATCHES)) for _ in stages],
+        model=stages,
+        num_microbatches=MICROBATCHES,
+        p2p_communicator=communicator,
+        pg_collection=groups,
+    )
+    torch.manual_seed(3)
+    whole = make().double()
+    tokens = 0
+    for m in range(MICROBATCHES):
+        for other in range(dp):
+            batch = microbatch(m, other, ragged=ragged)
+            loss, count, info = next_word_loss(batch, whole(**batch))
+            loss.backward()
+            tokens += count
+            if other == lane and infos:
+                assert infos[m] == pytest.approx(info, rel=1e-12)
+    for parameter in whole.parameters():
+        parameter.grad /= tokens
+    require_gradients(stages, whole, ties)
+    assert bool(infos) == any(stage.is_last for stage in stages)
+    communicator.destroy()
+
+
+REPRESENTATIVE = [
+    ("1f1b", "tied"),
+    ("interleaved_1f1b", "tied"),
+    ("zero_bubble_h1", "ragged"),
+    ("zero_bubble_v", "tied"),
+    ("dualpipe_v", "checkpointed"),
+    ("1f1b", "compiled"),
+]
+# Dynamo looks at the gradient of what arrived, which is no leaf of its graph.
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+SPLIT = ("zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
+
+
+@QUIET
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("schedule", "variant"), REPRESENTATIVE)
+def test_a_step_has_the_gradients_of_one_process(ranks, schedule, variant):
+    require_a_step(ranks, schedule, variant, 2)
+
+
+@QUIET
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule, variant):
+    if variant != "compiled" or schedule not in SPLIT:
+        require_a_step(ranks, schedule, variant, ranks.world_size // 2)
+
+
+class Tower(nn.Module):
+    """A vision model and the projection of its tokens to the width of the language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.clip = MAKERS["clip"]()
+        self.projection = nn.Linear(16, 16)
+
+    def forward(self, pixel_values):
+        return self.projection(self.clip(pixel_values=pixel_values).last_hidden_state)
+
+
+TOWER = Names("clip.encoder.layers", head=("projection",))
+
+
+def seen_and_text(embedding, seen, batch):
+    """Image tokens before text, as embeddings with their mask."""
+    embeds = torch.cat((seen, embedding(batch["input_ids"])), dim=1)
+    mask = torch.cat((torch.ones(seen.shape[:2], dtype=torch.long), batch["attention_mask"]), dim=1)
+    return {"inputs_embeds": embeds, "attention_mask": mask}
+
+
+def after_image(batch, output):
+    output.logits = output.logits[:, -batch["input_ids"].shape[1] :]
+    return next_word_loss(batch, output)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "frozen"),
+    [
+        ("zero_bubble_v", False),
+        pytest.param("1f1b", True, marks=pytest.mark.nightly),
+        pytest.param("zero_bubble_h1", True, marks=pytest.mark.nightly),
+        pytest.param("dualpipe_v", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_vision_tower_before_a_language_model(ranks, schedule, frozen):
+    places = stage_places(schedule, 2)
+    grids = {
+        "images": HyperCommGrid([1, 2], ["dp", "pp"]),
+        "language": HyperCommGrid([1, 2], ["dp", "pp"], rank_offset=2),
+    }
+    name = "images" if dist.get_rank() < 2 else "language"
+    grids[name].create_pgs(["dp", "pp"])
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64, calculate_per_token_loss=True, deadline=40.0, variable_seq_lengths=True
+    )
+    communicator = MultiModulePipelineCommunicator(
+        grids,
+        {"images": ["language"]},
+        config,
+        dim_mapping={"b": 0, "s": 1, "h": 2},
+        edges={("images", "language"): EdgeOptions(backward=not frozen)},
+        stage_placement={"images": (0, 1), "language": places},
+    )
+    torch.manual_seed(5)
+    tower = Tower().double().requires_grad_(not frozen)
+    language = llama()().double()
+    place = grids[name].coords(dist.get_rank())["pp"]
+    if name == "images":
+        stages = cut(tower, "Ee|e*3L", [place], names=TOWER, module=name, output=nn.Identity(), config=config)
+    else:
+        numbers = [stage for stage, where in enumerate(places) if where == place]
+        stages = cut(language, layout_for(len(places)), numbers, module=name, config=config)
+
+    def batches():
+        for m in range(MICROBATCHES):
+            yield {**microbatch(m, 0, ragged=True), **batch_of("clip", seed=m, rows=ROWS)}
+
+    def forward_step(microbatches, stage):
+        batch = next(microbatches)
+        if stage.module == "images":
+            return stage(batch["pixel_values"]), None
+        if stage.is_first:
+            embedding = stage.get_submodule("model.embed_tokens")
+            return stage(**seen_and_text(embedding, stage.received["images"], batch)), None
+        mask = torch.cat((torch.ones(ROWS, 5, dtype=torch.long), batch["attention_mask"]), dim=1)
+        return stage(attention_mask=mask), partial(after_image, batch)
+
+    infos = get_forward_backward_func(schedule=schedule)(
+        forward_step_func=forward_step,
+        data_iterator={name: [batches() for _ in stages]},
+        model={name: stages},
+        num_microbatches=MICROBATCHES,
+        p2p_communicator=communicator,
+        pg_collection={name: ProcessGroupCollection.from_grid(grids[name])},
+    )
+    found = {parameter: parameter.grad for stage in stages for parameter in stage.parameters()}
+    for parameter in found:
+        parameter.grad = None
+    tokens = 0
+    for batch in batches():
+        output = language(**seen_and_text(language.model.embed_tokens, tower(batch["pixel_values"]), batch))
+        loss, count, _ = after_image(batch, output)
+        loss.backward()
+        tokens += count
+    for parameter, gradient in found.items():
+        if parameter.requires_grad and parameter.grad is None:  # the norm of the pooled token, which nothing reads
+            assert gradient is None or not gradient.any()
+        elif parameter.requires_grad:
+            torch.testing.assert_close(gradient, parameter.grad / tokens, rtol=1e-10, atol=1e-12)
+        else:
+            assert gradient is None
+    assert bool(infos) == any(stage.module == "language" and stage.is_last for stage in stages)
+    communicator.destroy()

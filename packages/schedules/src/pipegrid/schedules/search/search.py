@@ -234,10 +234,11 @@ class _Search:
         share = max(self.budget / 3, self.spent + 40 * cost)
         kept: list[tuple[float, int, int]] = []  # value, pattern, way
         width = max(ANNEALED, int((share - self.spent) / cost / len(ways) / 2))
+        fitting = max(ANNEALED, int((share - self.spent) / 2 / cost / 2))  # patterns of the first round, evenly spread
         rounds = [(found, ways[:2]), (None, ways[2:])]
         for index, (tried, some) in enumerate(rounds):
             numbers = (
-                range(len(found))
+                range(0, len(found), -(-len(found) // fitting))
                 if tried is not None
                 else list(dict.fromkeys(pattern for _, pattern, _ in sorted(kept)))[:width]
             )

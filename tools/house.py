@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "testing")
+PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing")
 
 
 # ---- Static figures: read from the source text.

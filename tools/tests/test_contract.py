@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "testing")
+PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing")
 
 
 def lint_imports(sources: Path) -> subprocess.CompletedProcess[str]:
@@ -54,6 +54,9 @@ def test_the_contract_holds(sources):
         ("transport", "from pipegrid.bridges import graph", "strictly downward"),
         ("bridges", "import pipegrid.schedules", "strictly downward"),
         ("schedules", "import pipegrid.training", "strictly downward"),
+        ("schedules", "import pipegrid.planner", "strictly downward"),
+        ("planner", "import pipegrid.training", "strictly downward"),
+        ("planner", "import torch", "planner has no torch"),
         ("testing", "import pipegrid.topology", "testing imports no pipegrid package"),
         ("transport", "import pipegrid.testing", "no package imports testing"),
         ("training", "import pipegrid.testing", "no package imports testing"),

@@ -12,7 +12,7 @@ PROJECTS = {
 
 
 def test_every_package_has_the_same_version():
-    assert len(PROJECTS) == 7
+    assert len(PROJECTS) == 8
     assert len({project["version"] for project in PROJECTS.values()}) == 1
 
 

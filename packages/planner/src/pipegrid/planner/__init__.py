@@ -1,0 +1,24 @@
+"""The best grids, layout, schedule and microbatch size of a job, searched by prediction and proved. No torch."""
+
+from pipegrid.planner.choice import Choice, Memory as Memory
+from pipegrid.planner.errors import JobError, NoFitError
+from pipegrid.planner.job import Device, Job, Layers, Measured, Module, Network, Training
+from pipegrid.planner.reading import parse_job, read_job
+from pipegrid.planner.search import Planned, plan
+
+__all__ = [
+    "Choice",
+    "Device",
+    "Job",
+    "JobError",
+    "Layers",
+    "Measured",
+    "Module",
+    "Network",
+    "NoFitError",
+    "Planned",
+    "Training",
+    "parse_job",
+    "plan",
+    "read_job",
+]

@@ -1,0 +1,65 @@
+"""Plan a job: ``python -m pipegrid.planner plan job.toml --gpus 64 --memory 80GB``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipegrid.planner.errors import JobError, NoFitError
+from pipegrid.planner.reading import read_job
+from pipegrid.planner.report import explanation, results_table, summary, to_json
+from pipegrid.planner.script import training_script
+from pipegrid.planner.search import plan
+from pipegrid.schedules import timeline, write_svg
+
+USAGE = 2
+NO_FIT = 1
+
+
+def plan_file(arguments: argparse.Namespace) -> int:
+    """Search, and print the best choices."""
+    planned = plan(read_job(arguments.job), gpus=arguments.gpus, memory=arguments.memory, limit=arguments.limit)
+    if arguments.json:
+        print(to_json(planned))
+    else:
+        print(results_table(planned, terminal=sys.stdout.isatty()), end="")
+        print(explanation(planned) if arguments.explain else summary(planned), end="")
+    if arguments.svg:
+        write_svg(timeline(planned.winner.simulation, unit="s"), arguments.svg)
+    if arguments.code:
+        arguments.code.write_text(training_script(planned.winner), encoding="utf-8")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m pipegrid.planner", description=__doc__)
+    commands = top.add_subparsers(required=True, metavar="plan")
+    search = commands.add_parser("plan", help="the best grids, layout, schedule and microbatch size of a job")
+    search.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
+    search.add_argument("--gpus", type=int, required=True, help="at most this many")
+    search.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")
+    search.add_argument("--limit", type=int, default=200, help="candidates that are simulated at most")
+    search.add_argument("--explain", action="store_true", help="layouts, memory per position, why the others lost")
+    search.add_argument("--json", action="store_true", help="the choices as JSON")
+    search.add_argument("--svg", type=Path, help="write the winner's timeline")
+    search.add_argument("--code", type=Path, help="write a training script with the winner's sizes")
+    search.set_defaults(run=plan_file)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0, 1 where nothing fits, 2 for bad input."""
+    parsed = parser().parse_args(arguments)
+    try:
+        result: int = parsed.run(parsed)
+    except (JobError, OSError) as error:
+        print(f"pipegrid.planner: {error}", file=sys.stderr)
+        return NO_FIT if isinstance(error, NoFitError) else USAGE
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

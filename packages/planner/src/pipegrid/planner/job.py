@@ -1,0 +1,224 @@
+"""A job: modules with the costs of their layers, edges, devices, links and the batch of a step."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.bridges import ModuleGraph, ModuleGraphError
+from pipegrid.layout import LayerType
+from pipegrid.planner.errors import JobError
+from pipegrid.schedules import SCHEDULES
+from pipegrid.topology.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, number
+
+UNITS = {unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))} | {
+    unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)
+}
+_SIZE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+
+def bytes_of(value: Any) -> float:
+    """A number of bytes from a number or a text such as ``"80GB"``.
+
+    Raises:
+        ValueError: another text, or a number that is negative or not finite.
+    """
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in UNITS:
+        value = float(match[1]) * UNITS[match[2]]
+    return float(number().convert(value))
+
+
+Bytes: TypeAlias = Annotated[float, Rule(bytes_of, f'a number of bytes, or a text such as "80GB" ({", ".join(UNITS)})')]
+Sharding: TypeAlias = Literal["none", "optimizer"]
+Placing: TypeAlias = Literal["any", "apart", "colocated"]
+SEARCHED = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
+"""The schedules of a search that names none."""
+
+Kind: TypeAlias = Literal["embedding", "encoder", "decoder", "mtp", "loss"]
+"""The layer kinds of the standard layout grammar."""
+
+_checked = checked_fields(JobError)
+
+
+@frozen(field_transformer=_checked)
+class Measured:
+    """Seconds of one layer for one sample on one GPU: forward and the two halves of a backward."""
+
+    F: Amount
+    I: Amount
+    W: Amount
+
+
+@frozen(field_transformer=_checked)
+class Layers:
+    """``count`` equal layers, with the costs of one layer for one sample.
+
+    ``flops`` are those of the forward; ``attention_flops`` the part of them between activations, without weights: its
+    backward is twice itself and belongs to ``I``. ``seconds``, measured on one GPU, stand in for both. ``activations``:
+    bytes that the backward needs, on one GPU. ``parameters``: their number. ``reductions``: tensor-parallel all-reduces
+    of a forward, each of the module's ``message``. ``context``: bytes of keys and values, which context-parallel ranks
+    exchange.
+    """
+
+    kind: Kind
+    count: Count = 1
+    flops: Amount | None = None
+    attention_flops: Amount = 0.0
+    seconds: Measured | None = None
+    activations: Bytes = 0.0
+    parameters: Amount = 0.0
+    reductions: Index = 2
+    context: Bytes = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        if (self.flops is None) == (self.seconds is None):
+            given = "neither" if self.flops is None else "both"
+            raise JobError(f"the {self.kind} layers have {given} of flops and seconds; give one of them")
+        if self.attention_flops > (self.flops or 0.0):
+            raise JobError(
+                f"attention_flops is {self.attention_flops:g}, more than all {self.flops or 0:g} flops of the layer"
+            )
+
+
+@frozen(slots=False, field_transformer=_checked)
+class Module:
+    """A model of the job. ``message``: bytes of one sample between two of its layers, and of its output.
+
+    ``tp``, ``cp``, ``dp``, ``pp``: the sizes that are allowed. By default tp and cp are 1, dp is any divisor of the
+    global batch, and pp any of 1, 2, 3, 4, 6, 8, 12, 16, ... ``frozen`` modules run no backward. ``placing``: on ranks
+    of its own (``"apart"``), on those of the module at the end of the graph (``"colocated"``), or either.
+    """
+
+    name: Name
+    layers: tuple[Layers, ...]
+    message: Bytes
+    tp: tuple[Count, ...] = field(default=(1,))
+    cp: tuple[Count, ...] = field(default=(1,))
+    dp: tuple[Count, ...] = field(default=())
+    pp: tuple[Count, ...] = field(default=())
+    frozen: bool = False
+    placing: Placing = "any"
+
+    def __attrs_post_init__(self) -> None:
+        if not self.layers:
+            raise JobError(f"module {self.name!r} has no layers; give at least one")
+
+    @cached_property
+    def each(self) -> tuple[Layers, ...]:
+        """One entry per layer, in model order."""
+        return tuple(layers for layers in self.layers for _ in range(layers.count))
+
+    @cached_property
+    def parameters(self) -> float:
+        """Parameters of all layers."""
+        return sum(layer.parameters for layer in self.each)
+
+    @cached_property
+    def activations(self) -> float:
+        """Bytes of activations of all layers, for one sample."""
+        return sum(layer.activations for layer in self.each)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerType, ...]:
+        """The kind of each layer."""
+        return tuple(LayerType[layer.kind] for layer in self.each)
+
+
+@frozen(field_transformer=_checked)
+class Device:
+    """A GPU: FLOP/s that a layer reaches, memory, what is not the job's own, and the buffers of a communicator."""
+
+    flops: Seconds
+    memory: Bytes | None = None
+    reserved: Bytes = 0.0
+    communicator: Bytes = 0.0
+
+
+@frozen(field_transformer=_checked)
+class Network:
+    """Bytes per second of one GPU to others ``inside`` its node and ``between`` nodes; seconds of latency."""
+
+    inside: Bytes
+    between: Bytes
+    gpus_per_node: Count = 8
+    latency: Amount = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in (("inside", self.inside), ("between", self.between)):
+            if value <= 0:
+                raise JobError(f"links.{name} is {value:g}; it must be above 0")
+
+
+@frozen(field_transformer=_checked)
+class Training:
+    """Bytes per parameter, and how they are shared by the replicas of a module.
+
+    ``sharding``: ``"optimizer"`` divides the optimizer's states among the dp and cp ranks (Rajbhandari et al. 2020,
+    stage 1); ``"none"`` keeps them whole. ``schedules``: names, of any but the U. ``chunks``: stages per position,
+    where a schedule runs any number. ``microbatch``: samples over all data lanes; by default 1 to 4 for each lane.
+    """
+
+    parameter_bytes: Amount = 2.0
+    gradient_bytes: Amount = 4.0
+    optimizer_bytes: Amount = 12.0
+    sharding: Sharding = "optimizer"
+    schedules: tuple[Name, ...] = SEARCHED
+    chunks: tuple[Count, ...] = (2,)
+    microbatch: tuple[Count, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        for name in self.schedules:
+            if name not in SCHEDULES or name == "u_shape" or not SCHEDULES[name].trains:
+                known = [one.name for one in SCHEDULES.values() if one.trains and one.name != "u_shape"]
+                raise JobError(f"training.schedules names {name!r}; the schedules are {', '.join(known)}")
+
+
+def _as_edges(value: Any) -> Any:
+    return (
+        tuple(tuple(edge) if isinstance(edge, list) else edge for edge in value) if isinstance(value, list) else value
+    )
+
+
+@frozen(slots=False, field_transformer=_checked)
+class Job:
+    """What is trained, on what. ``edges``: pairs of names; ``global_batch``: samples of a step.
+
+    Raises:
+        JobError: a value or a relation that breaks a rule, by its path.
+    """
+
+    modules: tuple[Module, ...]
+    global_batch: Count
+    device: Device
+    links: Network
+    edges: tuple[tuple[str, str], ...] = field(default=(), converter=_as_edges)
+    training: Training = field(factory=Training)
+
+    def __attrs_post_init__(self) -> None:
+        graph = self.graph
+        for source, destination in self.edges:
+            if self.module(destination).frozen and not self.module(source).frozen:
+                raise JobError(
+                    f"edges: {source!r} is trained and feeds the frozen {destination!r}, which returns no gradient; "
+                    "freeze both or neither"
+                )
+        if all(self.module(name).frozen for name in graph.sinks):
+            raise JobError(f"modules: {graph.order[-1]!r}, the end of the graph, is frozen; a step must train it")
+        for at, module in enumerate(self.modules):
+            if module.placing == "colocated" and module.name == graph.order[-1]:
+                raise JobError(f"modules[{at}].placing: {module.name!r} is the end of the graph; others join its ranks")
+
+    @cached_property
+    def graph(self) -> ModuleGraph:
+        """The modules as a graph, a stage each."""
+        try:
+            return ModuleGraph([(module.name, 1) for module in self.modules], self.edges)
+        except ModuleGraphError as error:
+            raise JobError(f"{'edges' if self.modules else 'modules'}: {error}") from None
+
+    def module(self, name: str) -> Module:
+        """The module called ``name``."""
+        return next(module for module in self.modules if module.name == name)

@@ -1,0 +1,92 @@
+"""Jobs from TOML or JSON."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+from attrs import fields
+
+from pipegrid.planner.errors import JobError
+from pipegrid.planner.job import Job
+
+if TYPE_CHECKING:
+    from cattrs import Converter
+
+
+def read_job(path: str | Path) -> Job:
+    """The job in a file: JSON by its suffix, otherwise TOML.
+
+    Raises:
+        JobError: the file, the path of the fault in it, and what is wrong.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: {error}") from None
+    try:
+        return parse_job(text, form="json" if path.suffix == ".json" else "toml")
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+
+
+def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
+    """The job that a text describes.
+
+    Raises:
+        JobError: the path of the fault, such as ``modules[1].layers[0]``, and what is wrong.
+    """
+    from cattrs import BaseValidationError, transform_error
+
+    try:
+        data = json.loads(text) if form == "json" else tomllib.loads(text)
+    except ValueError as error:  # both decoders' errors, with line and column
+        raise JobError(f"not {form.upper()}: {error}") from None
+    if not isinstance(data, dict):
+        raise JobError(f"the document is a {type(data).__name__}; it must be an object with 'modules', ...")
+    try:
+        return _converter().structure(data, Job)
+    except BaseValidationError as error:
+        first = transform_error(error, path="", format_exception=_fault_text)[0]
+        what, _, where = first.rpartition(" @ ")
+        where = where.lstrip(".")
+        raise JobError(f"{where}: {what}" if where else what) from None
+
+
+@cache
+def _converter() -> Converter:
+    from cattrs import Converter
+
+    converter = Converter(forbid_extra_keys=True)
+
+    def as_given(value: Any, _: Any) -> Any:
+        return value  # checked by the annotations of the classes
+
+    converter.register_structure_hook_func(_is_plain, as_given)
+    return converter
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a type is a value, not a part of a job with keys of its own."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        return _is_plain(get_args(kind)[0]) or get_origin(get_args(kind)[0]) is tuple
+    return kind in (int, float, str, bool) or get_origin(kind) is Literal
+
+
+def _fault_text(error: BaseException, kind: Any) -> str:
+    from cattrs.errors import ForbiddenExtraKeysError
+
+    if isinstance(error, JobError):
+        return str(error)
+    if isinstance(error, KeyError):
+        return f"the key {error} is missing"
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = ", ".join(attribute.name for attribute in fields(error.cl))
+        return f"unknown keys {sorted(error.extra_fields)}; the keys are {known}"
+    return f"not of the form of {getattr(kind, '__name__', kind)}: {error}"

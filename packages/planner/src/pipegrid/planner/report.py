@@ -1,0 +1,142 @@
+"""The result of a search as a table, as an explanation and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipegrid.planner.choice import Choice
+from pipegrid.planner.search import Planned
+from pipegrid.schedules.timeline import time_text
+from pipegrid.topology.tables import table, text_table
+
+_SAME = 1e-9  # a smaller share of a step is the rounding of a sum
+HEADINGS = ("schedule", "microbatch", "step", "bubble", "gradients", "memory")
+
+
+def results_table(planned: Planned, *, terminal: bool = False) -> str:
+    """The best choices; ``terminal``: drawn by rich where it is installed."""
+    cells = [
+        (
+            str(place),
+            str(choice.arrangement),
+            _schedule(choice),
+            str(choice.microbatch),
+            time_text(choice.step, "s"),
+            f"{100 * choice.bubble:.1f}%",
+            time_text(choice.reduction, "s"),
+            f"{choice.peak / 1e9:.1f} GB",
+        )
+        for place, choice in enumerate(planned.choices, 1)
+    ]
+    right = (0, 3, 4, 5, 6, 7)
+    modules = ", ".join(part.module for part in planned.winner.arrangement.parts)
+    headings = ("", f"grids: {modules}", *HEADINGS)
+    drawn = table(headings, cells, right=right, color=True) if terminal else text_table(headings, cells, right=right)
+    return f"{drawn}\n"
+
+
+def _schedule(choice: Choice) -> str:
+    chunks = len(choice.shape.places) // choice.shape.parts[-1].pp
+    return choice.schedule if chunks == 1 else f"{choice.schedule} ({chunks} chunks)"
+
+
+def why_slower(winner: Choice, other: Choice) -> str:
+    """Where the step of ``other`` is longer: computes of its busiest position, waiting, sums of gradients."""
+    parts = (
+        (other.busy - winner.busy, "computes of the busiest position"),
+        ((other.makespan - other.busy) - (winner.makespan - winner.busy), "waiting"),
+        (other.reduction - winner.reduction, "sums of gradients"),
+    )
+    texts = [
+        f"{'+' if change > 0 else '-'}{time_text(abs(change), 's')} {what}"
+        for change, what in parts
+        if abs(change) > _SAME * winner.step
+    ]
+    if not texts:
+        return "as fast; it was found later"
+    by = f"{time_text(other.step - winner.step, 's')} ({100 * (other.step / winner.step - 1):.2g}%) longer"
+    return f"{by}: {', '.join(texts)}"
+
+
+def explanation(planned: Planned) -> str:
+    """The winner's layouts and memory, why the others lost, and how far the search went."""
+    winner, grids = planned.winner, planned.winner.arrangement.grids
+    lines = [f"{module}: {grids[module]}, layout {layout}" for module, layout in winner.layouts.items()]
+    rows = [
+        (
+            str(position),
+            *(
+                f"{part / 1e9:.2f}"
+                for part in (
+                    memory.parameters,
+                    memory.gradients,
+                    memory.optimizer,
+                    memory.activations,
+                    memory.communicators,
+                    memory.reserved,
+                    memory.total,
+                )
+            ),
+        )
+        for position, memory in enumerate(winner.memory)
+    ]
+    names = ("position", "parameters", "gradients", "optimizer", "activations", "communicators", "reserved", "total GB")
+    lines += ["", text_table(names, rows, right=range(len(names))), "", *_losers(planned), _extent(planned)]
+    return "\n".join([*lines, str(planned.proof)]) + "\n"
+
+
+def _losers(planned: Planned) -> list[str]:
+    return [f"{place}: {why_slower(planned.winner, other)}" for place, other in enumerate(planned.choices[1:], 2)]
+
+
+def summary(planned: Planned) -> str:
+    """Why the runner-up lost, and how far the search went."""
+    return "\n".join([*_losers(planned)[:1], _extent(planned)]) + "\n"
+
+
+def _extent(planned: Planned) -> str:
+    tried = f"{planned.simulated} candidates simulated"
+    if planned.complete:
+        return f"{tried}; no other is faster than the last of these"
+    return f"{tried}, the limit; none of the others is faster than {time_text(planned.bound, 's')}"
+
+
+def to_json(planned: Planned) -> str:
+    """The choices as JSON: grids, layouts, schedule, microbatch, seconds and bytes."""
+    return json.dumps(
+        {
+            "gpus": planned.gpus,
+            "memory": planned.memory,
+            "simulated": planned.simulated,
+            "complete": planned.complete,
+            "choices": [_as_data(choice) for choice in planned.choices],
+        },
+        indent=2,
+    )
+
+
+def _as_data(choice: Choice) -> dict[str, Any]:
+    grids = choice.arrangement.grids
+    return {
+        "modules": {
+            part.module: {
+                "tp": part.tp,
+                "cp": part.cp,
+                "dp": part.dp,
+                "pp": part.pp,
+                "first_rank": grids[part.module].rank_offset,
+                "layout": choice.layouts[part.module],
+            }
+            for part in choice.arrangement.parts
+        },
+        "gpus": choice.arrangement.gpus,
+        "colocated": choice.arrangement.colocated,
+        "schedule": choice.schedule,
+        "microbatch": choice.microbatch,
+        "step": choice.step,
+        "makespan": choice.makespan,
+        "gradients": choice.reduction,
+        "bubble": choice.bubble,
+        "memory": [memory.total for memory in choice.memory],
+    }

@@ -1,0 +1,135 @@
+"""The skeleton of a training script with the grids, layout and schedule of a choice."""
+
+from __future__ import annotations
+
+from pipegrid.planner.choice import Choice
+
+_HEAD = '''"""Training script of a planned job: fill in `build_stage`, `load_batch` and `loss_of`.
+
+torchrun --nproc-per-node <GPUs of a node> <this file>, on {gpus} GPUs. Predicted step: {step:.4g} s.
+"""
+
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, data_lane
+
+MICROBATCH = {microbatch}  # samples, over all data lanes
+NUM_MICROBATCHES = {count}
+SEQ_LENGTH = 4096  # of the activations between stages; yours
+'''
+
+_BODY = '''
+
+def build_stage(module: str, kinds: list[str], first: int) -> torch.nn.Module:
+    """The layers of a stage, from layer `first` of `module` on, with a method `set_input_tensor`."""
+    raise NotImplementedError(f"{module}: {kinds}, from layer {first} on")
+
+
+def load_batch(step: int, lane: int, lanes: int):
+    """An iterator over this lane's share of each microbatch."""
+    raise NotImplementedError(f"batch of step {step}, lane {lane} of {lanes}")
+
+
+def loss_of(output: torch.Tensor):
+    """The loss, and what is logged of it."""
+    raise NotImplementedError
+
+
+def main() -> None:
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    grids = {
+        name: HyperCommGrid(shape, ["tp", "cp", "dp", "pp"], rank_offset=offset)
+        for name, (shape, offset) in GRIDS.items()
+    }
+    # A rank has a stage of each module whose grid it is in; with modules on the same ranks, several.
+    mine = [name for name in grids if grids[name].is_current_rank_in_grid()]
+    for name in mine:
+        for dim in ("tp", "cp", "dp", "pp"):
+            grids[name].create_pg(dim)
+    config = PipelineConfig(pipeline_dtype=torch.bfloat16)
+    pipe = MultiModulePipelineCommunicator(grids, TOPOLOGY, config, stage_placement=PLACES)
+    models: dict[str, list[torch.nn.Module]] = {name: [] for name in mine}
+    for name in mine:
+        layout = PipelineParallelLayerLayout(LAYOUTS[name], len(LAYOUTS[name].split("|")))
+        place = grids[name].coords(dist.get_rank())["pp"]
+        for index, at in enumerate(PLACES[name]):
+            if at == place:
+                first = sum(map(len, layout.stages[:index]))
+                stage = build_stage(name, list(layout.stages[index]), first)
+                stage.config, stage.module = config, name
+                stage.ends = not TOPOLOGY[name] and index == len(PLACES[name]) - 1
+                models[name].append(stage.cuda())
+    stages = [stage for held in models.values() for stage in held]
+    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-4)
+    groups = {name: ProcessGroupCollection.from_grid(grids[name]) for name in mine}
+
+    def batches_of(step: int) -> dict[str, list]:  # each stage reads all microbatches
+        return {name: [load_batch(step, *data_lane(grids[name])) for _ in models[name]] for name in mine}
+
+    def own(by_module: dict):  # a rank with one module gives its value, one with several a dict by module
+        return by_module if len(mine) > 1 else by_module[mine[0]]
+
+    def forward_step(batches, stage):
+        output = stage(batches)
+        return (output if stage.ends else {stage.module: output}), loss_of
+
+    train_step = get_forward_backward_func(schedule=SCHEDULE)
+    for step in range(1000):
+        train_step(
+            forward_step_func=forward_step,
+            data_iterator=own(batches_of(step)),
+            model=own(models),
+            num_microbatches=NUM_MICROBATCHES,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=MICROBATCH,
+            p2p_communicator=pipe,
+            pg_collection=own(groups),
+        )
+        clip_grad_norm_(own(models), own(groups), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def training_script(choice: Choice) -> str:
+    """A script with the choice's sizes as constants, and the model, the data and the loss left to fill in."""
+    shape = choice.shape
+    grids = choice.arrangement.grids
+    topology: dict[str, list[str]] = {part.module: [] for part in shape.parts}
+    for source, destination in shape.job.edges:
+        topology[source].append(destination)
+    places = {part.module: tuple(range(part.pp)) for part in shape.parts[:-1]}
+    places[shape.parts[-1].module] = shape.places
+    values = {
+        "SCHEDULE": choice.schedule,
+        "GRIDS": {name: (list(grid.shape), grid.rank_offset) for name, grid in grids.items()},
+        "TOPOLOGY": topology,
+        "LAYOUTS": choice.layouts,
+        "PLACES": places,
+    }
+    head = _HEAD.format(
+        gpus=choice.arrangement.gpus,
+        step=choice.step,
+        microbatch=choice.microbatch,
+        count=shape.job.global_batch // choice.microbatch,
+    )
+    notes = {
+        "GRIDS": "tp, cp, dp, pp; first rank",
+        "TOPOLOGY": "the modules that each module feeds",
+        "LAYOUTS": "the layers of each stage",
+        "PLACES": "the pp rank of each stage",
+    }
+    constants = [
+        f"{name} = {value!r}" + (f"  # {notes[name]}" if name in notes else "") for name, value in values.items()
+    ]
+    return head + "\n".join(constants) + "\n" + _BODY

@@ -1,0 +1,292 @@
+"""The search: bounds kept, the same twice, the best by brute force, its positions those of the bridges."""
+
+import ast
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipegrid.planner
+from pipegrid.bridges import positions_of
+from pipegrid.planner import (
+    Device,
+    Job,
+    JobError,
+    Layers,
+    Module,
+    Network,
+    NoFitError,
+    Training,
+    parse_job,
+    plan,
+    read_job,
+)
+from pipegrid.planner.__main__ import main
+from pipegrid.planner.choice import Shape
+from pipegrid.planner.model import CostModel
+from pipegrid.planner.report import results_table, to_json, why_slower
+from pipegrid.planner.script import training_script
+from pipegrid.planner.search import arrangements
+from pipegrid.schedules import PlanError, stage_places
+from pipegrid.schedules.generators import v_placement
+
+ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
+VLM = Path(__file__).parents[3] / "docs" / "examples" / "jobs" / "vlm.toml"
+
+
+def small_job(
+    *, encoder=3, decoder=4, batch=4, flops=1.0, activations=1e9, frozen=False, alone=False, schedules=ALL_SCHEDULES
+):
+    images = Module(
+        "images",
+        (Layers("encoder", encoder, flops=flops * 1e12, activations=activations / 2, parameters=1e8),),
+        1e6,
+        tp=(1, 2),
+        frozen=frozen,
+    )
+    language = Module(
+        "language",
+        (
+            Layers("embedding", flops=0, parameters=1e8),
+            Layers("decoder", decoder, flops=2e12, attention_flops=1e11, activations=activations, parameters=2e8),
+            Layers("loss", flops=1e12, parameters=1e8),
+        ),
+        2e6,
+    )
+    return Job(
+        (language,) if alone else (images, language),
+        batch,
+        Device(1e14, 80e9, 1e9, 1e7),
+        Network(300e9, 40e9, gpus_per_node=4, latency=1e-5),
+        () if alone else (("images", "language"),),
+        Training(schedules=schedules),
+    )
+
+
+def brute_force(job, gpus, capacity):
+    """Every arrangement, microbatch size and schedule, each simulated."""
+    model, best = CostModel(job), []
+    for arrangement in arrangements(job, gpus):
+        main_part = arrangement.parts[-1]
+        for schedule, chunks in itertools.product(ALL_SCHEDULES, (1, 2)):
+            try:
+                places = stage_places(schedule, main_part.pp, chunks)
+            except PlanError:
+                continue
+            if len(places) > len(job.module(main_part.module).each) or (schedule == "1f1b") < (main_part.pp == 1):
+                continue
+            if schedule == "1f1b" and chunks > 1:
+                continue
+            shape = Shape(model, arrangement, places)
+            for microbatch in range(1, job.global_batch + 1):
+                lanes = [microbatch % part.dp for part in arrangement.parts]
+                if any(lanes) or job.global_batch % microbatch:
+                    continue
+                try:
+                    made = shape.plan(schedule, microbatch)
+                except PlanError:
+                    continue
+                choice = shape.choice(made, schedule, microbatch)
+                if choice.peak <= capacity:
+                    best.append(choice)
+    return sorted(one.step for one in best)
+
+
+def test_the_best_of_a_small_job_are_those_of_brute_force():
+    job = small_job(decoder=3, encoder=2)
+    planned = plan(job, gpus=4, limit=10_000)
+    assert planned.complete
+    assert [one.step for one in planned.choices] == pytest.approx(brute_force(job, 4, 80e9)[:10], rel=1e-12)
+
+
+jobs = st.builds(
+    small_job,
+    encoder=st.integers(1, 3),
+    decoder=st.integers(1, 4),
+    batch=st.sampled_from([2, 4, 6]),
+    flops=st.sampled_from([0.1, 1.0, 8.0]),
+    frozen=st.booleans(),
+    alone=st.booleans(),
+    schedules=st.sampled_from([("1f1b",), ("1f1b", "zero_bubble_v")]),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs, st.integers(2, 6), st.sampled_from([6e9, 12e9, 80e9]))
+def test_choices_keep_to_the_gpus_and_the_memory_and_are_the_same_twice(job, gpus, capacity):
+    try:
+        planned = plan(job, gpus=gpus, memory=capacity, limit=30)
+    except NoFitError as error:
+        if error.memory is None:
+            raise
+        assert error.memory > capacity
+        assert plan(job, gpus=gpus, memory=error.memory, limit=30).winner.peak <= error.memory
+        return
+    for choice in planned.choices:
+        assert choice.arrangement.gpus <= gpus
+        assert choice.peak <= capacity
+        ranks = sorted({rank for grid in choice.arrangement.grids.values() for rank in grid.ranks})
+        assert ranks == list(range(choice.arrangement.gpus))
+    steps = [one.step for one in planned.choices]
+    assert steps == sorted(steps)
+    assert to_json(planned) == to_json(plan(job, gpus=gpus, memory=capacity, limit=30))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bound_is_never_above_the_step_it_bounds(frozen):
+    job = small_job(frozen=frozen)
+    model = CostModel(job)
+    for arrangement in arrangements(job, 4):
+        depth = arrangement.parts[-1].pp
+        for schedule, chunks in (("1f1b", 1), ("zero_bubble_h1", 1), ("zero_bubble_v", 2), ("gpipe", 1)):
+            if chunks * depth > 6 or depth == 1:
+                continue
+            shape = Shape(model, arrangement, stage_places(schedule, depth, chunks))
+            choice = shape.choice(shape.plan(schedule, 4), schedule, 4)
+            assert shape.lower_bound(4, split="zero" in schedule) <= choice.step * (1 + 1e-12)
+
+
+def test_positions_are_those_of_the_bridges():
+    job = small_job()
+    model = CostModel(job)
+    for arrangement in arrangements(job, 6):
+        main_part = arrangement.parts[-1]
+        for places in (tuple(range(main_part.pp)), v_placement(main_part.pp)):
+            if len(places) > 6:
+                continue
+            shape = Shape(model, arrangement, places)
+            each = {part.module: tuple(range(part.pp)) for part in arrangement.parts} | {main_part.module: places}
+            found = positions_of(shape.wiring.graph, arrangement.grids, each)
+            assert found.placement == shape.wiring.placement
+
+
+def test_a_v_has_one_placement():
+    for schedule in ("zero_bubble_v", "v_half", "v_min", "dualpipe_v"):
+        assert stage_places(schedule, 4, 2) == v_placement(4)
+
+
+def test_a_layout_under_the_limit_is_found_where_the_fastest_does_not_fit():
+    job = small_job(alone=True, decoder=8, batch=8, activations=4e9, schedules=("1f1b",))
+    free = plan(job, gpus=2, memory=1e12).winner
+    tight = plan(job, gpus=2, memory=free.peak * 0.9).winner
+    assert tight.peak <= free.peak * 0.9
+    assert tight.step >= free.step
+
+
+def test_a_job_that_cannot_fit_says_what_does():
+    with pytest.raises(
+        NoFitError, match=r"memory is 2 GB per GPU; on 2 GPUs the choice that needs the least takes .* GB"
+    ):
+        plan(small_job(), gpus=2, memory="2GB")
+    with pytest.raises(NoFitError, match=r"gpus is 1; the smallest grids that the modules allow take 2"):
+        plan(Job((Module("m", (Layers("decoder", flops=1),), 1, tp=(2,)),), 1, Device(1, 1e9), Network(1, 1)), gpus=1)
+
+
+JOB = {
+    "global_batch": 4,
+    "device": {"flops": 1e14, "memory": "80GB", "reserved": "1GB"},
+    "links": {"inside": "300GB", "between": 4e10},
+    "edges": [["a", "b"]],
+    "modules": [
+        {"name": "a", "message": 1e6, "layers": [{"kind": "encoder", "count": 2, "flops": 1e12}]},
+        {"name": "b", "message": 1e6, "layers": [{"kind": "decoder", "seconds": {"F": 1, "I": 1, "W": 1}}]},
+    ],
+}
+
+
+def test_a_job_is_read():
+    job = parse_job(json.dumps(JOB), form="json")
+    assert (job.device.memory, job.edges, job.module("b").each[0].seconds.F) == (80e9, (("a", "b"),), 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (
+            ("modules", 1, "layers", 0, "flop"),
+            1,
+            r"modules\[1\].layers\[0\]: unknown keys \['flop'\]; the keys are kind",
+        ),
+        (("modules", 0, "layers", 0, "flops"), None, r"modules\[0\].layers\[0\]: .* neither of flops and seconds"),
+        (("modules", 0, "layers", 0, "count"), 0, r"modules\[0\].layers\[0\]: Layers.count is 0; .* at least 1"),
+        (("modules", 0, "layers"), [], r"modules\[0\]: module 'a' has no layers"),
+        (("edges",), [["a", "b"], ["b", "a"]], r"edges: the modules form a cycle"),
+        (("edges",), [["a", "c"]], r"edges: .*unknown module 'c'"),
+        (("device", "memory"), "80 pounds", r"device: Device.memory is '80 pounds'; .* such as \"80GB\""),
+        (("modules",), [], r"modules: the graph has no modules"),
+        (("training",), {"schedules": ["zigzag"]}, r"training: training.schedules names 'zigzag'; the schedules are"),
+    ],
+)
+def test_a_fault_of_a_job_is_one_line_with_its_path(path, value, text):
+    job = json.loads(json.dumps(JOB))
+    place = job
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(JobError, match=text) as caught:
+        parse_job(json.dumps(job), form="json")
+    assert "\n" not in str(caught.value)
+
+
+def test_text_that_is_no_toml_says_where(tmp_path):
+    (tmp_path / "job.toml").write_text("modules = [")
+    with pytest.raises(JobError, match=r"job.toml: not TOML: .*at end of document"):
+        read_job(tmp_path / "job.toml")
+
+
+def test_the_script_compiles_and_names_what_exists():
+    planned = plan(small_job(), gpus=4)
+    script = training_script(planned.winner)
+    tree = ast.parse(script)
+    compile(tree, "train.py", "exec")
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("pipegrid."):
+            package = __import__(node.module, fromlist=["__all__"])
+            text = Path(package.__file__).read_text()
+            for alias in node.names:
+                assert f'"{alias.name}"' in text, f"{node.module} has no public {alias.name}"
+
+
+def test_the_command_line(tmp_path, capsys):
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(JOB))
+    files = ["--svg", str(tmp_path / "t.svg"), "--code", str(tmp_path / "train.py")]
+    assert main(["plan", str(path), "--gpus", "2", "--explain", *files]) == 0
+    printed = capsys.readouterr().out
+    assert "activations" in printed
+    assert "no other is faster" in printed
+    assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == 2
+    assert main(["plan", str(path), "--gpus", "2", "--memory", "1B"]) == 1
+    assert main(["plan", str(tmp_path / "none.toml"), "--gpus", "2"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_the_table_and_the_reason_of_the_runner_up():
+    planned = plan(small_job(), gpus=4)
+    assert len(results_table(planned).splitlines()) == 2 + len(planned.choices)
+    assert "longer" in why_slower(planned.choices[0], planned.choices[-1])
+
+
+def test_the_example_is_read():
+    job = read_job(VLM)
+    assert sum(module.parameters for module in job.modules) == pytest.approx(76.1e9, rel=0.01)
+
+
+def test_the_package_works_with_torch_blocked():
+    program = "import sys; sys.modules['torch'] = None\nfrom pipegrid.planner.__main__ import main"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_the_public_names_are_pinned():
+    assert set(pipegrid.planner.__all__) == {
+        "Choice", "Device", "Job", "JobError", "Layers", "Measured", "Module", "Network", "NoFitError", "Planned",
+        "Training", "parse_job", "plan", "read_job",
+    }  # fmt: skip

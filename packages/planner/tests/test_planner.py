@@ -219,6 +219,8 @@ def test_a_job_is_read():
         (("edges",), [["a", "c"]], r"edges: .*unknown module 'c'"),
         (("device", "memory"), "80 pounds", r"device: Device.memory is '80 pounds'; .* such as \"80GB\""),
         (("modules",), [], r"modules: the graph has no modules"),
+        (("modules",), JOB["modules"][0], r"modules\[0\]: it must be a table with the keys name, layers"),
+        (("modules", 0, "layers", 0, "kind"), "loss", r"modules\[0\]: layers of 'a': .*loss"),
         (("training",), {"schedules": ["zigzag"]}, r"training: training.schedules names 'zigzag'; the schedules are"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.bridges import ModuleGraph, ModuleGraphError
-from pipegrid.layout import LayerType
+from pipegrid.layout import LayerType, LayoutError, balance
 from pipegrid.planner.errors import JobError
 from pipegrid.schedules import SCHEDULES
 from pipegrid.topology.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, number
@@ -105,6 +105,10 @@ class Module:
     def __attrs_post_init__(self) -> None:
         if not self.layers:
             raise JobError(f"module {self.name!r} has no layers; give at least one")
+        try:
+            balance([0.0] * len(self.each), 1, layers=self.kinds)  # an embedding first, a loss last
+        except LayoutError as error:
+            raise JobError(f"layers of {self.name!r}: {error}") from None
 
     @cached_property
     def each(self) -> tuple[Layers, ...]:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from attrs import fields
+from attrs import fields, has
 
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Job
@@ -89,4 +89,6 @@ def _fault_text(error: BaseException, kind: Any) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = ", ".join(attribute.name for attribute in fields(error.cl))
         return f"unknown keys {sorted(error.extra_fields)}; the keys are {known}"
+    if has(kind):
+        return f"it must be a table with the keys {', '.join(attribute.name for attribute in fields(kind))}"
     return f"not of the form of {getattr(kind, '__name__', kind)}: {error}"

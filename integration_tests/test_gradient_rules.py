@@ -396,7 +396,15 @@ def test_a_tied_parameter_accumulates_and_an_overflow_on_one_rank_is_everybodys(
     communicator.close()
 
 
+@pytest.fixture
+def fsdp2(ranks):
+    """FSDP2 finds its collectives by the device type of its tensors; those of the fake NCCL are on the CPU."""
+    if ranks.backend == "fake_nccl":
+        pytest.skip("torch's dispatcher finds no collectives of the fake NCCL for tensors on the CPU: use gloo or nccl")
+
+
 @pytest.mark.ranks(3)
+@pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 def test_a_module_that_fully_shard_averages_has_the_gradients_of_one_process(ranks, per_token):
     """FSDP2 on two data lanes before a loss on one: its mean is half of what the loss asks for, or far from a sum."""
@@ -426,6 +434,7 @@ def test_a_module_that_fully_shard_averages_has_the_gradients_of_one_process(ran
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
 def test_pipeline_stages_that_fully_shard_has_sharded(ranks, schedule):
     """dp 2 x pp 2: microbatches' reduce-scatters in the order of the plan. A split backward is right, or an error."""
@@ -464,6 +473,7 @@ def test_pipeline_stages_that_fully_shard_has_sharded(ranks, schedule):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("fsdp2")
 def test_gradients_that_fsdp2_has_averaged_are_not_divided_by_tokens(ranks):
     """By hand, in a finalizer, they came out half: FSDP2 averages over its lanes, and per-token losses are sums."""
     from torch.distributed.fsdp import fully_shard

@@ -16,6 +16,7 @@ PLANNING = {
         "compute_plan",
         "dualpipe_v",
     ),
+    *("chain", "from_csv", "to_csv", "to_text"),
     *("forward_only", "from_json", "from_text", "gpipe", "greedy", "interleaved_1f1b", "looped_bfs"),
     "interleaved_zero_bubble",
     *(
@@ -47,9 +48,9 @@ RUNNING = {
 # What the seeds name, and what has been importable from the package: found in its folder on use.
 FURTHER = {
     *("CostsError", "Fault", "Group", "PlanSyntaxError", "ProfilerRanges", "Proof"),
-    *("Recording", "Simulation", "Stage", "Timeline", "WithLoss", "chain"),
+    *("Recording", "Simulation", "Stage", "Timeline", "WithLoss"),
     *("fitting_schedules", "forward_backward_with_schedule"),
-    *("find_schedule", "fresh_gradients", "from_csv", "to_csv", "to_text", "u_shape_counts"),
+    *("find_schedule", "fresh_gradients", "u_shape_counts"),
     *("ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
     *("AnnouncedShapesError", "Aside", "Counter", "DataEndedError", "DeferralError", "DisagreementError", "Flow"),
     *("GradientError", "Hook", "Lane", "LossError", "LossScaleError", "MainGradError", "MessageHook", "MonitorError"),

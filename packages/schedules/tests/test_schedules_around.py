@@ -29,12 +29,15 @@ def encoders_before(places, *, encoders=(1, 2)):
     return graph, (*((stage,) for stage in range(first)), *((first + place,) for place in places))
 
 
+LOOPED = {"1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs"}
+
+
 @pytest.mark.parametrize(
     ("num_chunks", "names"),
     [
         (1, {"gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_h2", "u_shape"}),
-        (2, {"1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"}),
-        (3, {"1f1b", "interleaved_1f1b", "looped_bfs"}),
+        (2, {*LOOPED, "zero_bubble_v", "v_half", "v_min", "dualpipe_v"}),
+        (3, LOOPED),
     ],
 )
 def test_which_schedule_fits_follows_from_the_stages_on_a_position(num_chunks, names):

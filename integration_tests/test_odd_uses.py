@@ -166,7 +166,7 @@ def test_one_output_for_two_microbatches_is_not_freed_twice(ranks):
     communicator.abort("the test is over")
 
 
-# ---- Plans that nobody has written: mutated, and verified
+# ---- Mutated plans that `verify` accepts run
 
 
 def moved(plan, draw):

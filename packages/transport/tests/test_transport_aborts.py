@@ -1,4 +1,4 @@
-"""Aborts of device groups wait for the device; nobody who waits for a transfer waits for them."""
+"""Aborts of device groups wait for the device; a wait for a transfer does not wait for an abort."""
 
 from __future__ import annotations
 

@@ -5,14 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.topology.lazy import lazy_names
-from pipegrid.training.errors import CutError
+from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, CutError
 
 if TYPE_CHECKING:
+    from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState, whole_names
     from pipegrid.training.stages import Names, Stage, Tie, cut, tie, ties_of
 
-__all__ = ["CutError", "Names", "Stage", "Tie", "cut", "tie", "ties_of"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "Checkpoints",
+    "CorruptCheckpointError",
+    "CutError",
+    "LoadedCheckpoint",
+    "Names",
+    "Stage",
+    "Tie",
+    "TrainingState",
+    "cut",
+    "tie",
+    "ties_of",
+    "whole_names",
+]
 
-_LAZY = {"stages": "Names Stage Tie cut tie ties_of"}
+_LAZY = {
+    "checkpoint": "Checkpoints LoadedCheckpoint TrainingState whole_names",
+    "stages": "Names Stage Tie cut tie ties_of",
+}
 
 __getattr__, __dir__ = lazy_names(
     __name__, __all__, {name: folder for folder, names in _LAZY.items() for name in names.split()}

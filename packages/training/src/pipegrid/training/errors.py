@@ -5,3 +5,15 @@ from __future__ import annotations
 
 class CutError(ValueError):
     """A model that cannot be cut so: layers not found, a layout that does not fit, a part in the wrong place."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved, found or loaded; the last good one is still there."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes of a checkpoint are not those that were saved; the text names the tensor or the file."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """Names, shapes, steps or settings differ: between ranks, or between a checkpoint and the state to fill."""

@@ -1,0 +1,150 @@
+"""Save and load the state of a training run: `Checkpoints`."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.training.checkpoint import agreement, loading
+from pipegrid.training.checkpoint.job import Job
+from pipegrid.training.checkpoint.loading import LoadedCheckpoint
+from pipegrid.training.checkpoint.saving import Saver
+from pipegrid.training.checkpoint.state.names import TrainingState
+from pipegrid.training.checkpoint.state.shot import Shot, settings_of, shoot
+from pipegrid.training.checkpoint.state.snapshot import Copies
+from pipegrid.training.checkpoint.stored import folder
+from pipegrid.training.errors import CheckpointError
+
+
+class Checkpoints:
+    """The checkpoints of a run, in a directory that all its ranks share.
+
+    Every rank makes one, and calls `save`, `wait`, `load` and `close` when the others do.
+
+    Args:
+        directory: of this run; made where it does not exist. Leftovers of saves that did not end are removed.
+        keep: how many of the last checkpoints stay.
+        group: the ranks of the job; None is all ranks, or one process without a process group.
+        timeout: for ranks to wait for each other.
+
+    Raises:
+        CheckpointError: the directory cannot be used, or ranks differ in ``keep``.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        self.directory = Path(directory)
+        self.keep: int = checked(keep, Count, "keep", CheckpointError)
+        self._job = Job(group, timeout)
+        self._saver = Saver(self._job, self.directory, self.keep)
+        self._copies = Copies()
+        self._settings: tuple[TrainingState, tuple[str | None, Any, Any]] | None = None
+        self._pending: Future[None] | None = None
+        self._work: queue.SimpleQueue[tuple[Shot | Exception, Future[None]] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        agreement.require_equal(f"{self.directory} is not used", "keep", self._job.gather(self.keep))
+        self._job.first(f"{self.directory} is not used", lambda: folder.clean(self.directory))
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, the newest first."""
+        return [saved.step for saved in folder.saved_in(self.directory)]
+
+    def save(self, state: TrainingState, *, step: int, blocking: bool = True) -> None:
+        """Save ``state``; waits for the save before, and raises what it failed with.
+
+        Args:
+            state: of this rank.
+            step: the number of completed steps, the same on every rank.
+            blocking: False returns once the state is copied. The copy is written in the background, and a failure is
+                raised by the next `save`, `load`, `wait` or `close`.
+
+        Raises:
+            CheckpointMismatchError: ranks have different steps, data positions or plans, or names are local to a stage.
+            CheckpointError: a rank could not write. The checkpoints before are untouched.
+        """
+        self.wait()
+        shot: Shot | Exception
+        try:
+            shot = shoot(state, checked(step, Index, "step", CheckpointError), self._copies, self._settings_of(state))
+        except Exception as error:  # noqa: BLE001 -- raised on every rank, by the first exchange
+            shot = error
+        if blocking:
+            self._saver.write(shot)
+            return
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+            self._worker.start()
+        self._pending = Future()
+        self._work.put((shot, self._pending))
+
+    def load(self, state: TrainingState, *, step: int | None = None) -> LoadedCheckpoint | None:
+        """Fill ``state`` in place from the newest good checkpoint. Grids, stages and ranks may be others than its own.
+
+        Every stored byte is compared with its checksum first.
+
+        Args:
+            state: of this rank.
+            step: of the checkpoint; None is the newest that is not corrupt.
+
+        Returns:
+            What was loaded; None where the directory has no checkpoint.
+
+        Raises:
+            CorruptCheckpointError: that of ``step`` is, or all are; the text names the tensor.
+            CheckpointMismatchError: names, shapes or types of the checkpoint and of the state differ.
+            CheckpointError: there is no checkpoint of ``step``.
+        """
+        self.wait()
+        return loading.load(self._job, self.directory, state, step)
+
+    def wait(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            CheckpointError: it failed, on whichever rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the save in the background, and end; raises as `wait`."""
+        try:
+            self.wait()
+        finally:
+            if self._worker is not None:
+                self._work.put(None)
+                self._worker.join()
+                self._worker = None
+            self._job.close()
+
+    def _settings_of(self, state: TrainingState) -> tuple[str | None, Any, Any]:
+        """A plan's text is long, and the same at every save."""
+        if self._settings is None or self._settings[0] is not state:
+            self._settings = state, settings_of(state)
+        return self._settings[1]
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            shot, future = work
+            try:
+                self._saver.write(shot)
+            except BaseException as error:  # noqa: BLE001 -- raised by the next call
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del shot, future, work

@@ -1,0 +1,80 @@
+"""What the ranks of a job tell each other about a checkpoint, over a gloo group of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.training.errors import CheckpointError
+
+Result = TypeVar("Result")
+
+
+class Job:
+    """The ranks that save together; one process without a process group is a job of one.
+
+    Attributes:
+        group: their gloo group; None without a process group.
+        rank: of this process among them.
+        size: how many they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            spec = GroupSpec(dist.get_process_group_ranks(group), "checkpoints", shared=False)
+            self.group = create_groups([spec], backend="gloo", timeout=timeout)[spec]
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what there is once."""
+        return self.rank == 0
+
+    def gather(self, value: Result) -> list[Result]:
+        """The values of all ranks, on every rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, what: str, function: Callable[[], Result]) -> list[Result]:
+        """Call ``function`` on every rank; its results, in order of ranks.
+
+        Raises:
+            CheckpointError: it raised on some rank; the same text on every rank, in the class of the first error.
+        """
+        result, failed = None, None
+        try:
+            result = function()
+        except Exception as error:  # noqa: BLE001 -- raised below, on all ranks
+            failed = error
+        outcomes = self.gather((result, None if failed is None else _told(failed)))
+        faults = [(rank, *told) for rank, (_, told) in enumerate(outcomes) if told is not None]
+        if faults:
+            rank, kind, text = faults[0]
+            others = [other for other, *_ in faults[1:]]
+            also = f" (also ranks {others})" if others else ""
+            raise kind(f"{what}: rank {rank}{also}: {text}") from failed
+        return [value for value, _ in outcomes]  # type: ignore[misc]  # no rank failed
+
+    def first(self, what: str, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns on the first rank, which alone calls it; on every rank."""
+        return self.together(what, lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Destroy the group."""
+        if self.group is not None:
+            destroy_groups([self.group])
+
+
+def _told(error: Exception) -> tuple[type[CheckpointError], str]:
+    if isinstance(error, CheckpointError):
+        return type(error), str(error)
+    return CheckpointError, f"{type(error).__name__}: {error}"

@@ -1,0 +1,166 @@
+"""Load a checkpoint: verify every byte, compare names and shapes, and only then fill the state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from pipegrid.training.checkpoint import agreement
+from pipegrid.training.checkpoint.agreement import Held
+from pipegrid.training.checkpoint.job import Job
+from pipegrid.training.checkpoint.saving import PLAN
+from pipegrid.training.checkpoint.state import optimizer, random_state
+from pipegrid.training.checkpoint.state.names import Slot, TrainingState
+from pipegrid.training.checkpoint.state.shot import device_of, held_by, owners_of, stages_of
+from pipegrid.training.checkpoint.stored import dcp, folder, manifest
+from pipegrid.training.checkpoint.stored.manifest import Manifest
+from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
+from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+
+
+@frozen(kw_only=True, eq=False)
+class LoadedCheckpoint:
+    """What a load found, besides what it filled.
+
+    Attributes:
+        step: of the training.
+        path: the folder.
+        data: the data position.
+        plan: the text of the plan of the run that saved it.
+        grids: dims and first rank of each grid of that run.
+        layout: of its layers.
+        same_layout: every rank has the stages that it had; only then random generators go on where they were.
+        skipped: newer checkpoints that are corrupt, and why.
+    """
+
+    step: int
+    path: Path
+    data: Any
+    plan: str | None
+    grids: Any
+    layout: Any
+    same_layout: bool
+    skipped: tuple[str, ...]
+
+
+def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
+    """As `Checkpoints.load`."""
+    agreement.require_equal("nothing is loaded", "the step", job.gather(step))
+    names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.saved_in(directory)])
+    if step is not None:
+        there = [one for one, _ in names]
+        if step not in there:
+            raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has the steps {there}")
+        names = [names[there.index(step)]]
+    skipped: list[str] = []
+    for _, name in names:
+        path = directory / name
+        try:
+            found = verified(job, path)
+        except CorruptCheckpointError as error:
+            if step is not None:
+                raise
+            skipped.append(str(error))
+            if job.is_first:
+                warnings.warn(f"skipped: {error}", stacklevel=3)
+            continue
+        return _fill(job, state, path, found, tuple(skipped))
+    if skipped:
+        raise CorruptCheckpointError(f"{directory} has no good checkpoint: {'; '.join(skipped)}")
+    return None
+
+
+def verified(job: Job, path: Path) -> Manifest:
+    """The manifest of a checkpoint, all of whose bytes are as saved; each is read by one rank.
+
+    Raises:
+        CorruptCheckpointError: some are not; on every rank, with the name of the tensor.
+    """
+
+    def verify() -> Manifest:
+        found = manifest.read(path)
+        faults = manifest.faults(path, list(manifest.parts(found))[job.rank :: job.size])
+        if faults:
+            raise CorruptCheckpointError("; ".join(faults[:3]))
+        return found
+
+    return job.together(f"{path.name} is not loaded", verify)[job.rank]
+
+
+def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]) -> LoadedCheckpoint:
+    what = f"{path.name} is not loaded"
+    slots: list[Slot] = []
+    job.together(what, lambda: slots.extend(_fitting(state, found)))
+    tables = job.gather(held_by(slots))
+    agreement.require_whole_names(what, tables)
+    _require_all_held(what, found, tables)
+    owners = owners_of(slots)
+    targets, states = optimizer.prepared(state.optimizers, owners, found)
+    same = tuple(stages_of(table) for table in tables) == found.ranks
+    own = f"random/{job.rank}/"
+    randoms = {
+        key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+        for key, entry in found.tensors.items()
+        if same and key.startswith(own)
+    }
+    with torch.no_grad():
+        dcp.load(path, {**{slot.key: slot.tensor() for slot in slots}, **targets, **randoms}, job.group)
+    optimizer.restore_states(states)
+    optimizer.restore_groups(state.optimizers, owners, found.groups)
+    if state.scaler is not None and found.scaler is not None:
+        state.scaler.load_state_dict(from_plain(found.scaler))
+    data = from_plain(found.data)
+    if data is not None and hasattr(state.data, "load_state_dict"):
+        state.data.load_state_dict(data)
+    if same:
+        random_state.restore({key.removeprefix(own): state for key, state in randoms.items()}, device_of(slots))
+    else:
+        random_state.derive(found.seed, found.step, job.rank)
+    return LoadedCheckpoint(
+        step=found.step,
+        path=path,
+        data=data,
+        plan=(path / PLAN).read_text(encoding="utf-8") if PLAN in found.files else None,
+        grids=found.grids,
+        layout=found.layout,
+        same_layout=same,
+        skipped=skipped,
+    )
+
+
+def _fitting(state: TrainingState, found: Manifest) -> list[Slot]:
+    """The slots of the state, each of which the checkpoint can fill; its groups and optimizers as well."""
+    slots = state.slots()
+    for held in held_by(slots):
+        entry = found.tensors.get(f"model/{held.module}/{held.name}")
+        if entry is None:
+            raise CheckpointMismatchError(
+                f"stage {held.stage} of module {held.module!r} has {held.name!r}, and the checkpoint has not; it has "
+                f"{_some(key.split('/', 2)[2] for key in found.tensors if key.startswith(f'model/{held.module}/'))}"
+            )
+        if (entry.shape, entry.dtype) != (held.shape, held.dtype):
+            raise CheckpointMismatchError(
+                f"{held.name!r} of module {held.module!r} has shape {list(held.shape)} and dtype {held.dtype}, and in "
+                f"the checkpoint {list(entry.shape)} and {entry.dtype}"
+            )
+    optimizer.require_groups(state.optimizers, owners_of(slots), found.groups)
+    return slots
+
+
+def _require_all_held(what: str, found: Manifest, tables: Sequence[Sequence[Held]]) -> None:
+    held = {f"model/{one.module}/{one.name}" for table in tables for one in table}
+    unused = [key for key in found.tensors if key.startswith("model/") and key not in held]
+    if unused:
+        raise CheckpointMismatchError(
+            f"{what}: no rank has the tensors {_some(key.removeprefix('model/') for key in unused)} of the checkpoint"
+        )
+
+
+def _some(names: Any) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} others" if len(listed) > 3 else "")

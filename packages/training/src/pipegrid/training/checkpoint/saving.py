@@ -1,0 +1,151 @@
+"""Write a checkpoint: aside, forced to the disk, and switched into its place once all ranks have written."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from pipegrid.training.checkpoint import agreement
+from pipegrid.training.checkpoint.job import Job
+from pipegrid.training.checkpoint.state import optimizer, random_state
+from pipegrid.training.checkpoint.state.shot import Shot, stages_of
+from pipegrid.training.checkpoint.state.snapshot import SnapshotPlanner
+from pipegrid.training.checkpoint.stored import dcp, folder, manifest
+from pipegrid.training.checkpoint.stored.manifest import Chunk, Manifest, TensorEntry
+from pipegrid.training.checkpoint.stored.plain import dtype_name
+from pipegrid.training.errors import CheckpointError
+
+PLAN = "plan.txt"
+_SEEN_WITHIN = 10.0  # seconds until a new folder of a shared file system is seen by every rank
+
+
+class Saver:
+    """Writes checkpoints of a job into a directory."""
+
+    def __init__(self, job: Job, directory: Path, keep: int) -> None:
+        self._job, self._directory, self._keep = job, directory, keep
+        self._agreed: list[int] = []
+
+    def write(self, shot: Shot | Exception) -> None:
+        """Write a checkpoint; all ranks together.
+
+        Raises:
+            CheckpointError: it is not saved; on every rank, with the same text.
+        """
+        step = self._job.together("the checkpoint is not saved", lambda: _step(shot))[0]
+        assert isinstance(shot, Shot)
+        what = f"step {step} is not saved"
+        self._agree(shot, what)
+        made: list[Path] = []
+        try:
+            path = self._begin(step, made, what)
+            self._write_files(path, shot, what)
+            self._job.first(what, lambda: folder.publish(path, step))
+        except BaseException:
+            for aside in made:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        self._job.first(f"step {step} is saved, but older ones remain", self._prune)
+
+    def _agree(self, shot: Shot, what: str) -> None:
+        """Compare what must be equal, before the first byte."""
+        told = self._job.gather((shot.step, shot.data, hash((shot.held, repr(shot.settings)))))
+        agreement.require_equal(what, "the step", [step for step, *_ in told])
+        agreement.require_equal(what, "the data position", [data for _, data, _ in told if data is not None])
+        hashes = [digest for *_, digest in told]
+        if hashes == self._agreed:
+            return
+        tables = self._job.gather((shot.held, shot.settings))
+        for at, thing in enumerate(("the plan", "the grids", "the layout")):
+            agreement.require_equal(what, thing, [settings[at] for _, settings in tables])
+        agreement.require_whole_names(what, [held for held, _ in tables])
+        self._agreed = hashes
+
+    def _begin(self, step: int, made: list[Path], what: str) -> Path:
+        """A folder aside, which every rank sees."""
+
+        def begin() -> str:
+            made.append(folder.begin(self._directory, step))
+            return made[0].name
+
+        path = self._directory / self._job.first(what, begin)
+        self._job.together(what, lambda: _require_seen(path))
+        return path
+
+    def _write_files(self, path: Path, shot: Shot, what: str) -> None:
+        shot.snapshot.wait()
+        own = f"random/{self._job.rank}"
+        randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(shot.random).items()}
+        planner = SnapshotPlanner(shot.snapshot, randoms)
+        try:
+            metadata = dcp.save(path, planner, self._job.group)
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error}") from error
+        written = self._job.together(
+            what,
+            lambda: (
+                dcp.chunks(path, metadata, planner.plan.items),
+                shot.groups,
+                shot.values,
+                stages_of(shot.held),
+                shot.scaler,
+                shot.data,
+            ),
+        )
+        self._job.first(what, lambda: _describe(path, shot, metadata, written))
+
+    def _prune(self) -> None:
+        folder.prune(self._directory, self._keep)
+
+
+def _step(shot: Shot | Exception) -> int:
+    if isinstance(shot, Exception):
+        raise shot
+    return shot.step
+
+
+def _require_seen(path: Path) -> None:
+    until = time.monotonic() + _SEEN_WITHIN
+    while not path.is_dir():
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"{path.parent} is not the directory of the first rank, which has made {path.name} in it; all ranks "
+                "share one directory"
+            )
+        time.sleep(0.05)
+
+
+def _describe(path: Path, shot: Shot, metadata: Metadata, written: Sequence[tuple[Any, ...]]) -> None:
+    """Write the texts and the manifest."""
+    chunks: dict[str, list[Chunk]] = {}
+    for key, chunk in (entry for own, *_ in written for entry in own):
+        chunks.setdefault(key, []).append(chunk)
+    tensors = {
+        key: TensorEntry(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(chunks[key]))
+        for key, stored in sorted(metadata.state_dict_metadata.items())
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    plan, grids, layout = shot.settings
+    names = [dcp.METADATA]
+    if plan is not None:
+        folder.write(path / PLAN, plan)
+        names.append(PLAN)
+    found = Manifest(
+        step=shot.step,
+        tensors=tensors,
+        files={name: manifest.file_entry(path / name) for name in names},
+        groups=optimizer.merged([groups for _, groups, *_ in written]),
+        values={key: value for _, _, values, *_ in written for key, value in values.items()},
+        scaler=next((scaler for *_, scaler, _ in written if scaler is not None), None),
+        data=next((data for *_, data in written if data is not None), None),
+        seed=shot.seed,
+        ranks=tuple(stages for _, _, _, stages, *_ in written),
+        grids=grids,
+        layout=layout,
+    )
+    manifest.write(path, found)

@@ -1,0 +1,1 @@
+"""The training state of a rank, under the names of the whole model."""

@@ -1,0 +1,199 @@
+"""Names of the whole model for the tensors of this rank's stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from pipegrid.topology.world import resolve_rank
+from pipegrid.training.errors import CheckpointError
+from pipegrid.training.stages.assignment import Tie
+
+# Modules that only wrap another one: their part of a name is not one of the model's.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+@frozen
+class Slot:
+    """Where a stored tensor of the model is on this rank.
+
+    Attributes:
+        module: of the graph of modules.
+        name: in the whole module.
+        stage: number of the stage in the module.
+        tied: the name is declared for several stages.
+        owner: the submodule with the tensor.
+        leaf: the tensor's name in ``owner``.
+        parameter: whether it is a parameter, or a buffer.
+        aliases: its other names on this stage.
+    """
+
+    module: str
+    name: str
+    stage: int
+    tied: bool
+    owner: nn.Module
+    leaf: str
+    parameter: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The name in the checkpoint."""
+        return f"model/{self.module}/{self.name}"
+
+    def tensor(self) -> Tensor:
+        """The tensor as it is now."""
+        found: Tensor = getattr(self.owner, self.leaf)
+        return found
+
+
+def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """The whole model's names of a hand-written stage's parameters and buffers, from the global ids of its layers.
+
+    ``whole_names(stage, layers={"blocks": [4, 5]})`` gives ``blocks.0.weight`` the name ``blocks.4.weight``. The ids
+    are those of the layout: ``layout.get_layer_id_list(...)``.
+
+    Args:
+        stage: the stage's module.
+        layers: by the path of a list of layers, the global id of each of its layers.
+
+    Raises:
+        CheckpointError: a list has another number of layers, or does not exist.
+    """
+    for path, ids in layers.items():
+        try:
+            held = len(list(stage.get_submodule(path).children()))
+        except AttributeError:
+            raise CheckpointError(f"{type(stage).__name__} has no list of layers {path!r}") from None
+        if held != len(ids):
+            raise CheckpointError(f"{path} has {held} layers, and {len(ids)} global ids: {list(ids)}")
+
+    def whole(name: str) -> str:
+        for path, ids in layers.items():
+            if name.startswith(f"{path}."):
+                number, _, rest = name.removeprefix(f"{path}.").partition(".")
+                own = [key for key, _ in stage.get_submodule(path).named_children()]
+                return f"{path}.{ids[own.index(number)]}.{rest}"
+        return name
+
+    tensors = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+    return {_clean(name): whole(_clean(name)) for name, _ in tensors}
+
+
+def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[int, nn.Module]:
+    """This rank's stages of a module by their numbers.
+
+    Raises:
+        CheckpointError: a stage without a number.
+    """
+    if isinstance(stages, Mapping):
+        return dict(stages)
+    listed = [stages] if isinstance(stages, nn.Module) else list(stages)
+    numbers: list[Any] = [getattr(stage, "number", None) for stage in listed]
+    if all(isinstance(number, int) for number in numbers):
+        return dict(zip(numbers, listed, strict=True))
+    if len(listed) == 1 and grids is not None and module in grids:
+        return {grids[module].coords(resolve_rank()).get("pp", 0): listed[0]}
+    raise CheckpointError(
+        f"module {module!r} has {len(listed)} stages on this rank without numbers; pass them by number, "
+        f"stages={{{module!r}: {{0: ..., 3: ...}}}}"
+    )
+
+
+def slots_of(
+    module: str,
+    number: int,
+    stage: nn.Module,
+    names: Mapping[str, str] | None,
+    ties: Sequence[Tie],
+) -> list[Slot]:
+    """Where each stored tensor of a stage is: parameters once, and buffers that are part of its ``state_dict``.
+
+    Raises:
+        CheckpointError: two tensors of the stage would have one name; state that is no tensor.
+    """
+    saved = {_clean(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
+    extra = sorted(name for name in saved if name.endswith("_extra_state"))
+    if extra:
+        raise CheckpointError(f"module {module!r} stage {number} has {extra[0]}, which is no tensor and is not stored")
+    tied = {own: tie.name for tie in ties for at, own in zip(tie.stages, tie.names, strict=True) if at == number}
+    by_id: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
+    for name, owner, leaf, tensor, parameter in _tensors(stage):
+        if name in saved:
+            by_id.setdefault(id(tensor), []).append((name, owner, leaf, parameter))
+    made: dict[str, Slot] = {}
+    for held in by_id.values():
+        whole = [name if names is None else names.get(name, name) for name, *_ in held]
+        declared = next((name for name in whole if name in tied), None)
+        name = whole[0] if declared is None else tied[declared]
+        _, owner, leaf, parameter = held[0]
+        slot = Slot(
+            module, name, number, declared is not None, owner, leaf, parameter, tuple(n for n in whole if n != name)
+        )
+        if name in made:
+            raise CheckpointError(f"module {module!r} stage {number} has two tensors with the name {name!r}")
+        made[name] = slot
+    return list(made.values())
+
+
+def _tensors(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bool]]:
+    for path, owner in stage.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for leaf, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield _clean(prefix + leaf), owner, leaf, parameter, True
+        for leaf, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            yield _clean(prefix + leaf), owner, leaf, buffer, False
+
+
+def _clean(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+def _no_names() -> dict[nn.Module, Mapping[str, str]]:
+    return {}
+
+
+@frozen(eq=False, kw_only=True)
+class TrainingState:
+    """What a checkpoint holds of this rank, by reference: it is read when a checkpoint is saved, and filled by a load.
+
+    Attributes:
+        stages: by module name the stage modules on this rank: a list of stages of `cut` (or of any modules with a
+            ``number``), or modules by stage number. Names are those of the ``state_dict``, which for stages of `cut`
+            are the whole model's.
+        optimizers: over parameters of these stages.
+        scaler: of the loss, with ``state_dict`` and ``load_state_dict``.
+        data: the data position, the same on every rank: plain data, or a reader with ``state_dict`` and
+            ``load_state_dict``.
+        names: by hand-written stage module the whole model's name of each tensor; see `whole_names`.
+        ties: by module, parameters on several stages; those of stages of `cut` are known.
+        plan: of the step; its text is stored.
+        grids: of the modules.
+        layout: of the layers: text, or text by module.
+    """
+
+    stages: Mapping[str, Any]
+    optimizers: Sequence[Any] = ()
+    scaler: Any = None
+    data: Any = None
+    names: Mapping[nn.Module, Mapping[str, str]] = field(factory=_no_names)
+    ties: Mapping[str, Sequence[Tie]] = field(factory=dict)
+    plan: Any = None
+    grids: Mapping[str, Any] | None = None
+    layout: Any = None
+
+    def slots(self) -> list[Slot]:
+        """Where each stored tensor is, stage by stage."""
+        found: list[Slot] = []
+        for module, held in self.stages.items():
+            if "/" in module:
+                raise CheckpointError(f"a module is called {module!r}; names of modules have no '/'")
+            for number, stage in numbered(module, held, self.grids).items():
+                ties = self.ties.get(module, getattr(stage, "ties", ()))
+                found.extend(slots_of(module, number, stage, self.names.get(stage), ties))
+        return found

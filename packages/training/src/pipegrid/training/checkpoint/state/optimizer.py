@@ -1,0 +1,194 @@
+"""Optimizer states and parameter groups under the names of the parameters, for any number of ranks and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegrid.training.checkpoint.stored.manifest import GroupEntry, Manifest
+from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain, to_plain
+from pipegrid.training.errors import CheckpointError, CheckpointMismatchError
+
+Owners = Mapping[int, tuple[str, str]]
+"""Module and name of each parameter, by its id."""
+
+
+def entries(optimizers: Sequence[Any], owners: Owners) -> Iterator[tuple[str, Any]]:
+    """Every entry of the states under its key.
+
+    Raises:
+        CheckpointError: a parameter that is in no stage.
+    """
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                module, name = owner_of(parameter, owners, number)
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    yield f"optimizer/{module}/{name}/{entry}", value
+
+
+def owner_of(parameter: Tensor, owners: Owners, number: int) -> tuple[str, str]:
+    """Module and name of a parameter."""
+    try:
+        return owners[id(parameter)]
+    except KeyError:
+        raise CheckpointError(
+            f"optimizer {number} has a parameter of shape {list(parameter.shape)} that is in no stage of this rank; "
+            "an optimizer's parameters must be those of the stages"
+        ) from None
+
+
+def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
+    """The parameter groups of this rank."""
+    return [
+        GroupEntry(
+            number,
+            index,
+            {
+                option: to_plain(value, f"option {option!r} of group {index} of optimizer {number}")
+                for option, value in group.items()
+                if option != "params"
+            },
+            tuple(owner_of(parameter, owners, number) for parameter in group["params"]),
+        )
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def merged(of_ranks: Sequence[Sequence[GroupEntry]]) -> tuple[GroupEntry, ...]:
+    """The groups of all ranks: those with the same place and options become one.
+
+    Raises:
+        CheckpointMismatchError: a parameter with two different options.
+    """
+    found: list[GroupEntry] = []
+    names: list[dict[tuple[str, str], None]] = []
+    place_of: dict[tuple[str, str], int] = {}
+    for group in (group for groups_of_rank in of_ranks for group in groups_of_rank):
+        place = (group.optimizer, group.index, group.options)
+        known = (i for i, one in enumerate(found) if (one.optimizer, one.index, one.options) == place)
+        at = next(known, len(found))
+        if at == len(found):
+            found.append(group)
+            names.append({})
+        for name in group.parameters:
+            if found[place_of.setdefault(name, at)].options != group.options:
+                raise CheckpointMismatchError(
+                    f"the optimizers of two ranks have different options for {name[1]} of module {name[0]!r}: "
+                    f"{found[place_of[name]].options} and {group.options}"
+                )
+            names[at][name] = None
+    return tuple(
+        GroupEntry(group.optimizer, group.index, group.options, tuple(held))
+        for group, held in zip(found, names, strict=True)
+    )
+
+
+def require_groups(optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]) -> None:
+    """Every parameter group can be restored.
+
+    Raises:
+        CheckpointMismatchError: a parameter that no saved optimizer had, or a group of parameters with two options.
+    """
+    _options(optimizers, owners, saved)
+
+
+def restore_groups(optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]) -> None:
+    """Give every parameter group the options that its parameters were saved with.
+
+    A group without parameters on this rank takes those of the saved group in the same place.
+    """
+    for group, options in _options(optimizers, owners, saved):
+        group.update({option: from_plain(value) for option, value in options.items()})
+
+
+def _options(
+    optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    of_name = {name: group for group in saved for name in group.parameters}
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            entry = _saved_group(group, number, index, owners, of_name, saved)
+            found.append((group, {} if entry is None else entry.options))
+    return found
+
+
+def _saved_group(
+    group: Mapping[str, Any],
+    number: int,
+    index: int,
+    owners: Owners,
+    of_name: Mapping[tuple[str, str], GroupEntry],
+    saved: Sequence[GroupEntry],
+) -> GroupEntry | None:
+    names = [owner_of(parameter, owners, number) for parameter in group["params"]]
+    if not names:
+        return next((one for one in saved if (one.optimizer, one.index) == (number, index)), None)
+    unknown = [name for name in names if name not in of_name]
+    if unknown:
+        module, parameter_name = unknown[0]
+        raise CheckpointMismatchError(
+            f"{parameter_name} of module {module!r} is in group {index} of optimizer {number}, and the checkpoint has "
+            "no options for it"
+        )
+    first = of_name[names[0]]
+    for name in names:
+        if of_name[name].options != first.options:
+            raise CheckpointMismatchError(
+                f"group {index} of optimizer {number} has {names[0][1]} and {name[1]}, which were saved with different "
+                f"options: {first.options} and {of_name[name].options}; make groups that differ so"
+            )
+    return first
+
+
+def prepared(
+    optimizers: Sequence[Any], owners: Owners, manifest: Manifest
+) -> tuple[dict[str, Tensor], list[tuple[Any, Tensor, dict[str, Any]]]]:
+    """Tensors to load optimizer states into, by key; and the state that each parameter is to have.
+
+    An entry in the shape of its parameter has the parameter's device and sharding; a smaller one is on the CPU, or on
+    the device where the group is ``capturable`` or ``fused``, as torch has it.
+    """
+    stored: dict[tuple[str, str], dict[str, str]] = {}
+    for key in (*manifest.tensors, *manifest.values):
+        kind, _, rest = key.partition("/")
+        if kind == "optimizer":
+            module, _, rest = rest.partition("/")
+            name, _, entry = rest.rpartition("/")
+            stored.setdefault((module, name), {})[entry] = key
+    targets: dict[str, Tensor] = {}
+    states = []
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state: dict[str, Any] = {}
+                for entry, key in stored.get(owner_of(parameter, owners, number), {}).items():
+                    if key in manifest.values:
+                        state[entry] = from_plain(manifest.values[key])
+                    else:
+                        state[entry] = targets.setdefault(key, _like(parameter, manifest, key, group))
+                states.append((optimizer, parameter, state))
+    return targets, states
+
+
+def _like(parameter: Tensor, manifest: Manifest, key: str, group: Mapping[str, Any]) -> Tensor:
+    entry = manifest.tensors[key]
+    dtype = dtype_of(entry.dtype)
+    if tuple(parameter.shape) == entry.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def restore_states(states: Sequence[tuple[Any, Tensor, dict[str, Any]]]) -> None:
+    """Give every parameter its loaded state; one without a saved state has none."""
+    for optimizer, parameter, state in states:
+        if state:
+            optimizer.state[parameter] = state
+        else:
+            optimizer.state.pop(parameter, None)

@@ -1,0 +1,122 @@
+"""The tensors of a training state copied to the CPU, so that the next step may change them.
+
+The copies live from save to save: a save costs one copy and no allocation. On an accelerator they are pinned, and the
+copy is ordered on the current stream before whatever the step does next; the host does not wait for it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+
+@frozen(eq=False)
+class Snapshot:
+    """Copies of tensors.
+
+    Attributes:
+        items: what is to be written: a box of a named tensor each, as torch's planner has it.
+        copies: by the index of the item.
+        events: end when the copies are complete.
+    """
+
+    items: tuple[WriteItem, ...]
+    copies: Mapping[MetadataIndex, Tensor]
+    events: tuple[Any, ...]
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        for event in self.events:
+            event.synchronize()
+
+
+class Copies:
+    """Makes snapshots of the same tensors over and over."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._items: tuple[WriteItem, ...] = ()
+        self._kept: list[Tensor] = []
+        self._copies: dict[MetadataIndex, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: dict[str, Tensor]) -> Snapshot:
+        """Copy ``tensors``; overwrites the copies of the snapshot before."""
+        if not self._is_known(tensors):
+            self._plan(tensors)
+        self._tensors = tensors
+        devices = set()
+        for item, kept in zip(self._items, self._kept, strict=True):
+            tensor = tensors[item.index.fqn]
+            local = _local(tensor)
+            kept.copy_(local, non_blocking=True)
+            if not local.is_cpu:
+                devices.add(local.device)
+        return Snapshot(self._items, self._copies, tuple(_recorded(device) for device in devices))
+
+    def _is_known(self, tensors: dict[str, Tensor]) -> bool:
+        if tensors.keys() != self._tensors.keys():
+            return False
+        for key, known in self._tensors.items():
+            tensor = tensors[key]
+            if tensor is not known and not _alike(tensor, known):
+                return False
+        pairs = zip(self._items, self._kept, strict=True)
+        return all(kept.shape == _local(tensors[item.index.fqn]).shape for item, kept in pairs)
+
+    def _plan(self, tensors: dict[str, Tensor]) -> None:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors))
+        self._items = tuple(planner.create_local_plan().items)
+        self._kept = [_kept(_local(tensors[item.index.fqn])) for item in self._items]
+        self._copies = {item.index: kept for item, kept in zip(self._items, self._kept, strict=True)}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _alike(tensor: Tensor, known: Tensor) -> bool:
+    if isinstance(tensor, DTensor) or isinstance(known, DTensor):
+        return False
+    return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+
+
+def _recorded(device: torch.device) -> Any:
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+class SnapshotPlanner(DefaultSavePlanner):
+    """Writes a snapshot. The first rank decides which of several ranks writes a box that they all hold."""
+
+    def __init__(self, snapshot: Snapshot, random_states: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._snapshot, self._random = snapshot, random_states
+
+    def create_local_plan(self) -> SavePlan:
+        """The boxes of this rank."""
+        own = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        own.set_up_planner(dict(self._random))
+        self.plan = SavePlan([*self._snapshot.items, *own.create_local_plan().items])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The copy of a box."""
+        index = write_item.index
+        return self._random[index.fqn] if index.fqn in self._random else self._snapshot.copies[index]

@@ -1,0 +1,82 @@
+"""Reading and writing by `torch.distributed.checkpoint`. What this package knows of the format of its files is here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from pipegrid.training.checkpoint.stored.manifest import Chunk, checksum_of
+from pipegrid.training.errors import CheckpointError
+
+METADATA = ".metadata"
+"""The file with torch's own metadata."""
+
+
+def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> Metadata:
+    """Write the files of a checkpoint, each forced to the disk; all ranks of ``group`` together.
+
+    Raises:
+        CheckpointError: a rank could not; on every rank.
+    """
+    with _alone(group), _told():
+        written: Any = state_dict_saver.save(
+            {}, storage_writer=FileSystemWriter(path), planner=planner, process_group=group
+        )
+    metadata: Metadata = written
+    return metadata
+
+
+def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill ``tensors`` in place; all ranks of ``group`` together.
+
+    Raises:
+        CheckpointError: a rank could not; on every rank.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _alone(group), _told():
+        state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), planner=planner, process_group=group)
+
+
+def chunks(path: Path, metadata: Metadata, items: list[WriteItem]) -> list[tuple[str, Chunk]]:
+    """The bytes that each of ``items`` has in the files of ``path``, read back for their checksums."""
+    found = []
+    for item in items:
+        if item.tensor_data is None:
+            raise TypeError(f"{item.index.fqn} is no tensor")
+        stored = metadata.storage_data[item.index]
+        file, start, length = stored.relative_path, stored.offset, stored.length
+        box = item.tensor_data.chunk
+        crc32 = checksum_of(path / file, start, length)
+        found.append((item.index.fqn, Chunk(tuple(box.offsets), tuple(box.sizes), file, start, length, crc32)))
+    return found
+
+
+@contextmanager
+def _alone(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Without a process group torch warns that there is only one process, which is meant."""
+    with warnings.catch_warnings():
+        if group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Torch collects what failed on each rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from error

@@ -1,0 +1,174 @@
+"""The manifest of a checkpoint: what it holds, in which bytes of which files, with a checksum of each. No torch.
+
+``manifest.json`` is ``{"checksum": ..., "content": {...}}``; the checksum is that of the content in its shortest form.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cattrs
+from attrs import frozen
+
+from pipegrid.training.checkpoint.stored import folder
+from pipegrid.training.errors import CheckpointError, CorruptCheckpointError
+
+FORMAT = 1
+_BLOCK = 2**22
+
+
+@frozen
+class Chunk:
+    """A box of a tensor, and its bytes in a file."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+    crc32: int
+
+
+@frozen
+class TensorEntry:
+    """A stored tensor of the whole model."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@frozen
+class FileEntry:
+    """A file beside those of the tensors."""
+
+    length: int
+    crc32: int
+
+
+@frozen
+class GroupEntry:
+    """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``."""
+
+    optimizer: int
+    index: int
+    options: dict[str, Any]
+    parameters: tuple[tuple[str, str], ...]
+
+
+@frozen(kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: of the training.
+        tensors: by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``.
+        files: those without tensors.
+        groups: parameter groups.
+        values: entries of optimizer states that are no tensors, by the same keys.
+        scaler: the state of the loss scaler.
+        data: the data position.
+        seed: torch's initial seed on the first rank.
+        ranks: the stages ``[module, number]`` of each rank.
+        grids: shape and first rank of each grid.
+        layout: of the layers, as text by module.
+    """
+
+    step: int
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+    groups: tuple[GroupEntry, ...]
+    values: dict[str, Any]
+    scaler: Any
+    data: Any
+    seed: int
+    ranks: tuple[tuple[tuple[str, int], ...], ...]
+    grids: Any
+    layout: Any
+    format: int = FORMAT
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the modules."""
+        return tuple(dict.fromkeys(key.split("/")[1] for key in self.tensors if key.startswith("model/")))
+
+
+def write(path: Path, manifest: Manifest) -> None:
+    """Write the manifest of the checkpoint in the folder ``path``."""
+    content = cattrs.unstructure(manifest)
+    folder.write(path / folder.MANIFEST, json.dumps({"checksum": _checksum(content), "content": content}))
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of the checkpoint in the folder ``path``.
+
+    Raises:
+        CorruptCheckpointError: the file is not the one that was written.
+        CheckpointError: it is of a format that this version does not know.
+    """
+    try:
+        written = json.loads((path / folder.MANIFEST).read_text(encoding="utf-8"))
+        checksum, content = written["checksum"], written["content"]
+    except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path / folder.MANIFEST} cannot be read: {error}") from error
+    if _checksum(content) != checksum:
+        raise CorruptCheckpointError(f"{path / folder.MANIFEST} does not have its checksum {checksum}")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
+    return cattrs.structure(content, Manifest)
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, separators=(",", ":"), sort_keys=True).encode())
+
+
+def checksum_of(path: Path, start: int, length: int) -> int:
+    """The checksum of some bytes of a file.
+
+    Raises:
+        CorruptCheckpointError: the file ends before.
+    """
+    found = 0
+    with path.open("rb") as file:
+        file.seek(start)
+        left = length
+        while left:
+            block = file.read(min(left, _BLOCK))
+            if not block:
+                raise CorruptCheckpointError(f"{path.name} ends {left} bytes early")
+            found = zlib.crc32(block, found)
+            left -= len(block)
+    return found
+
+
+def file_entry(path: Path) -> FileEntry:
+    """The entry of a written file."""
+    length = path.stat().st_size
+    return FileEntry(length, checksum_of(path, 0, length))
+
+
+def parts(manifest: Manifest) -> Iterator[tuple[str, str, int, int, int]]:
+    """All that has a checksum: what, file, start, length, checksum."""
+    for name, entry in manifest.files.items():
+        yield f"the file {name}", name, 0, entry.length, entry.crc32
+    for key, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            yield f"the tensor {key}", chunk.file, chunk.start, chunk.length, chunk.crc32
+
+
+def faults(path: Path, checked: Iterable[tuple[str, str, int, int, int]]) -> list[str]:
+    """What is wrong with the `parts` ``checked`` of the checkpoint in ``path``; empty where all is as saved."""
+    found = []
+    for what, file, start, length, crc32 in checked:
+        try:
+            actual = checksum_of(path / file, start, length)
+        except (CorruptCheckpointError, OSError) as error:
+            found.append(f"{what}: {error}")
+            continue
+        if actual != crc32:
+            found.append(f"{what}: checksum {actual:08x} in {file}, saved {crc32:08x}")
+    return found

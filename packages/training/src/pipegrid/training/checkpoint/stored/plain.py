@@ -1,0 +1,82 @@
+"""Plain data as JSON and back, exactly: tuples stay tuples, and small tensors keep dtype and bits."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegrid.topology.fields import shown
+from pipegrid.training.errors import CheckpointError
+
+
+def to_plain(value: Any, what: str) -> Any:
+    """``value`` as JSON can hold it; ``what`` names it in errors.
+
+    Raises:
+        CheckpointError: data of a type that no rule covers.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [to_plain(item, f"{what}[{at}]") for at, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [to_plain(item, f"{what}[{at}]") for at, item in enumerate(value)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Tensor):
+        kept = value.detach().cpu().contiguous()
+        return {"$tensor": [dtype_name(kept.dtype), list(kept.shape), base64.b64encode(raw_bytes(kept)).decode()]}
+    if isinstance(value, Mapping):
+        items = [(key, to_plain(item, f"{what}[{key!r}]")) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
+            return dict(items)
+        return {"$dict": [[to_plain(key, f"a key of {what}"), item] for key, item in items]}
+    raise CheckpointError(
+        f"{what} is {shown(value)}; a checkpoint holds numbers, strings, bytes, tensors, and lists, tuples and dicts "
+        "of them"
+    )
+
+
+def from_plain(value: Any) -> Any:
+    """The data that `to_plain` was called with."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, held),) = value.items()
+        if tag == "$tuple":
+            return tuple(from_plain(item) for item in held)
+        if tag == "$bytes":
+            return base64.b64decode(held)
+        if tag == "$dict":
+            return {from_plain(key): from_plain(item) for key, item in held}
+        if tag == "$tensor":
+            dtype, shape, text = held
+            data = bytearray(base64.b64decode(text))
+            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            return flat.view(dtype_of(dtype)).reshape(shape)
+    return {key: from_plain(item) for key, item in value.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`torch.float32` for ``float32``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; valid while the tensor lives."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,263 @@
+"""A checkpoint gives back what was saved: every tensor, optimizer state, option and generator; other ranks as well."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrid.schedules.gradients import LossScale, LossScaler
+from pipegrid.training import (
+    CheckpointError,
+    CheckpointMismatchError,
+    Checkpoints,
+    Tie,
+    TrainingState,
+    whole_names,
+)
+
+WIDTH, LAYERS = 6, 4
+
+
+class Block(nn.Linear):
+    """A layer with a buffer."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+class Part(nn.Module):
+    """Some layers of a model; names are those of the whole model."""
+
+    def __init__(self, layers, *, number=0, head=False):
+        super().__init__()
+        self.number = number
+        self.blocks = nn.ModuleDict({str(layer): Block() for layer in layers})
+        if head:
+            self.head = nn.Linear(WIDTH, 2, bias=False)
+
+
+def made(parts, *, seed=1, lr=1e-2):
+    """Stages that have been trained for some steps, and their state."""
+    torch.manual_seed(seed)
+    stages = {number: Part(layers, number=number, head=LAYERS - 1 in layers) for number, layers in parts.items()}
+    for stage in stages.values():
+        for name, tensor in stage.state_dict().items():  # the same for a name in every layout
+            torch.manual_seed(seed + sum(map(ord, name)))
+            tensor.copy_(torch.randn(tensor.shape))
+    parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.1},
+            {"params": [parameter for parameter in parameters if parameter.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=lr,
+        betas=(0.8, 0.9),
+    )
+    return TrainingState(stages={"language": stages}, optimizers=[optimizer]), stages, optimizer
+
+
+def train(stages, optimizer, steps):
+    for step in range(steps):
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                torch.manual_seed(1000 * step + sum(map(ord, name)))
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+
+def values_of(stages, optimizer):
+    found = {}
+    for stage in stages.values():
+        found |= {name: tensor.clone() for name, tensor in stage.state_dict().items()}
+        for name, parameter in stage.named_parameters():
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                found[name, entry] = value.clone()
+    return found
+
+
+def require_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+ONE = {0: range(LAYERS)}
+
+
+def test_one_process_loads_what_it_saved(tmp_path):
+    state, stages, optimizer = made(ONE)
+    train(stages, optimizer, 3)
+    expected = values_of(stages, optimizer)
+    Checkpoints(tmp_path).save(state, step=3)
+    other, others, fresh = made(ONE, seed=2, lr=5.0)
+    found = Checkpoints(tmp_path).load(other)
+    assert (found.step, found.same_layout, found.skipped, found.plan) == (3, True, (), None)
+    require_same(values_of(others, fresh), expected)
+    assert [group["lr"] for group in fresh.param_groups] == [1e-2, 1e-2]
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.1, 0.0]
+    assert fresh.param_groups[0]["betas"] == (0.8, 0.9)
+    train(stages, optimizer, 2)
+    train(others, fresh, 2)
+    require_same(values_of(others, fresh), values_of(stages, optimizer))
+
+
+def test_a_directory_without_checkpoints_has_nothing_to_load(tmp_path):
+    state, *_ = made(ONE)
+    assert Checkpoints(tmp_path / "a" / "b").load(state) is None
+
+
+def test_a_checkpoint_holds_scale_data_plan_and_generators(tmp_path):
+    class Reader:
+        position = 7
+
+        def state_dict(self):
+            return {"epoch": 1, "position": self.position, "order": (3, 1)}
+
+        def load_state_dict(self, saved):
+            self.position = saved["position"]
+
+    state, *_ = made(ONE)
+    scaler = LossScaler(LossScale(scale=1024.0))
+    reader = Reader()
+    state = TrainingState(stages=state.stages, scaler=scaler, data=reader, plan="a plan", layout="Et*4L")
+    checkpoints = Checkpoints(tmp_path)
+    torch.manual_seed(5)
+    random.seed(5)
+    checkpoints.save(state, step=1)
+    drawn = torch.rand(4), random.random(), random.gauss(0, 1)
+    scaler.state, reader.position = LossScale(scale=2.0), 0
+    found = checkpoints.load(state)
+    assert (torch.rand(4).tolist(), random.random(), random.gauss(0, 1)) == (drawn[0].tolist(), *drawn[1:])
+    assert (scaler.state.scale, reader.position) == (1024.0, 7)
+    assert (found.data, found.plan, found.layout) == ({"epoch": 1, "position": 7, "order": (3, 1)}, "a plan", "Et*4L")
+
+
+def test_a_parameter_without_optimizer_state_has_none_after_a_load(tmp_path):
+    state, stages, optimizer = made(ONE)
+    stages[0].head.requires_grad_(False)
+    for parameter in stages[0].parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    expected = values_of(stages, optimizer)
+    assert ("head.weight", "exp_avg") not in expected
+    Checkpoints(tmp_path).save(state, step=1)
+    other, others, fresh = made(ONE, seed=2)
+    train(others, fresh, 1)
+    Checkpoints(tmp_path).load(other)
+    require_same(values_of(others, fresh), expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_two_stages_is_loaded_by_one_rank_and_back(ranks):
+    """Saved by two ranks with a stage each, loaded by both as replicas of the whole model, and the other way round."""
+    rank = dist.get_rank()
+    split = {rank: range(2 * rank, 2 * rank + 2)}
+    state, stages, optimizer = made(split)
+    train(stages, optimizer, 3)
+    checkpoints = Checkpoints(ranks.shared_path / "a")
+    checkpoints.save(state, step=3)
+    whole, wholes, fresh = made(ONE, seed=2, lr=5.0)
+    _, references, trained = made(ONE)
+    train(references, trained, 3)
+    found = checkpoints.load(whole)
+    assert (found.step, found.same_layout) == (3, False)
+    require_same(values_of(wholes, fresh), values_of(references, trained))
+    checkpoints.save(whole, step=4)
+    back, backs, other = made(split, seed=3, lr=7.0)
+    assert checkpoints.load(back).step == 4
+    require_same(values_of(backs, other), values_of(stages, optimizer))
+    assert [group["lr"] for group in other.param_groups] == [1e-2, 1e-2]
+    checkpoints.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_name_that_is_local_to_a_stage_is_never_stored(ranks):
+    rank = dist.get_rank()
+    stage = nn.Module()
+    stage.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    checkpoints = Checkpoints(ranks.shared_path / "a")
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"module 'language': stage 0 on rank 0 and stage 1 on rank 1 both have 'blocks\.0\.weight'",
+    ):
+        checkpoints.save(TrainingState(stages={"language": {rank: stage}}), step=1)
+    assert list((ranks.shared_path / "a").iterdir()) == []
+    names = {stage: whole_names(stage, layers={"blocks": [2 * rank, 2 * rank + 1]})}
+    assert next(iter(names[stage])) == "blocks.0.weight"
+    checkpoints.save(TrainingState(stages={"language": {rank: stage}}, names=names), step=1)
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_parameter_is_stored_once(ranks):
+    rank = dist.get_rank()
+    stage = nn.Module()
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    stage.register_parameter(("embedding", "head")[rank], weight)
+    ties = {"language": [Tie("embedding", (0, 1), ("embedding", "head"))]}
+    state = TrainingState(stages={"language": {rank: stage}}, ties=ties)
+    checkpoints = Checkpoints(ranks.shared_path / "a")
+    checkpoints.save(state, step=1)
+    expected = weight.detach().clone()
+    with torch.no_grad():
+        weight.zero_()
+    checkpoints.load(state)
+    assert torch.equal(weight.detach(), expected)
+    checkpoints.close()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree_save_nothing(ranks):
+    state, *_ = made({dist.get_rank(): range(2 * dist.get_rank(), 2 * dist.get_rank() + 2)})
+    checkpoints = Checkpoints(ranks.shared_path / "a")
+    with pytest.raises(CheckpointMismatchError, match="the step must be equal on all ranks; it is 0 on rank 0 and 1"):
+        checkpoints.save(state, step=dist.get_rank())
+    other = TrainingState(stages=state.stages, data=print if dist.get_rank() else None)
+    with pytest.raises(CheckpointError, match="rank 1: the data position is <built-in function print>"):
+        checkpoints.save(other, step=1)
+    assert checkpoints.steps() == []
+    checkpoints.close()
+
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    state, *_ = made(ONE)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(state, step=step)
+    assert checkpoints.steps() == [3, 2]
+    checkpoints.save(state, step=1)  # a run that went back: its checkpoint is the newest
+    assert checkpoints.steps() == [1, 3]
+    assert checkpoints.load(state).step == 1
+    assert checkpoints.load(state, step=3).step == 3
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 2; it has the steps \[1, 3\]"):
+        checkpoints.load(state, step=2)
+
+
+def test_leftovers_of_dead_saves_are_removed(tmp_path):
+    state, *_ = made(ONE)
+    Checkpoints(tmp_path).save(state, step=1)
+    (tmp_path / ".saving-2-ab").mkdir()
+    (tmp_path / ".saving-2-ab" / "__0_0.distcp").write_bytes(b"x")
+    (tmp_path / "notes.txt").write_text("kept")
+    Checkpoints(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "save-0001-step-00000001"]
+
+
+def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path):
+    state, stages, optimizer = made(ONE)
+    train(stages, optimizer, 1)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state, step=1, blocking=False)
+    expected = values_of(stages, optimizer)
+    train(stages, optimizer, 3)
+    checkpoints.wait()
+    checkpoints.load(state)
+    require_same(values_of(stages, optimizer), expected)
+    checkpoints.close()

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.bridges import MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
+from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
 from pipegrid.schedules import (
     SCHEDULES,
     Costs,
     Forwarded,
+    Monitor,
     PipelineConfig,
     PipelineRuntime,
     clip_grad_norm_,
@@ -180,6 +181,19 @@ def test_the_host_waits_for_nothing_but_its_lead_and_receives_start_before_they_
     communicator.close()
 
 
+def computes_before_completions(timeline):
+    """Per completion among copies, the computes that the host began after it launched the receive before it."""
+    found, begun = [], 0
+    for moment in timeline:
+        if moment.what == "launched" and is_transfer(moment.of, "recv"):
+            begun = 0
+        elif moment.what == "launched" and moment.of.kind != "p2p":
+            found.append(begun)
+        elif moment.what == "marked" and moment.of.text.endswith("begins"):
+            begun += 1
+    return found
+
+
 GRAPHS = {
     "two encoders": ({"image": (0, {}), "audio": (1, {}), "llm": (2, {})}, {"image": ["llm"], "audio": ["llm"]}),
     "copies": ({"enc": (0, {"dp": 1}), "llm": (1, {"tp": 2})}, {"enc": ["llm"]}),
@@ -189,6 +203,7 @@ GRAPHS = {
 def between_modules(graph):
     """A communicator of several modules, where its stages are, and what ends it."""
     config = P2PConfig(pipeline_dtype=torch.float32, deadline=30.0, open_deadline=30.0)
+    graph, _, strategy = graph.partition(", ")
     if graph == "variable tp":
         topology = VTPTopology([1, 2])
         communicator = VTPCommunicator(topology, config)
@@ -198,7 +213,9 @@ def between_modules(graph):
         name: HyperCommGrid(list(dims.values()) or [1], list(dims) or ["dp"], rank_offset=offset)
         for name, (offset, dims) in places.items()
     }
-    communicator = MultiModulePipelineCommunicator(grids, {name: flow.get(name, []) for name in grids}, config)
+    edges = {("enc", "llm"): EdgeOptions(strategy=strategy)} if strategy else None
+    topology = {name: flow.get(name, []) for name in grids}
+    communicator = MultiModulePipelineCommunicator(grids, topology, config, edges=edges)
     return communicator, communicator.positions.placement, communicator.destroy
 
 
@@ -213,6 +230,42 @@ def test_bridges_between_modules_hold_no_host(ranks, device, graph):
     require_no_wait_but_back_pressure(syncs)
     assert late_messages(device.timeline) == []
     assert awaited_sends(device.timeline) == []
+    assert device.violations == []
+    require_gradients_of_one_process(communicator.graph, stages)
+    end()
+
+
+def kinds(launches):
+    """What was launched, in order."""
+    return [(one.kind, *((each.kind, each.peer) for each in one.operations)) for one in launches]
+
+
+on_streams = pytest.mark.ranks(3, backend="fake_nccl", fake_nccl="streams")
+on_one_stream = pytest.mark.ranks(3, backend="fake_nccl", fake_nccl="serial")
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param("copies, direct", marks=on_one_stream),
+        pytest.param("copies, auto", marks=on_streams),
+        pytest.param("variable tp", marks=on_one_stream),
+    ],
+)
+def test_receives_of_a_bridge_land_when_they_are_posted(ranks, device, graph):
+    communicator, placement, end = between_modules(graph)
+    computes = multi_module_1f1b(communicator.graph, MICROBATCHES, placement=placement)
+    plan = lower(computes, receives="early")
+    stages = {number: Layers(number, communicator.graph) for number in communicator.stages}
+    runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
+    before = len(device.launches)
+    with device.late():
+        runtime.step()  # agrees on shapes
+    first = len(device.launches)
+    late_step(runtime, stages, device)
+    if "auto" not in graph or ranks.rank == 1:  # with "auto", the other copy gets nothing but the first shape
+        assert computes_before_completions(device.timeline) == [0] * (MICROBATCHES if ranks.rank else 0)
+        assert kinds(device.launches[before:first]) == kinds(device.launches[first : 2 * first - before])
     assert device.violations == []
     require_gradients_of_one_process(communicator.graph, stages)
     end()
@@ -299,6 +352,18 @@ def test_reducing_and_clipping_hold_no_host_however_many_buckets(ranks, device):
     assert whole.item() == pytest.approx(1.0, rel=1e-5)
     assert device.violations == []
     grid.destroy()
+
+
+@pytest.mark.ranks(1, backend="fake_nccl")
+def test_a_monitor_sees_what_the_device_has_not_done(ranks, device):
+    monitor = Monitor(dist.HashStore(), rank=0, ranks=[0], device=torch.device("cpu"))
+    with device.late():
+        torch.ones(WIDTH).sum()
+        monitor.progress.mark("a sum")
+        assert monitor.progress.oldest() == "a sum"
+        device.streams.synchronize()
+        assert monitor.progress.oldest() is None
+    monitor.close()
 
 
 class Part(nn.Module):

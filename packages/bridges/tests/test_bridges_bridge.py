@@ -300,6 +300,23 @@ def test_receives_posted_ahead_land_in_order_whoever_is_asked_first():
 
 
 @pytest.mark.ranks(2)
+def test_with_auto_a_second_receive_is_posted_as_soon_as_the_first_has_landed():
+    """Which lanes it uses is known from then on; its own wait may be a compute later."""
+    bridge = whole_world(grid(dp=1), grid(1, dp=1), strategy="auto")
+    if bridge.is_source:
+        for value in range(2):
+            bridge.send_forward(torch.full((1, 2, 2), float(value)))
+    else:
+        lane = bridge.lane(0, 1, "F")
+        first, second = bridge.irecv_forward(), bridge.irecv_forward()
+        assert lane.received == 1
+        first.wait()
+        assert lane.received == 2
+        assert [one.result()[0, 0, 0].item() for one in (first, second)] == [0.0, 1.0]
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
 def test_bridges_between_the_same_ranks_do_not_block_each_other():
     first = whole_world(grid(dp=1), grid(1, dp=1), label="first")
     second = whole_world(grid(dp=1), grid(1, dp=1), label="second")

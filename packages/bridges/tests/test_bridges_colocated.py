@@ -180,6 +180,30 @@ def test_lanes_of_different_sizes_are_found_when_asked_for():
     checked.destroy()
 
 
+@pytest.mark.ranks(4, deadline=60)
+@pytest.mark.fault("kill", rank=3, at="the second look")
+def test_a_comparison_of_copies_ends_when_a_rank_dies_in_it(ranks):
+    checked = ColocatedBridgeCommunicator(
+        grid(tp=2, dp=2), grid(tp=4), check_replicated=True, check_every=1, deadline=5.0
+    )
+    lane = torch.full((2, 2, 2), float(ranks.rank // 2))
+    assert checked.communicate(lane).shape == (4, 2, 2)
+    ranks.reach("the second look")
+    began = time.monotonic()
+    with pytest.raises(CompletionError, match=r"the ranks \[.*3\] did not exchange .*(a rank died|not within 5 s)"):
+        checked.communicate(lane)  # rank 2 waits for its copy, ranks 0 and 1 for the verdict
+    assert time.monotonic() - began < 12.0
+
+
+@pytest.mark.ranks(2, deadline=40)
+def test_a_comparison_of_copies_has_a_deadline(ranks):
+    checked = ColocatedBridgeCommunicator(grid(tp=2), grid(tp=2), check_replicated=True, deadline=1.0)
+    if ranks.rank == 0:
+        with pytest.raises(CompletionError, match=r"^rank 0, colocated/src>dest: the ranks \[1\] .* not within 1 s"):
+            checked.communicate(torch.ones(2, 1, 1))
+    ranks.barrier()
+
+
 @pytest.mark.ranks(2)
 def test_gathering_along_any_axis():
     rank = dist.get_rank()

@@ -19,15 +19,19 @@ class TestBatch:
     def test_is_issued_at_its_end_and_nests(self, ranks, communicators):
         with open_lanes([THERE, BACK], config=config(communicators=communicators)) as lanes:
             for n in range(3):
+                started = []
                 with lanes.batch():
                     with lanes.batch():
                         sent = (lanes[THERE] if ranks.rank == 0 else lanes[BACK]).isend(torch.full((2,), float(n)))
+                        lanes.when_started(lambda sent=sent, started=started: started.append(sent.sequence))
                     received = (lanes[BACK] if ranks.rank == 0 else lanes[THERE]).irecv()
                     assert sent.sequence == received.sequence == -1
                     assert not sent.is_completed()
                     with pytest.raises(P2PUsageError, match=r"waited for inside the batch\(\)"):
                         received.wait()
-                assert sent.sequence == received.sequence == n
+                assert [sent.sequence] == [received.sequence] == started == [n]
+                lanes.when_started(started.clear)
+                assert started == []
                 assert received.result().tolist() == [n, n]
                 sent.wait()
 
@@ -38,6 +42,7 @@ class TestBatch:
             if ranks.rank == 0:
                 with pytest.raises(ZeroDivisionError), lanes.batch():
                     lane.isend(torch.zeros(2))
+                    lanes.when_started(pytest.fail)
                     _ = 1 / 0
                 handle = lane.isend(torch.ones(2))
                 handle.wait()

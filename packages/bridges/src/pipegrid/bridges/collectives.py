@@ -14,10 +14,12 @@ from attrs import define
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups
-from pipegrid.transport.backends import lift_timeout
+from pipegrid.transport.backends import NcclTicket, lift_timeout
 from pipegrid.transport.streams import has_streams
 
 _LOOK_SECONDS = 0.05  # how often a wait of the host looks whether its communicator has ended
+
+_POLL_SECONDS = 0.0001
 
 
 def own_groups(
@@ -61,12 +63,13 @@ class CollectiveWaits:
         """Let waits, now or later, fail."""
         self.ended = self.ended or reason
 
-    def wait(self, work: Any, ranks: Sequence[int], *, end: float | None = None) -> None:
+    def wait(self, work: Any, ranks: Sequence[int], *, end: float | None = None, host: bool = False) -> None:
         """Return when the collective among ``ranks`` is done (on CUDA: when the current stream is ordered after it).
 
         Args:
             work: of the collective; None where it was done at once.
             ranks: that take part.
+            host: hold the host on CUDA as well: the caller reads the result, and a read has no deadline.
             end: when the wait fails, in `time.monotonic` seconds; None is after the deadline.
 
         Raises:
@@ -78,7 +81,9 @@ class CollectiveWaits:
         end = began + self.deadline if end is None else end
         try:
             # Streams order themselves. A wait of the host is cut in short ones, to see the end of the communicator.
-            while not has_streams(self.device) and not _done_within(work, min(_LOOK_SECONDS, end - time.monotonic())):
+            in_streams = has_streams(self.device)
+            done = _polled_within if in_streams else _done_within
+            while (host or not in_streams) and not done(work, min(_LOOK_SECONDS, end - time.monotonic())):
                 if self.ended is not None:
                     raise self.error(ranks, f"the communicator was ended here: {self.ended}")
                 if time.monotonic() >= end:
@@ -104,6 +109,16 @@ def _done_within(work: Any, seconds: float) -> bool:
         work.wait(timedelta(seconds=max(seconds, 1e-3)))
     except RuntimeError:
         return bool(work.is_completed())
+    return True
+
+
+def _polled_within(work: Any, seconds: float) -> bool:
+    """As `_done_within`, by polling: on a device a wait with a timeout would end the communicator past it."""
+    limit, ticket = time.monotonic() + seconds, NcclTicket((work,))
+    while not ticket.done():
+        if time.monotonic() >= limit:
+            return False
+        time.sleep(_POLL_SECONDS)
     return True
 
 

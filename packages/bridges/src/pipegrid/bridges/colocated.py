@@ -121,7 +121,9 @@ class ColocatedBridgeCommunicator:
         task = "the ranks {} did not exchange their tensors with this one"
         self._waits = CollectiveWaits(self._label, self._rank, device, deadline, task)
         self._check = (
-            ReplicationCheck(self._src, self._rank, check_every, self._group("check"), self._group("verdict"))
+            ReplicationCheck(
+                self._src, self._rank, check_every, self._group("check"), self._group("verdict"), self._waits
+            )
             if check_replicated
             else None
         )

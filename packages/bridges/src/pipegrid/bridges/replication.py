@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.errors import LaneTotalsError, NotReplicatedError
 from pipegrid.bridges.reshard import Side
 
@@ -22,6 +23,7 @@ class ReplicationCheck:
         every: compare again every so many calls; 0 is never again.
         copies: the group of this rank's copies; None where it is the only one.
         everyone: the group of the whole side, which hears of what is wrong anywhere: the others would wait for ever.
+        waits: for the collectives; with the deadline of the side's other exchanges.
     """
 
     side: Side
@@ -29,6 +31,7 @@ class ReplicationCheck:
     every: int
     copies: dist.ProcessGroup | None
     everyone: dist.ProcessGroup | None
+    waits: CollectiveWaits
     _calls: int = field(default=0, init=False)
 
     def look(self, tensor: torch.Tensor, rows: int) -> None:
@@ -37,6 +40,7 @@ class ReplicationCheck:
         Raises:
             NotReplicatedError: the copies of some lane differ.
             LaneTotalsError: lanes have different numbers of rows.
+            CompletionError: a rank of the side died, or did not come before the deadline.
         """
         due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)
         self._calls += 1
@@ -49,10 +53,10 @@ class ReplicationCheck:
             # The digests' largest and smallest value, in one all-reduce, the same on every copy.
             own = digest(tensor)
             extremes = torch.stack((own, -own))
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.copies)
+            self._reduce(extremes, self.copies)
             if not torch.equal(extremes[0], -extremes[1]):
                 found[0] = self.side.lane_of(self.rank) + 1
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
+        self._reduce(found, self.everyone)
         wrong, most, least = (int(value) for value in found.tolist())
         if most != -least:
             raise LaneTotalsError(
@@ -64,6 +68,11 @@ class ReplicationCheck:
                 f"the copies of source lane {wrong - 1} of {self.side.name!r} (ranks {self._ranks_of(wrong - 1)}) hold "
                 "different tensors; the bridge takes one of them for all: gather or reduce over tp before communicate()"
             )
+
+    def _reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        """The largest of each element over the group, in place; the host waits for it."""
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self.waits.wait(work, dist.get_process_group_ranks(group), host=True)
 
     def _ranks_of(self, lane: int) -> Sequence[int]:
         return [rank for rank in self.side.ranks if self.side.lane_of(rank) == lane]

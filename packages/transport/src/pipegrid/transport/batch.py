@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -39,9 +39,11 @@ class Batch:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         thread, self._thread, self._entered = self._thread, None, False
         if thread is not None:
-            pending = self._submitter.pending.pop(thread)
+            pending, calls = self._submitter.pending.pop(thread), self._submitter.calls.pop(thread, ())
             if kind is None:
                 self._submitter.submit_pending(pending, together=self._together)
+                for call in calls:
+                    call()
 
 
 class Submitter:
@@ -49,6 +51,7 @@ class Submitter:
 
     Attributes:
         pending: of each thread that is inside a batch, the transfers that it has submitted.
+        calls: of each such thread, what `when_started` is to call.
         lock: held while transfers get their numbers and are started, so that both happen in the same order.
         asleep: whether the progress thread needs ``wake`` to look at the lanes.
         in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
@@ -60,6 +63,7 @@ class Submitter:
         self.asleep = True
         self.in_order = False
         self.pending: dict[int, list[Transfer]] = {}
+        self.calls: dict[int, list[Callable[[], None]]] = {}
         self._shared = config.communicators == "shared"
         self._strict = config.strict
 
@@ -73,6 +77,17 @@ class Submitter:
                 each other: in strict mode and on shared communicators.
         """
         return Batch(self, together=together or self._strict or self._shared)
+
+    def when_started(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when what this thread has submitted is started: now, or after the batch that it is in.
+
+        Not at all where the batch raises.
+        """
+        thread = get_ident()
+        if thread in self.pending:
+            self.calls.setdefault(thread, []).append(call)
+        else:
+            call()
 
     def __call__(self, transfer: Transfer) -> None:
         """Start a transfer now, or at the end of the batch that this thread is in."""

@@ -58,7 +58,7 @@ class Connection:
     mover: Mover
     wire: Wire | None = None
     group: ProcessGroup | None = None
-    receive_stream: torch.cuda.Stream | None = None
+    receive_stream: torch.Stream | None = None
     lanes: list[Any] = field(factory=list)
     aborting: BackgroundThread | None = None
 

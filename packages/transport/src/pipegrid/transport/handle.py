@@ -99,7 +99,7 @@ class Transfer:
     # Works of the headers before it: gloo would not deliver headers whose works are dropped. They are done when the
     # transfer is, whose receive the other side posts after reading them.
     header_works: Sequence[Any] = ()
-    stream: torch.cuda.Stream | None = None  # that it was posted under
+    stream: torch.Stream | None = None  # that it was posted under
     attended: bool = False  # the caller waits for it at once: no thread needs to look after it
     waited: bool = False  # a caller has waited for it
     due: float = _NEVER

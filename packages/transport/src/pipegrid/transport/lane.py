@@ -101,6 +101,8 @@ class Lane:
         )
         connection.lanes.append(self.completion)
         self.queue: deque[Transfer] = self.completion.queue
+        # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
+        self._nothing = torch.empty(1, dtype=torch.uint8, device=device)
         self._needs_shapes = config.shape_mode == "given"
         self._epoch = 0  # of renewals
         self._ahead = self.incoming.ahead
@@ -373,6 +375,6 @@ class Lane:
 
     def operation(self, transfer: Transfer) -> Operation:
         """What the mover is to move for a transfer that is ready, counted."""
-        tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self.device)
+        tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self._nothing)
         self.tally.count(tensors)
         return transfer.sending, tensors, self._index, self._epoch

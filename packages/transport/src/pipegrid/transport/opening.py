@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -56,7 +56,7 @@ from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import flatten, signature_of
 from pipegrid.transport.progress import Progress
 from pipegrid.transport.spec import LaneSpec
-from pipegrid.transport.streams import new_stream
+from pipegrid.transport.streams import current_device, new_stream
 from pipegrid.transport.wait_lock import BackgroundThread
 from pipegrid.transport.wire import Wire, timedelta_of
 
@@ -109,6 +109,13 @@ class Lanes(dict[LaneSpec, Lane]):
             yield
         finally:
             self._submitter.in_order = before
+
+    def when_started(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when the transfers of this thread so far are started: now, or after the batch that it is in.
+
+        Not at all where the batch raises.
+        """
+        self._submitter.when_started(call)
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
@@ -295,8 +302,8 @@ def resolve_device(
     """
     offered = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if device is None:
-        wants_gpu = (backend or offered.get("cuda")) == "nccl" and torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if wants_gpu else torch.device("cpu")
+        gpu = current_device() if (backend or offered.get("cuda")) == "nccl" else None
+        device = gpu or torch.device("cpu")
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -304,7 +311,7 @@ def resolve_device(
             f"the device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
         ) from error
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = current_device() or device
     if backend is None:
         backend = offered.get(device.type)
         if backend is None:
@@ -333,6 +340,7 @@ def _connect(
         bundles.setdefault(key, []).append(spec)
     data = {_group_spec(bundle, "data"): bundle for bundle in bundles.values()}
     on_device = backend != "gloo" and not config.staged
+    staged = not on_device and (config.staged or device.type != "cpu")
     gloo, loop = one_loop()
     if on_device and len(data) > _MOST_STREAMS:
         warnings.warn(
@@ -341,7 +349,8 @@ def _connect(
             stacklevel=3,
         )
     # What one communicator moves both ways is one batch, which comes after the computing of what it sends.
-    receive_stream = new_stream(device) if on_device and config.communicators == "separate" else None
+    beside = (on_device or staged) and config.communicators == "separate"
+    receive_stream = new_stream(device) if beside else None
     groups: list[Any] = []
     timeout = timedelta(seconds=config.open_deadline)
 
@@ -367,7 +376,7 @@ def _connect(
                 mover = NcclMover(made[group_spec], peer, device)
             else:
                 mover = GlooMover(loop.take_backend(made[group_spec]), peer, len(bundle))
-                if config.staged or device.type != "cpu":
+                if staged:
                     mover = StagedMover(mover, device)
             connection = Connection(mover, Wire(channels[group_spec], peer), made[group_spec], receive_stream)
             found.update(dict.fromkeys(bundle, connection))

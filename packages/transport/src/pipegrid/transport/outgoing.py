@@ -52,6 +52,7 @@ class Outgoing:
         self._one_by_one = config.communicators == "separate" and not config.strict and spec.source != spec.destination
         self._mode = config.shape_mode
         self._device = device
+        self._nothing = torch.zeros(1, dtype=torch.uint8, device=device)
         self._tell = tell
         self._manifests: list[Any] = []  # works of manifests; the next send takes them along
 
@@ -68,7 +69,7 @@ class Outgoing:
             note = "" if self.contract.standing is None else self.contract.standing.note
         transfer.signature = signature_of(tensors, tree, note)
         try:
-            transfer.tensors = carried(tensors, self._device)
+            transfer.tensors = carried(tensors, self._nothing)
         except RuntimeError as error:
             raise P2PPayloadError(f"lane {self._spec} cannot send these tensors as bytes: {error}") from error
 

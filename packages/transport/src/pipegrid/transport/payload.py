@@ -166,15 +166,16 @@ def _has_memory(tensor: Tensor) -> bool:
     return storage.device == tensor.device and storage.nbytes() >= needed
 
 
-def carried(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+def carried(tensors: Sequence[Tensor], nothing: Tensor) -> Sequence[Tensor]:
     """The tensors that travel for a message: those with elements, uncommon dtypes as bytes.
 
-    A message of no bytes travels as one byte: it keeps its place in the order, and proves that the peer is alive.
+    A message of no bytes travels as ``nothing``, one byte: it keeps its place in the order, and proves that the peer is
+    alive.
     """
     if len(tensors) == 1 and tensors[0].numel() and tensors[0].dtype in _WIRE_DTYPES:
         return tensors if not tensors[0].requires_grad else [tensors[0].detach()]
     wire = [_as_wire(tensor) for tensor in tensors if tensor.numel()]
-    return wire or [torch.zeros(1, dtype=torch.uint8, device=device)]
+    return wire or [nothing]
 
 
 def _as_wire(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one door to CUDA streams and events. On a device without streams every function here does nothing.
+"""The one door to `torch.cuda`: streams and events. On a device without streams every function here does nothing.
 
 Tests replace `cuda` and `types` to run the same code over virtual streams on a CPU.
 """
@@ -23,25 +23,30 @@ def has_streams(device: torch.device) -> bool:
     return device.type in types
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+def current_device() -> torch.device | None:
+    """The device with streams that is current; None where there is none."""
+    return torch.device("cuda", cuda.current_device()) if cuda.is_available() else None
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
     """A stream beside the one that computes; None on a device without streams."""
-    stream: torch.cuda.Stream | None = cuda.Stream(device) if has_streams(device) else None
+    stream: torch.Stream | None = cuda.Stream(device) if has_streams(device) else None
     return stream
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of this thread; None on a device without streams."""
-    stream: torch.cuda.Stream | None = cuda.current_stream(device) if has_streams(device) else None
+    stream: torch.Stream | None = cuda.current_stream(device) if has_streams(device) else None
     return stream
 
 
-def working_on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+def working_on(stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Make ``stream`` the current stream of this thread inside the block; None changes nothing."""
     return _AS_IT_IS if stream is None else _under(stream)
 
 
 @contextmanager
-def _under(stream: torch.cuda.Stream) -> Iterator[None]:
+def _under(stream: torch.Stream) -> Iterator[None]:
     with cuda.device(stream.device), cuda.stream(stream):
         yield
 
@@ -58,7 +63,7 @@ def follow(events: Sequence[Any], device: torch.device) -> None:
         cuda.current_stream(device).wait_event(event)
 
 
-def used_here(tensors: Sequence[Tensor], made_on: torch.cuda.Stream | None) -> None:
+def used_here(tensors: Sequence[Tensor], made_on: torch.Stream | None) -> None:
     """Tell the allocator that tensors allocated on the stream ``made_on`` are also used on the current stream."""
     for tensor in tensors if made_on is not None else ():
         here = cuda.current_stream(tensor.device)

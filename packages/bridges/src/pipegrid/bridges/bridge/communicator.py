@@ -593,9 +593,13 @@ class BridgeCommunicator:
             return self._agreed
         teller = self._wiring.teller
         if teller is not None:
-            group = self._groups[self._wiring.completion_group(self._wiring.copies(_FORWARD), _FORWARD)]
+            copies, waits = self._wiring.copies(_FORWARD), self._traffic.waits
+            group, own = (
+                self._groups[self._wiring.completion_group(copies, _FORWARD)],
+                json.dumps(sorted(notes.items())),
+            )
             try:
-                text = broadcast_text(json.dumps(sorted(notes.items())), teller, group, self.device)
+                text = broadcast_text(own, teller, group, self.device, lambda work: waits.wait(work, copies, host=True))
             except RuntimeError as error:
                 raise CompletionError(
                     f"rank {self.rank}, {self}: rank {teller}, which hears the source, did not tell the sizes before "

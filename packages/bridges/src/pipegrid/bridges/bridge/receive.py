@@ -70,8 +70,9 @@ class LandingQueue:
     collectives, so every copy starts them in one order: that of the receives, whichever is waited for first.
 
     Where a wait holds the host (gloo), a receive that is completed among copies lands when its last message arrives,
-    on the thread that sees it, so that a copy that is slow to ask does not hold up the others. Every other receive
-    lands on the thread that asks: kernels of several communicators are launched by one thread, in the plan's order.
+    on the thread that sees it, so that a copy that is slow to ask does not hold up the others. On a device, receives land
+    when they are posted, on the landing stream: one thread launches the kernels of all communicators, in the plan's
+    order. Other receives land on the thread that asks.
 
     Attributes:
         device: of the tensors.
@@ -86,7 +87,7 @@ class LandingQueue:
     waits: CollectiveWaits
     copies: Sequence[int] = ()
     by_itself: bool = False
-    stream: torch.cuda.Stream | None = None
+    stream: torch.Stream | None = None
     waiting: deque[BridgeReceive] = Factory(deque)
     lock: threading.RLock = Factory(threading.RLock)
 
@@ -99,11 +100,21 @@ class LandingQueue:
         with self.lock:
             while self.waiting and self.waiting[0].has_arrived(asked=asked):
                 self.waiting.popleft().land()
-                for later in self.waiting:
-                    if not later.post():
-                        break
                 if not self.by_itself and self.stream is None:
                     return  # kernels are launched by the plan, not by what happens to have arrived
+
+    def land_posted(self) -> None:
+        """Land the receives that the backend has, up to the first that it has not, in stream order."""
+        with self.lock:
+            while self.waiting and self.waiting[0].is_posted():
+                self.waiting.popleft().land_in_order()
+
+    def post_waiting(self) -> None:
+        """Post the receives that have waited for the sizes, where these are known by now."""
+        with self.lock:
+            for later in self.waiting:
+                if not later.post():
+                    break
 
     def finish(self, completing: Sequence[Completing], seconds: float | None) -> None:
         """Wait for completions and write what they brought.
@@ -201,7 +212,7 @@ class BridgeReceive:
         # On CUDA the buffer may be memory that the caller's stream still uses, and landing has a stream of its own.
         self._allocated = mark(queue.device) if queue.stream is not None else ()
         self._marks: Sequence[Any] = ()
-        self._landed_on: torch.cuda.Stream | None = None
+        self._landed_on: torch.Stream | None = None
         # Without the lock: in strict mode this blocks, while another thread may be landing an earlier receive.
         self._handles: PostedReceives | None = post()
         self._missing = 0
@@ -290,6 +301,29 @@ class BridgeReceive:
 
     # -- landing --------------------------------------------------------------------------------------------
 
+    def land_posted(self) -> None:
+        """On a device: land now, and those before it, as far as the backend has the receives."""
+        if not self._alone:
+            self._queue.land_posted()
+        elif self.is_posted():
+            self.land_in_order()
+
+    def is_posted(self) -> bool:
+        """Whether the backend has all messages, and landing them holds no host."""
+        if not self.post() or (self._blocks is not None and self._blocks()):
+            return False
+        handles: Iterable[Any] = (self._handles or {}).values()  # lanes' own
+        return not self._landed and all(handle.ticket is not None for handle in handles)
+
+    def land_in_order(self) -> None:
+        """Land on the landing stream, behind the messages. An error of theirs is kept for the thread that waits."""
+        try:
+            self._wait_for_messages(_no_limit)
+        except Exception as error:  # noqa: BLE001 -- the thread that posts goes on, and the one that waits raises it
+            self._error, self._handles, self._landed = error, {}, True
+        else:
+            self.land()
+
     def _ask_first(self, left: Callable[[], float | None]) -> None:
         """Wait for the messages of the first receive of the queue, and land it."""
         queue = self._queue
@@ -328,6 +362,8 @@ class BridgeReceive:
         finally:
             self._handles = {}
             self._landed = True
+            if queue.waiting:
+                queue.post_waiting()
 
     def _land_on_stream(self, handles: PostedReceives) -> None:
         queue = self._queue

@@ -47,7 +47,7 @@ class EdgeTraffic:
         backend: str,
         device: torch.device,
         config: P2PConfig,
-        stream: torch.cuda.Stream | None = None,
+        stream: torch.Stream | None = None,
     ) -> None:
         self.name, self.wiring, self.device = name, wiring, device
         holds_host = device.type == "cpu" and "gloo" in backend
@@ -176,9 +176,11 @@ class EdgeTraffic:
             with self._together():
                 return {peer: lanes[peer].irecv() for peer in wanted}
 
-        return BridgeReceive(
-            self.queues[direction], post, land, requires_grad=requires_grad, tensor=tensor, blocks=blocks
-        )
+        queue = self.queues[direction]
+        receive = BridgeReceive(queue, post, land, requires_grad=requires_grad, tensor=tensor, blocks=blocks)
+        if queue.stream is not None and self._lanes is not None:
+            self._lanes.when_started(receive.land_posted)
+        return receive
 
     def fill(
         self,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipegrid.schedules.plan.actions import Action
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Mark(Protocol):
@@ -17,22 +20,28 @@ class Mark(Protocol):
         ...
 
 
-def cuda_mark() -> Mark:
-    """A mark after all that was issued to the current stream so far."""
-    import torch  # the rest of the monitor works without
+def progress_of(device: torch.device) -> DeviceProgress | None:
+    """The progress of a device; None where its work is done when a call returns."""
+    from pipegrid.transport import streams  # torch: the rest of the monitor works without
 
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    def mark() -> Mark:
+        event: Mark
+        (event,) = streams.mark(device)
+        return event
+
+    return DeviceProgress(mark) if streams.has_streams(device) else None
 
 
 class DeviceProgress:
     """A hook that marks the device's work after each action.
 
     One thread runs actions, another asks: a deque's ends may be used from both without a lock.
+
+    Args:
+        mark: makes a mark after all that was issued to the current stream so far.
     """
 
-    def __init__(self, mark: Callable[[], Mark] = cuda_mark) -> None:
+    def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark
         self._open: deque[tuple[Action | str, Mark]] = deque()
 

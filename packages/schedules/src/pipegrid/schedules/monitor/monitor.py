@@ -24,7 +24,7 @@ from pipegrid.schedules.monitor.control import (
     Failure,
     where_all_stand,
 )
-from pipegrid.schedules.monitor.device_progress import DeviceProgress
+from pipegrid.schedules.monitor.device_progress import progress_of
 from pipegrid.topology.fields import Index, Seconds, checked, shown
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Monitor:
         self.deadline = deadline
         self.first_deadline = max(_FIRST_DEADLINE, deadline or 0.0) if first_deadline is None else first_deadline
         self.interval = interval
-        self.progress = DeviceProgress() if device is not None and device.type == "cuda" else None
+        self.progress = None if device is None else progress_of(device)
         self._calls = BoundedCalls()
         patience = deadline or self.first_deadline
         self._control = Control(BoundedStore(store, self._calls, patience), rank, everyone)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pipegrid.transport.backends.base import Mover, Operation, Ticket
 from pipegrid.transport.backends.gloo import BACKEND, GlooMover, Loop, one_loop
 from pipegrid.transport.backends.local import LocalMover
-from pipegrid.transport.backends.nccl import NcclMover, lift_timeout, nccl_options
+from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, lift_timeout, nccl_options
 from pipegrid.transport.backends.staged import StagedMover
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Loop",
     "Mover",
     "NcclMover",
+    "NcclTicket",
     "Operation",
     "StagedMover",
     "Ticket",

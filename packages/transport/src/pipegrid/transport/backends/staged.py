@@ -1,8 +1,9 @@
 """Staged: tensors of any device over gloo, through host memory (pinned, for a GPU).
 
-For several ranks on one GPU, and for GPUs without NCCL. The host waits for the copy before a send is posted; a receive
-is copied to its buffer on the stream that was current when it was posted. On a CPU the same code copies through a
-buffer.
+For several ranks on one GPU, and for GPUs without NCCL. A send is copied on the stream that made it, and the host waits
+for the copy before it is posted. A receive is copied to its buffer on the stream that it was posted under (the receive
+stream of the lanes, so that it does not queue behind the computing that the host has issued), when the host sees that
+it has come; a stream that uses it is ordered after the copy. On a CPU the same code copies through a buffer.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ class LandingQueue:
     collectives, so every copy starts them in one order: that of the receives, whichever is waited for first.
 
     Where a wait holds the host (gloo), a receive that is completed among copies lands when its last message arrives,
-    on the thread that sees it, so that a copy that is slow to ask does not hold up the others. On a device, receives land
-    when they are posted, on the landing stream: one thread launches the kernels of all communicators, in the plan's
-    order. Other receives land on the thread that asks.
+    on the thread that sees it, so that a copy that is slow to ask does not hold up the others. On a device, receives
+    land when they are posted, on the landing stream: one thread launches the kernels of all communicators, in the
+    plan's order. Other receives land on the thread that asks.
 
     Attributes:
         device: of the tensors.

@@ -40,7 +40,7 @@ def test_plans_are_values():
         ({"positions": [["0F0"]]}, "step '0F0' is neither an Action nor a batch of Actions"),
         ({"positions": [[3]]}, "step 3 is neither an Action nor a batch of Actions"),
         ({"positions": [[("0F0",)]]}, "step ('0F0',) (tuple) is neither an Action nor a batch of Actions"),
-        ({"positions": [[(forward(0, 0), SEND)]]}, "0F0 is in a batch; only communications are batched"),
+        ({"positions": [[(forward(0, 0), SEND)]]}, "0F0 is in a batch; only messages and collectives are batched"),
         ({"placement": [0, 0]}, "the placement covers 2 stages and the graph has 1"),
         ({"placement": [1]}, "stage 0 is placed on position 1; the plan has positions 0..0"),
         ({"placement": [()]}, "stage 0 is placed on []; name one or more positions, each once"),

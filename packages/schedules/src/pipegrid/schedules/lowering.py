@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
+from pipegrid.schedules.sharding import Shard, sharded_stages, window_of, with_gathers
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import collector_paused, play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
@@ -36,6 +37,8 @@ def lower(
     receives: Receives = "late",
     collectives: Mapping[Edge, str] | None = None,
     tied: Mapping[str, Sequence[int]] | None = None,
+    shard: Shard | None = None,
+    prefetch: int = 1,
     duration: Callable[[Action], float] = unit_duration,
     proved: bool = False,
 ) -> Plan:
@@ -51,8 +54,15 @@ def lower(
     latency and buffers more. ``collectives`` names, for an edge, the group whose ``COLLECTIVE`` moves its data in place
     of messages; the group is the positions of both stages. ``tied`` names groups of stages that share a parameter: each
     gets a ``REDUCE`` at the end of its positions. Both are added to the groups that the plan has, which are treated
-    alike. ``duration`` estimates how long a compute takes; it moves receives, and cannot make the result wrong.
-    ``proved``: the computes need no proof of their own: a generator made them, and the result will be verified.
+    alike.
+
+    ``shard`` places ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of stages whose parameters are sharded over their data
+    lanes (FSDP2): ``"step"`` reduces the gradients of a stage once, after its last backward, ``"microbatch"`` after
+    each; a dict names the modules that are sharded, ``{"language": "step"}``. ``prefetch`` stages are gathered ahead of
+    the one that computes, so a position has at most ``prefetch + 1`` of its stages gathered.
+
+    ``duration`` estimates how long a compute takes; it moves receives, and cannot make the result wrong. ``proved``:
+    the computes need no proof of their own: a generator made them, and the result will be verified.
 
     Why it cannot deadlock: the computes get one order for the whole plan (by the date at which each starts in a
     simulation), in which a compute of a stage on several positions is one event of all of them; and each transfer gets
@@ -79,6 +89,9 @@ def lower(
             verify(evolve(plan, groups=[evolve(group, tied=()) for group in groups]) if ties else plan)
         computes = [list(plan.actions(position)) for position in range(plan.num_positions)]
         steps = _steps(plan, computes, _line(plan, computes, duration), receives)
+        if shard is not None:
+            reduce, window = sharded_stages(plan, shard), window_of(prefetch)
+            steps = [with_gathers(own, reduce, forward_only=plan.forward_only, window=window) for own in steps]
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
         return evolve(plan, positions=positions)
 

@@ -11,7 +11,7 @@ from pipegrid.schedules.gradients.main_grad import keeps_main_grad
 from pipegrid.schedules.gradients.reduce import GradientReduction
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 
-_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
+_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 
 
 def last_backwards(plan: Plan, position: int) -> dict[Action, int]:

@@ -64,6 +64,10 @@ class PipelineConfig(P2PConfig):
             has its turn; None is the number of ranks.
         overlap_moe_expert_parallel_comm: with interleaving, one forward more runs before the first backward, for models
             that hide the communication of experts behind another microbatch's computation.
+        shard: the modules are sharded by ``fully_shard`` over their data lanes, and the plan gathers and frees their
+            parameters and reduces their gradients: once per ``"step"`` and stage, or after each ``"microbatch"``. A
+            dict names the sharded ones of several modules, ``{"language": "step"}``. None leaves that to FSDP2.
+        prefetch: with ``shard``, how many stages of a rank are gathered ahead of the one that computes.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
         monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
@@ -94,6 +98,8 @@ class PipelineConfig(P2PConfig):
     wgrad_deferral_limit: Index = 0
     microbatch_group_size_per_vp_stage: Count | None = None
     overlap_moe_expert_parallel_comm: bool = False
+    shard: Any = None
+    prefetch: Index = 1
     job_group: Any = None
     hooks: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     monitor: Any = None

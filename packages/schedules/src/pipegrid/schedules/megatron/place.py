@@ -14,12 +14,24 @@ from pipegrid.schedules.generators import find_schedule, interleaved_1f1b, loope
 from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_communicator
 from pipegrid.schedules.plan import Plan, as_placement, require_graph
+from pipegrid.schedules.sharding import Shard
 from pipegrid.schedules.verify.verify import Proof, verify
 from pipegrid.topology.fields import Count, Name, checked
 from pipegrid.transport.edge import Edge
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """The name and the stages of each tied parameter."""
+
+
+Sharding: TypeAlias = tuple[str | tuple[tuple[str, str], ...], int] | None
+"""``shard`` and ``prefetch`` of `lower` as a key of a cache."""
+
+
+def sharding_key(shard: Shard | None, prefetch: int) -> Sharding:
+    """``shard`` and ``prefetch`` as a key of a cache."""
+    if shard is None:
+        return None
+    return shard if isinstance(shard, str) else tuple(sorted(shard.items())), prefetch
 
 
 @frozen
@@ -140,12 +152,14 @@ def step_plan(
     collectives: tuple[Edge, ...] = (),
     frozen: tuple[str, ...] = (),
     schedule: str = "1f1b",
+    shard: Shard | None = None,
+    prefetch: int = 1,
 ) -> Plan:
     """The verified plan of a step function, cached: for drawing, simulation, or a recording.
 
     ``schedule`` is the name of one that trains (`schedule_for`).
     ``tied`` is the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
-    ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`.
+    ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`, and of `lower`.
 
     Raises:
         PlanError: as `schedule_for` and `lower`.
@@ -158,6 +172,7 @@ def step_plan(
         collectives=collectives,
         frozen=frozen,
         schedule=schedule,
+        sharding=sharding_key(shard, prefetch),
     ).plan
 
 
@@ -170,6 +185,7 @@ def step_proof(
     collectives: tuple[Edge, ...] = (),
     frozen: tuple[str, ...] = (),
     schedule: str = "1f1b",
+    sharding: Sharding = None,
 ) -> Proof:
     """The proof of `step_plan`, cached: the runtime takes it as it is."""
     require_graph(graph)
@@ -182,6 +198,7 @@ def step_proof(
         tuple(collectives),
         checked(frozen, tuple[Name, ...], "frozen", PlanError),
         find_schedule(schedule).name,
+        sharding,
     )
 
 
@@ -194,14 +211,28 @@ def _step_proof(
     collectives: tuple[Edge, ...],
     frozen: tuple[str, ...],
     schedule: str,
+    sharding: Sharding,
 ) -> Proof:
     lowered = lower(
         schedule_for(graph, schedule, num_microbatches, placement=placement, forward_only=frozen),
         collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives},
         tied=dict(tied),
+        **_sharded(sharding),
         proved=True,
     )
-    return verify(lowered)
+    return verify(lowered, window=_window(sharding))
+
+
+def _sharded(sharding: Sharding) -> dict[str, Any]:
+    """Arguments of `lower`."""
+    if sharding is None:
+        return {}
+    shard, prefetch = sharding
+    return {"shard": shard if isinstance(shard, str) else dict(shard), "prefetch": prefetch}
+
+
+def _window(sharding: Sharding) -> int | None:
+    return None if sharding is None else sharding[1] + 1
 
 
 def interleaved_plan(
@@ -212,9 +243,14 @@ def interleaved_plan(
     receives: Receives = "late",
     tied: Ties = (),
     extra_warmup: int = 0,
+    shard: Shard | None = None,
+    prefetch: int = 1,
 ) -> Plan:
     """The verified plan of the interleaved step function, cached. Pure."""
-    return interleaved_proof(num_ranks, num_chunks, num_microbatches, group_size, receives, tied, extra_warmup).plan
+    sharding = sharding_key(shard, prefetch)
+    return interleaved_proof(
+        num_ranks, num_chunks, num_microbatches, group_size, receives, tied, extra_warmup, sharding
+    ).plan
 
 
 @lru_cache(maxsize=64)
@@ -226,9 +262,11 @@ def interleaved_proof(
     receives: Receives,
     tied: Ties,
     extra_warmup: int,
+    sharding: Sharding = None,
 ) -> Proof:
     """The proof of `interleaved_plan`."""
     computes = interleaved_1f1b(
         num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
     )
-    return verify(lower(computes, receives=receives, tied=dict(tied), proved=True))
+    lowered = lower(computes, receives=receives, tied=dict(tied), **_sharded(sharding), proved=True)
+    return verify(lowered, window=_window(sharding))

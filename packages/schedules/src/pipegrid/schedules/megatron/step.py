@@ -15,7 +15,7 @@ from pipegrid.schedules.gradients.policy import GradientPolicy, gradient_policy,
 from pipegrid.schedules.gradients.reduce import GradientReduction
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.forward import require_autocast
-from pipegrid.schedules.megatron.place import Ties
+from pipegrid.schedules.megatron.place import Sharding, Ties, sharding_key
 from pipegrid.schedules.megatron.prepared import PreparedStep, forget, prepared_step
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import StageCall
@@ -38,7 +38,7 @@ def single(value: Any, name: str) -> Any:
 
 def run_step(
     *,
-    proof: Callable[[Ties, int], Proof],
+    proof: Callable[[Ties, int, Sharding], Proof],
     communicator: Any,
     forward_step_func: Callable[..., Any],
     data_iterators: Mapping[int, Any],
@@ -55,8 +55,8 @@ def run_step(
     """Run one step of the stages in ``models`` (in the order of chunks).
 
     The config is the first model's. ``proof`` makes the plan and proves it, from the name and the stages of each tied
-    parameter and the number of microbatches, after the checks of the other arguments. The runtime is cached for the
-    next call (`prepared_step`).
+    parameter, the number of microbatches and the config's sharding, after the checks of the other arguments. The
+    runtime is cached for the next call (`prepared_step`).
     """
     config = config_of(next(iter(models.values())))
     num_microbatches = checked(num_microbatches, Count, "num_microbatches", StepArgumentError)
@@ -71,7 +71,8 @@ def run_step(
     if collect_non_loss_data and not forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
     ties = () if forward_only else required_ties(models=list(models.values()), config=config, stages=list(models))
-    proved = proof(tied_stages(ties), num_microbatches)
+    sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
+    proved = proof(tied_stages(ties), num_microbatches, sharding)
     agreed = proved.plan
     policy = deferred = None
     if not forward_only:

@@ -92,7 +92,7 @@ def forward_backward_no_pipelining(
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
     return run_step(
-        proof=lambda ties, count: step_proof(one_module(1), count, ties),
+        proof=lambda ties, count, sharding: step_proof(one_module(1), count, ties, sharding=sharding),
         communicator=None,
         forward_step_func=forward_step_func,
         data_iterators={0: single(data_iterator, "data_iterator")},
@@ -169,13 +169,14 @@ def forward_backward_pipelining_without_interleaving(
         )
     models = _models(place, model)
     return run_step(
-        proof=lambda ties, count: step_proof(
+        proof=lambda ties, count, sharding: step_proof(
             place.graph,
             count,
             ties,
             placement=place.placement,
             collectives=place.collectives,
             frozen=place.frozen,
+            sharding=sharding,
         ),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,
@@ -242,7 +243,7 @@ def forward_backward_with_schedule(
     models = place.by_stage(model, "model")
     require_one_config(models)
     return run_step(
-        proof=lambda ties, count: step_proof(
+        proof=lambda ties, count, sharding: step_proof(
             place.graph,
             count,
             ties,
@@ -250,6 +251,7 @@ def forward_backward_with_schedule(
             collectives=place.collectives,
             frozen=place.frozen,
             schedule=schedule,
+            sharding=sharding,
         ),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,
@@ -330,8 +332,8 @@ def forward_backward_pipelining_with_interleaving(
     extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
     models = {chunk * ranks + here: part for chunk, (part, _) in enumerate(chunks)}
     return run_step(
-        proof=lambda ties, count: interleaved_proof(
-            ranks, len(chunks), count, group_size, receives, ties, extra_warmup
+        proof=lambda ties, count, sharding: interleaved_proof(
+            ranks, len(chunks), count, group_size, receives, ties, extra_warmup, sharding
         ),
         communicator=p2p_communicator,
         forward_step_func=forward_step_func,

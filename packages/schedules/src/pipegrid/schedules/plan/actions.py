@@ -2,7 +2,9 @@
 
 An action is a compute (``F`` forward, ``B`` full backward, ``I`` and ``W`` its input-gradient and
 weight-gradient halves), one end of a message (``SEND_F`` and ``RECV_F`` for an activation, ``SEND_B`` and
-``RECV_B`` for a gradient), or a collective (``REDUCE`` of a stage's gradients, ``COLLECTIVE`` in a group).
+``RECV_B`` for a gradient), or a collective (``REDUCE`` of a stage's gradients, ``COLLECTIVE`` in a group). Of a stage
+whose parameters are sharded over its data lanes, ``UNSHARD`` gathers them, ``RESHARD`` frees them, and ``REDUCE_GRAD``
+reduce-scatters the gradients since the last one: the names of torch.distributed.pipelining.
 
 Its token reads stage, kind, microbatch, then the stage at the other end, the arrow pointing the way the data
 goes, then the group::
@@ -13,6 +15,7 @@ goes, then the group::
     4SEND_B7>3       and sends the gradient back
     3REDUCE@tied     stage 3's gradients are reduced in the group "tied"
     3COLLECTIVE7>4@bridge   stage 3's activation goes to stage 4 by a collective in the group "bridge"
+    3UNSHARD         the parameters of stage 3 are gathered over its data lanes
 """
 
 from __future__ import annotations
@@ -53,6 +56,9 @@ class ActionKind(enum.StrEnum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
     COLLECTIVE = "COLLECTIVE"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
 
     @classmethod
     def _missing_(cls, value: object) -> ActionKind:
@@ -87,8 +93,8 @@ class ActionKind(enum.StrEnum):
 
     @property
     def is_communication(self) -> bool:
-        """Whether the kind needs other ranks: a message, ``REDUCE`` or ``COLLECTIVE``."""
-        return self not in COMPUTES
+        """Whether the kind needs other ranks: all but computes and ``RESHARD``."""
+        return self not in COMPUTES and self is not ActionKind.RESHARD
 
 
 COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
@@ -96,6 +102,9 @@ SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 MESSAGES = SENDS | RECEIVES
 AT_SOURCE = frozenset({ActionKind.SEND_F, ActionKind.RECV_B})
+SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
+ALONE = COMPUTES | SHARDING
+"""Kinds that are no part of a batch."""
 
 
 @frozen
@@ -194,6 +203,8 @@ def _takes(kind: ActionKind, *, along_edge: bool) -> tuple[set[str], set[str]]:
         return {"microbatch"}, set()
     if kind in MESSAGES:
         return {"microbatch", "edge"}, set()
+    if kind in SHARDING:
+        return set(), set()
     if kind is ActionKind.REDUCE:  # over all microbatches
         return set(), {"group"}
     return {"group", "microbatch"} if along_edge else {"group"}, {"microbatch", "edge"}

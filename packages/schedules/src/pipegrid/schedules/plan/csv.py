@@ -1,7 +1,8 @@
 """Plans as CSV, for exchange with torch: one row per position, one step per cell.
 
-The format is that of compute-only schedules in torch.distributed.pipelining (``0F0,1F0,...``). An empty cell is an
-idle slot. The header, where one is needed, comes first in lines of ``#:``.
+The format is that of torch.distributed.pipelining (``0F0,1F0,...``), compute-only or lowered: there a message has no
+peer (``1SEND_F0``), which in a chain is the next stage. An empty cell is an idle slot. The header, where one is needed,
+comes first in lines of ``#:``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pipegrid.schedules.plan.text import Reader, lines_of
 from pipegrid.schedules.plan.tokens import Token, tokens
 from pipegrid.topology.fields import Count, checked
 
+_PEERLESS = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}", re.ASCII)
+_NEXT = {"SEND_F": (">", 1), "RECV_F": ("<", -1), "SEND_B": (">", -1), "RECV_B": ("<", 1)}
 _OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
 
 
@@ -93,5 +96,14 @@ def _cells(line: str, line_number: int) -> Iterator[Token]:
             )
         else:
             for match in re.finditer(r"\S+", cell):
-                yield Token(match[0], line_number, column + match.start())
+                yield Token(_with_peer(match[0]), line_number, column + match.start())
         column += len(cell) + 1
+
+
+def _with_peer(text: str) -> str:
+    """A message of torch's with its peer, which is left out there."""
+    match = _PEERLESS.fullmatch(text)
+    if match is None:
+        return text
+    way, step = _NEXT[match[2]]
+    return f"{text}{way}{int(match[1]) + step}"

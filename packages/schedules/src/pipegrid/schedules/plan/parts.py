@@ -1,6 +1,6 @@
 """The parts of a plan: steps, groups, lanes, the graph of a chain.
 
-A *step* is one action, or a batch (a tuple) of communications that are issued together.
+A *step* is one action, or a batch (a tuple) of messages and collectives that are issued together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules.errors import PlanError, PlanFieldError
-from pipegrid.schedules.plan.actions import COMPUTES, Action, GroupName
+from pipegrid.schedules.plan.actions import ALONE, Action, GroupName
 from pipegrid.topology.fields import Count, Index, checked, checked_fields, shown
 from pipegrid.transport.edge import Direction, Edge
 
@@ -101,7 +101,7 @@ def as_step(step: Action | Iterable[Action]) -> Step:
     """An action or a batch as a step; a batch of one is that action.
 
     Raises:
-        PlanError: something else, an empty batch, or a compute in a batch.
+        PlanError: something else, an empty batch, or a batch with a compute or a sharding action.
     """
     if type(step) is tuple:
         batch = step
@@ -110,8 +110,8 @@ def as_step(step: Action | Iterable[Action]) -> Step:
     for action in batch:
         if type(action) is not Action:
             raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
-        if action.kind in COMPUTES and len(batch) > 1:
-            raise PlanError(f"{action} is in a batch; only communications are batched")
+        if action.kind in ALONE and len(batch) > 1:
+            raise PlanError(f"{action} is in a batch; only messages and collectives are batched")
     if not batch:
         raise PlanError("a batch is empty; leave it out")
     return batch[0] if len(batch) == 1 else batch

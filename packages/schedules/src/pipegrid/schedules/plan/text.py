@@ -25,7 +25,7 @@ from attrs import define, field
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, PlanFieldError
-from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.schedules.plan.actions import ALONE, Action, ActionKind
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
 from pipegrid.schedules.plan.parts import Group, Step, chain
 from pipegrid.schedules.plan.plan import Plan
@@ -124,8 +124,8 @@ class Reader:
                 found.append((word, action))
                 if batch is None:
                     steps.append(action)
-                elif action.kind.is_compute:
-                    raise word.error("a communication; computes stay outside a batch")
+                elif action.kind in ALONE:
+                    raise word.error("a message or a collective; computes and sharding stay outside a batch")
                 else:
                     batch.append(action)
             if closes and batch is not None:

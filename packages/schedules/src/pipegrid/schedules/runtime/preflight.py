@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_che
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
-from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
+from pipegrid.schedules.plan import SHARDING, Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.stage import modules_of
 from pipegrid.schedules.verify import Proof, dataflow_of, verify
@@ -103,7 +103,7 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
                 f"reducers={{{name!r}: function}}"
             )
     for action in plan.actions(position):
-        if communicator is None and action.kind.is_communication and not _reduces(action):
+        if communicator is None and action.kind.is_communication and not (_reduces(action) or action.kind in SHARDING):
             raise PlanMismatchError(
                 f"position {position} has {action}, but communicator is None; pass a PipelineCommunicator, such as "
                 "P2PCommunicator(pp_group, config)"

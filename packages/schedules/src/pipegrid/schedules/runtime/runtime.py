@@ -17,7 +17,7 @@ import torch
 from attrs import frozen
 
 from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.schedules.plan import Action, ActionKind, actions_of
+from pipegrid.schedules.plan import SHARDING, Action, ActionKind, actions_of
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
@@ -31,6 +31,7 @@ from pipegrid.schedules.runtime.preflight import (
     require_right_wrappers,
     require_runnable,
 )
+from pipegrid.schedules.runtime.sharded import ShardedStage, in_evaluation, is_last_reduction, stages_sharded
 from pipegrid.schedules.runtime.stage import Forwarded, Stage
 from pipegrid.schedules.runtime.stage_runner import StageRunner
 from pipegrid.schedules.verify import Dataflow, Proof, dataflow_of
@@ -185,6 +186,8 @@ class PipelineRuntime:
         require_messenger(plan, self.position, communicator)
         self.proof = prove(proved or plan, communicator)
         flows = dataflow_of(plan)
+        self._actions = tuple(plan.actions(self.position))
+        self._sharded = {number: ShardedStage(number, stages[number]) for number in stages_sharded(self._actions)}
         self._open_queues(flows, stages, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
         self._runners = {
             number: self._runner(
@@ -193,7 +196,11 @@ class PipelineRuntime:
             for number, stage in stages.items()
         }
         steps = [[self._bind(action) for action in actions_of(step)] for step in plan.positions[self.position]]
-        forwards = [[bound for bound in bounds if _goes_forward(bound.action)] for bounds in steps]
+        gathers = in_evaluation([bounds[0].action for bounds in steps])
+        forwards = [
+            [bound for bound in bounds if place in gathers or _goes_forward(bound.action)]
+            for place, bounds in enumerate(steps)
+        ]
         device = getattr(communicator, "device", None)
         self._program, self._forwards = (_program(bounds, every, device) for bounds in (steps, forwards))
         local = {queue.edge for queue in self._receives.values() if queue.local}
@@ -260,7 +267,8 @@ class PipelineRuntime:
             gradients_in=gradients_in,
             gradients_out=gradients_out,
             trains=trains,
-            splits=any(a.kind is ActionKind.I and a.stage == number for a in self.plan.actions(self.position)),
+            splits=any(a.kind is ActionKind.I and a.stage == number for a in self._actions),
+            reduced_by_plan=number in self._sharded,
             deallocate=deallocate,
             loss_scale=loss_scale,
         )
@@ -269,6 +277,8 @@ class PipelineRuntime:
         kind, microbatch = action.kind, action.microbatch
         if kind is ActionKind.REDUCE:
             return _Bound(action, self._reducers[reducer_name(action)])
+        if kind in SHARDING:
+            return _Bound(action, self._bind_sharding(action))
         assert microbatch is not None  # Action's own validation: only REDUCE and COLLECTIVE may omit it
         if action.edge is not None and action.direction is not None:
             way = action.edge, action.direction
@@ -291,8 +301,18 @@ class PipelineRuntime:
         verb, needed = verbs[kind]
         # What an action needs from elsewhere is waited for before it counts as started, so that a recorded
         # timeline shows computing as computing and waiting as waiting.
-        waits = tuple(partial(queue.wait, microbatch) for queue in needed if not queue.local)
+        waits: tuple[_Call, ...] = tuple([partial(queue.wait, microbatch) for queue in needed if not queue.local])
+        if kind is ActionKind.W and action.stage in self._sharded:  # no hook of FSDP2 waits for it
+            waits = (self._sharded[action.stage].wait,)
         return _Bound(action, partial(verb, microbatch), waits)
+
+    def _bind_sharding(self, action: Action) -> _Call:
+        sharded = self._sharded[action.stage]
+        if action.kind is ActionKind.UNSHARD:
+            return sharded.unshard
+        if action.kind is ActionKind.RESHARD:
+            return sharded.reshard
+        return partial(sharded.reduce, last=is_last_reduction(action, self._actions))
 
     # Steps
 
@@ -357,6 +377,8 @@ class PipelineRuntime:
                 "step at a time, so no stage, hook or other thread may start one inside it"
             )
         try:
+            for sharded in self._sharded.values():
+                sharded.begin()
             self._start(program, grad=grad)
             try:
                 self._agreement.begin("a step" if grad else "an evaluation", agree)
@@ -371,6 +393,8 @@ class PipelineRuntime:
                     self._cursor = len(program)
                     for queue in self._sends.values():
                         queue.settle()
+                    for sharded in self._sharded.values():
+                        sharded.end()
                     if finish is not None:
                         finish()
             except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step

@@ -69,6 +69,7 @@ class StageRunner:
         gradients_out: outboxes for those that go back, one per incoming edge that carries one.
         trains: whether the stage runs a backward.
         splits: whether the plan runs that in halves.
+        reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
     """
 
     number: int
@@ -82,11 +83,12 @@ class StageRunner:
     splits: bool
     deallocate: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
+    reduced_by_plan: bool = False
     training: bool = False
     live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
-    _sharded: bool = field(init=False)
+    _whole: bool | None = field(init=False)
     _outputs: dict[int, weakref.ref[torch.Tensor]] = field(factory=dict, init=False)
     _rooted: bool = field(default=False, init=False)
     _rootless: int = field(default=0, init=False)
@@ -98,7 +100,9 @@ class StageRunner:
         differentiated = {box.edge for box in self.gradients_out}
         self._inputs = tuple((box.edge, box.take, box.edge in differentiated) for box in self.arriving)
         self._outgoing = frozenset(box.edge for box in self.leaving)
-        self._sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
+        # Where FSDP2 reduces in each backward, at the gradients of a module's inputs, all of it runs at I.
+        sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
+        self._whole = False if self.reduced_by_plan else True if sharded else None
         self._lending = tuple(box for box in self.arriving if box.lends)
 
     def begin(self, *, training: bool) -> None:
@@ -220,7 +224,7 @@ class StageRunner:
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
         found, self.halves[microbatch] = backward_inputs(
-            roots, gradients, inputs, on_unsplittable=self._require_splittable, whole=self._sharded
+            roots, gradients, inputs, on_unsplittable=self._require_splittable, whole=self._whole
         )
         by_input: dict[int, torch.Tensor] = {}
         for tensor, gradient in zip(inputs, found, strict=True):

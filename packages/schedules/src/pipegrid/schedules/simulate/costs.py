@@ -50,10 +50,19 @@ def _per_edge(value: Any) -> Any:
         return value
 
 
-PER_STAGE = ("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release")
+PER_STAGE = (
+    *("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release"),
+    *("UNSHARD", "REDUCE_GRAD", "parameters"),
+)
 PER_EDGE = ("latency", "bandwidth", "message")
-StageCost: TypeAlias = Literal["F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release"]
+StageCost: TypeAlias = Literal[
+    "F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release", "UNSHARD", "REDUCE_GRAD", "parameters"
+]
 EdgeCost: TypeAlias = Literal["latency", "bandwidth", "message"]
+
+
+_SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters")
+"""Costs of which a stage has its share of the model."""
 
 
 @frozen
@@ -67,7 +76,9 @@ class Costs:
     of those. ``overhead`` is what every action costs its position in addition, compute or communication.
     ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/n of a
     microbatch, where ``n`` is the number of stages on its position. ``input_release`` is the share of it, from 0 to
-    1, that ``I`` releases; ``W`` releases the rest.
+    1, that ``I`` releases; ``W`` releases the rest. ``UNSHARD`` and ``REDUCE_GRAD`` are the times to gather the
+    parameters of a stage and to reduce-scatter its gradients, beside computes; ``parameters`` is the memory of the
+    gathered parameters (in bytes, say), and that of their gradients until they are reduced.
 
     Raises:
         CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
@@ -85,6 +96,9 @@ class Costs:
     overhead: float = 0.0
     activation: PerStage | None = field(default=None, converter=_per_stage)
     input_release: PerStage = field(default=0.0, converter=_per_stage)
+    UNSHARD: PerStage = field(default=0.0, converter=_per_stage)
+    REDUCE_GRAD: PerStage = field(default=0.0, converter=_per_stage)
+    parameters: PerStage = field(default=0.0, converter=_per_stage)
 
     def __attrs_post_init__(self) -> None:
         for attribute in fields(Costs):
@@ -185,13 +199,13 @@ class Costs:
         shares = [weight / math.fsum(weights) for weight in weights]
 
         def cut(value: Any) -> Any:
-            if value is None or (not uneven and num_stages == (len(value) if isinstance(value, tuple) else slices)):
+            if not value or (not uneven and num_stages == (len(value) if isinstance(value, tuple) else slices)):
                 return value
             if isinstance(value, tuple):
                 return _resampled(value, shares)
             return tuple(value * slices * share for share in shares) if uneven else value * slices / num_stages
 
-        amounts = {name: cut(getattr(self, name)) for name in ("F", "I", "W", "B", "activation")}
+        amounts = {name: cut(getattr(self, name)) for name in _SHARES}
         share = self.input_release
         if isinstance(share, tuple) and len(share) != num_stages:  # the mean of what a stage covers
             sums = zip(_resampled(share, shares), shares, strict=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from attrs import define, field
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Action, ActionKind, Plan
+from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Plan
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
@@ -109,7 +109,7 @@ class Simulator:
         self.runnable = list(range(plan.num_positions))
 
         self.overhead = costs.overhead
-        names = ("F", "B", "I", "W", "REDUCE", "COLLECTIVE")
+        names = ("F", "B", "I", "W", "REDUCE", "COLLECTIVE", "UNSHARD", "REDUCE_GRAD")
         self.duration = {ActionKind[name]: costs.per_stage(name, plan.num_stages) for name in names}
         edges = plan.graph.stage_edges
         latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))
@@ -121,6 +121,9 @@ class Simulator:
         self.arrived: dict[tuple[Edge, Direction, int, int | None], Slots] = {}
         self.lanes: dict[tuple[int, int, Direction], _Lane] = {}
         self.gathered: dict[str, dict[int, Action]] = {group.name: {} for group in plan.groups}
+        # Of sharded stages, by position: the time at which they are gathered, and at which their data lanes are free.
+        self.unsharded: list[dict[int, Slots]] = [{} for _ in self.actions]
+        self.data_lanes_free = [0.0] * plan.num_positions
         self.joined: dict[int, dict[int, _Arrival]] = {stage: {} for stage in self.dataflow.shared}
         self.members = {group.name: group.positions for group in plan.groups}
         self.flows = {(flow.edge, flow.direction): flow for flow in self.dataflow.flows}
@@ -244,12 +247,12 @@ class Simulator:
             raise PlanError(f"position {position} has a {kind} of stage {stage}, which is not placed there")
         direction = FORWARD if kind is ActionKind.F else BACKWARD
         own = self._slots_made(direction, stage, position)
-        needs: list[Slots] = []
+        needs: list[Slots] = [self.unsharded[position][stage]] if stage in self.unsharded[position] else []
         sends: _Ends = ()
         if kind is ActionKind.W:
-            needs = [own]
+            needs.append(own)
         else:
-            needs = [] if direction is FORWARD else [self._slots_made(FORWARD, stage, position)]
+            needs += [] if direction is FORWARD else [self._slots_made(FORWARD, stage, position)]
             for flow in self.dataflow.inputs(stage, direction):
                 needs += self._needed(flow, position)
             if not self.plan.has_communication:
@@ -372,6 +375,8 @@ class Simulator:
 
     def _gather(self, position: int, index: int, action: Action, now: float) -> float | None:
         """Take part in a collective; the time at which it is done, or None while others are to come."""
+        if action.kind in SHARDING:
+            return self._shard(position, index, action, now)
         duration = self.duration[action.kind][action.stage]
         if action.group is None:
             self.start[position][index], self.end[position][index] = now, now + duration
@@ -401,6 +406,18 @@ class Simulator:
                 self.runnable.append(member)
         here.clear()
         return done
+
+    def _shard(self, position: int, index: int, action: Action, now: float) -> float:
+        """Gather or free parameters, or reduce gradients: one after the other, beside the computes of the position."""
+        stage, start, done = action.stage, now, now
+        if action.kind is not ActionKind.RESHARD:
+            start = max(now, self.data_lanes_free[position])
+            done = self.data_lanes_free[position] = start + self.duration[action.kind][stage]
+        if action.kind is ActionKind.UNSHARD:
+            slots = self.unsharded[position].setdefault(stage, [])
+            slots[:] = [done] * self.plan.num_microbatches
+        self.start[position][index], self.end[position][index] = start, done
+        return now
 
 
 @contextmanager

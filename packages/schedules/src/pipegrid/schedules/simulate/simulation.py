@@ -4,18 +4,22 @@ The model: a position does one compute at a time, in its plan's order. A send or
 message starts once both its ends are posted and its lane's earlier messages have left, and the compute that
 needs it waits for it. `REDUCE` and `COLLECTIVE` in a group start when its last position arrives, and occupy
 them all; so does a compute of a stage that lies on several positions, as its ranks may communicate inside it.
+`UNSHARD` and `REDUCE_GRAD` run beside the computes of their position, one after the other; the next compute of a stage
+waits until it is gathered.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from attrs import field, frozen
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Action, ActionKind, Plan, require_plan, require_position
+from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Plan, require_plan, require_position
 from pipegrid.schedules.simulate.costs import Costs, require_costs
 from pipegrid.schedules.simulate.engine import Times, play
 from pipegrid.topology.fields import checked
@@ -136,6 +140,43 @@ class Simulation:
     def peak(self, *, until: Literal["W", "I"] = "W") -> float:
         """The most live activations of any position at any time, in microbatches (see `live`)."""
         return max(self.peaks(until=until))
+
+    def gathered(self, position: int) -> tuple[tuple[float, float], ...]:
+        """Memory of the sharded stages of ``position`` over time, in the unit of ``costs.parameters``.
+
+        Gathered parameters count from the start of their ``UNSHARD`` to their ``RESHARD``, gradients that are not
+        reduced from the first ``B`` or ``W`` after a ``REDUCE_GRAD`` to the end of the next.
+        """
+        require_position(position, self.plan)
+        sizes = self.costs.per_stage("parameters", self.plan.num_stages)
+        actions = list(self.plan.actions(position))
+        sharded = {action.stage for action in actions if action.kind in SHARDING}
+        changes: dict[float, float] = defaultdict(float)
+        unreduced: set[int] = set()
+        for start, end, action in zip(self.start[position], self.end[position], actions, strict=True):
+            stage, size = action.stage, sizes[action.stage]
+            if stage not in sharded:
+                continue
+            if action.kind is ActionKind.UNSHARD:
+                changes[start] += size
+            elif action.kind is ActionKind.RESHARD:
+                changes[end] -= size
+            elif action.kind is ActionKind.REDUCE_GRAD and stage in unreduced:
+                unreduced.discard(stage)
+                changes[end] -= size
+            elif action.kind in (_B, ActionKind.W) and stage not in unreduced:
+                unreduced.add(stage)
+                changes[start] += size
+        times = sorted(changes)
+        held = accumulate(changes[time] for time in times)
+        return tuple((time, round(value, 9)) for time, value in zip(times, held, strict=True))
+
+    def gathered_peaks(self) -> tuple[float, ...]:
+        """Per position, the most memory of sharded stages at any time (see `gathered`)."""
+        return tuple(
+            max((value for _, value in self.gathered(position)), default=0.0)
+            for position in range(self.plan.num_positions)
+        )
 
 
 def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction, Edge
 
 LIVE = "live microbatches"
+GATHERED = "gathered parameters and gradients"
 
 
 def timeline(
@@ -98,7 +99,14 @@ def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
         rows=[position_name(plan, position) for position in range(plan.num_positions)],
         spans=spans,
         flows=_flows(plan, [(position, actions) for position, actions in enumerate(where)]),
-        counters=[Counter(p, LIVE, simulation.live(p)) for p in range(plan.num_positions)],
+        counters=[
+            *(Counter(p, LIVE, simulation.live(p)) for p in range(plan.num_positions)),
+            *(
+                Counter(p, GATHERED, points)
+                for p in range(plan.num_positions)
+                if any(dict(points := simulation.gathered(p)).values())
+            ),
+        ],
         notes=[f"bubble {100 * bubble:.1f}%, peak {amount(peak)}" for bubble, peak in zip(bubbles, peaks, strict=True)],
         title=_title(plan),
         unit=unit,

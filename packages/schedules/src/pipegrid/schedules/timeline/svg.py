@@ -34,6 +34,9 @@ MEANING = {
     "RECV_F": "activation on its way",
     "SEND_B": "gradient on its way",
     "RECV_B": "gradient on its way",
+    "UNSHARD": "UNSHARD parameters",
+    "RESHARD": "RESHARD parameters",
+    "REDUCE_GRAD": "REDUCE_GRAD over data lanes",
 }
 
 ROW = 28  # heights and widths in SVG units (pixels at 100%)
@@ -144,7 +147,8 @@ class _Panel:
         for span in self.timeline.spans:
             yield from self._span(span, tip=tips)
         for counter in self.timeline.counters:
-            yield self._memory(counter)
+            if counter.name == self.timeline.counters[0].name:
+                yield self._memory(counter)
         if arrows:
             yield from self._arrows()
 
@@ -230,7 +234,7 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
     spans = [span for panel in panels for span in panel.timeline.spans]
     kinds = {span.kind for span in spans if not span.is_transfer}
     if any(panel.strip for panel in panels):
-        kinds |= {span.kind for span in spans if span.kind in ("RECV_F", "RECV_B")}
+        kinds |= {span.kind for span in spans if span.kind in ("RECV_F", "RECV_B", "UNSHARD", "REDUCE_GRAD")}
     known = [kind for kind in COLOURS if kind in kinds]
     entries = [(f'fill="{COLOURS[kind]}"', MEANING[kind]) for kind in known]
     entries += [(f'fill="{OTHER}"', kind) for kind in sorted(kinds - set(known))]

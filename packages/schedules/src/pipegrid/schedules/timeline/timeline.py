@@ -19,7 +19,7 @@ from pipegrid.topology.fields import Index, Name, Rule, Seconds, checked, checke
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Kinds that count as work; everything else on a row counts as bubble."""
 
-TRANSFER_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+TRANSFER_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
 """Kinds that travel beside the work of a row, and are drawn beside it."""
 
 
@@ -66,7 +66,7 @@ class Span:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether the span is a tensor on its way, which overlaps with work."""
+        """Whether the span is a tensor or parameters on their way, which overlaps with work."""
         return self.kind in TRANSFER_KINDS
 
     @property
@@ -286,6 +286,9 @@ COLOURS = {
     "RECV_F": "#5b8fb0",
     "SEND_B": "#c58a63",
     "RECV_B": "#c58a63",
+    "UNSHARD": "#b09a00",
+    "RESHARD": "#b09a00",
+    "REDUCE_GRAD": "#7b4fa3",
 }
 OTHER = "#767676"
 

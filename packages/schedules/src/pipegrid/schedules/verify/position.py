@@ -9,7 +9,7 @@ from typing import NamedTuple
 from attrs import Factory, define
 
 from pipegrid.schedules.errors import Fault
-from pipegrid.schedules.plan import Action, ActionKind, Lane, Plan, Step
+from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Lane, Plan, Step
 from pipegrid.schedules.verify.deadlock import Program
 from pipegrid.schedules.verify.explain import missing, unknown_microbatch, why_no_rule, why_refused
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
@@ -56,6 +56,7 @@ class PositionVerifier:
             **{stage: [] for stage in table.ids.dataflow.shared if stage in table.stages},
         }
         self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
+        self.shards = False  # whether parameters are gathered or freed here
         self.flags = bytearray(table.num_flags)
         orders: list[list[int]] = [[] for _ in table.lanes]
         exchanges = table.ids.exchanges if table.blocking.rendezvous else {}
@@ -177,6 +178,9 @@ class PositionVerifier:
     def _verify_collective(self, index: int, action: Action, waits: list[int]) -> None:
         """Verify a ``REDUCE`` or ``COLLECTIVE``; note the fault of an action without a rule."""
         ids, plan, position = self.table.ids, self.table.plan, self.position
+        if action.kind in SHARDING:
+            self._verify_sharding(index, action, waits)
+            return
         if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
             self.faults.append(why_no_rule(plan, position, index, action))
             return
@@ -204,6 +208,24 @@ class PositionVerifier:
             self.program.operations.append(ids.called(action.group, len(calls), position))
             waits += [~ids.called(action.group, len(calls), other) for other in members if other != position]
             calls.append(Call(same, index))
+
+    def _verify_sharding(self, index: int, action: Action, waits: list[int]) -> None:
+        """Verify the place of an action of `check_sharding`; a stage on several positions is gathered by all of them.
+
+        Otherwise no event: the ranks that gather together are those of one position, on its data lanes. They come to
+        it in one order, which is that of a plan that does not deadlock, so on each of them it is the next event.
+        """
+        ids, stage = self.table.ids, action.stage
+        self.shards = True
+        if stage not in self.table.weights:
+            self.faults.append(why_no_rule(self.table.plan, self.position, index, action))
+            return
+        places = ids.dataflow.shared.get(stage, ())
+        if places and action.kind is not ActionKind.RESHARD:
+            calls, key = self.calls[stage], f"stage {stage}"  # no name of a group has a space
+            self.program.operations.append(ids.called(key, len(calls), self.position))
+            waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
+            calls.append(Call(str(action), index))
 
     def _may_reduce(self, index: int, action: Action) -> bool:
         table, stage = self.table, action.stage

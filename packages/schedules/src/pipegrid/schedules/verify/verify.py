@@ -16,8 +16,9 @@ from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.position import PositionVerifier
+from pipegrid.schedules.verify.sharding import check_sharding
 from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
-from pipegrid.topology.fields import checked, shown
+from pipegrid.topology.fields import Count, checked, shown
 
 
 @frozen(slots=False)
@@ -27,6 +28,7 @@ class Proof:
     ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``peak_live``: per position, the most
     activations live at once, in microbatches: a stage of n on its position counts 1/n of one and is live from its ``F``
     to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``.
+    ``peak_gathered``: the most sharded stages of which the parameters are gathered at once.
     """
 
     plan: Plan = field(repr=False)
@@ -37,6 +39,7 @@ class Proof:
     batches: Batches
     peak_live: tuple[float, ...]
     peak_live_inputs: tuple[float, ...]
+    peak_gathered: tuple[int, ...]
 
     @property
     def num_positions(self) -> int:
@@ -78,10 +81,12 @@ class Proof:
         else:
             each = " in the order of each batch" if self.lanes == "separate" and self.batches == "in_order" else ""
             blocking = f"no deadlock even if sends block{each}, {self.lanes} lanes"
+        gathered = max(self.peak_gathered)
+        sharded = f"; parameters there for each compute, of at most {gathered} stages at once" if gathered else ""
         return (
             f"{self.num_positions} positions, {self.num_microbatches} microbatches, "
             f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
-            f"{blocking}; at most {max(self.peak_live):g} microbatches live on a position, "
+            f"{blocking}{sharded}; at most {max(self.peak_live):g} microbatches live on a position, "
             f"{max(self.communicators)} communicators per rank"
         )
 
@@ -93,6 +98,7 @@ def verify(
     memory_limit: float | Sequence[float] | None = None,
     lanes: Lanes = "separate",
     batches: Batches = "in_order",
+    window: int | None = None,
 ) -> Proof:
     """Prove that ``plan`` can be run, or list all its faults.
 
@@ -110,6 +116,10 @@ def verify(
     GPU that runs one communication kernel at a time, in the order of their launch); with ``"simultaneous"``, none of
     them waits for another of the batch. A batch on a shared lane is one call, and always simultaneous.
 
+    ``window``: the most stages of a position whose parameters may be gathered at once; None sets no limit. A stage with
+    an ``UNSHARD`` is proved to be gathered before each of its computes, reduced (``REDUCE_GRAD``) after its last
+    backward, and freed at the end.
+
     A compute of a stage that lies on several positions starts when all of them have come to it. A plan of computes
     alone is verified as if data reached other positions at once.
 
@@ -122,6 +132,7 @@ def verify(
     require_plan(plan)
     checked(lanes, Lanes, "lanes", PlanError)
     checked(batches, Batches, "batches", PlanError)
+    checked(window, Count | None, "window", PlanError)
     limits = _limits(memory_limit, plan)
     num_steps = sum(map(len, plan.positions))
     if plan.num_microbatches > num_steps:  # a compute is a step; an error before memory for each microbatch is taken
@@ -133,6 +144,11 @@ def verify(
         PositionVerifier(PositionTable(ids, position, blocking), steps) for position, steps in enumerate(plan.positions)
     ]
     faults = _twins(plan) + list_faults(ids, verifiers)
+    gathered = [0] * plan.num_positions
+    if any(verifier.shards for verifier in verifiers):
+        for position, found in enumerate(check_sharding(plan, window)):
+            faults += found.faults
+            gathered[position] = found.peak
     peaks = tuple(verifier.peak for verifier in verifiers)
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
@@ -150,6 +166,7 @@ def verify(
         batches=batches,
         peak_live=peaks,
         peak_live_inputs=tuple(verifier.input_peak for verifier in verifiers),
+        peak_gathered=tuple(gathered),
     )
 
 

@@ -1,0 +1,103 @@
+"""Stages that ``fully_shard`` has sharded, gathered, freed and reduced where the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
+from pipegrid.schedules.plan import SHARDING, Action, ActionKind
+from pipegrid.schedules.runtime.stage import modules_of
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.runtime.stage import Stage
+
+
+@define(eq=False)
+class ShardedStage:
+    """The modules of stage ``number`` that ``fully_shard`` has sharded.
+
+    During a step FSDP2's own gathers find the parameters gathered, and it neither frees them nor reduces gradients.
+    After it, a module frees its parameters after each forward and backward and reduces in each backward, as usual.
+    """
+
+    number: int
+    stage: Stage
+    _modules: tuple[Any, ...] = field(default=(), init=False)
+    _roots: tuple[Any, ...] = field(default=(), init=False)
+    _pending: list[Any] = field(factory=list, init=False)
+
+    def begin(self) -> None:
+        """Find the sharded modules, and leave their parameters to the plan.
+
+        Raises:
+            PlanMismatchError: there is none.
+        """
+        self._pending.clear()
+        found = {id(module): module for _, module in modules_of(self.stage) if is_fsdp(module)}
+        self._modules = tuple(found.values())
+        if not self._modules:
+            raise PlanMismatchError(
+                f"the plan gathers the parameters of stage {self.number} ({self.number}UNSHARD), and nothing in the "
+                "stage is sharded: call fully_shard on its model, or leave the module out of shard="
+            )
+        self._roots = outermost(self._modules)
+        for root in self._roots:
+            let_plan_decide(root, plan=True)
+
+    def end(self) -> None:
+        """Leave the parameters to FSDP2."""
+        for root in self._roots:
+            let_plan_decide(root, plan=False)
+        self._modules = self._roots = ()
+
+    def unshard(self) -> None:
+        """``UNSHARD``: start to gather. FSDP2 waits in a module's forward and before its backward."""
+        self._pending += [module.unshard(async_op=True) for module in self._modules]
+
+    def wait(self) -> None:
+        """Wait until all is gathered."""
+        while self._pending:
+            self._pending.pop().wait()
+
+    def reshard(self) -> None:
+        """``RESHARD``."""
+        self.wait()
+        for module in self._modules:
+            module.reshard()
+
+    def reduce(self, *, last: bool) -> None:
+        """``REDUCE_GRAD``; after the ``last`` of a step gradients may be read."""
+        self.wait()
+        for root in self._roots:
+            reduce_scatter(root, last=last)
+
+
+def in_evaluation(actions: Sequence[Action]) -> set[int]:
+    """The places of those gathers and releases that an evaluation needs: with a forward between them."""
+    kept: set[int] = set()
+    opened: dict[int, int] = {}  # per gathered stage, the place of its gather
+    used: set[int] = set()
+    for place, action in enumerate(actions):
+        if action.kind is ActionKind.F:
+            used.add(action.stage)
+        elif action.kind is ActionKind.UNSHARD:
+            opened[action.stage] = place
+            used.discard(action.stage)
+        elif action.kind is ActionKind.RESHARD and action.stage in used:
+            kept |= {opened[action.stage], place}
+    return kept
+
+
+def is_last_reduction(action: Action, actions: Sequence[Action]) -> bool:
+    """Whether no ``REDUCE_GRAD`` of the stage comes after this one, which is of ``actions`` by identity."""
+    same = [other for other in actions if other == action]
+    return same[-1] is action
+
+
+def stages_sharded(actions: Sequence[Action]) -> set[int]:
+    """The stages that ``actions`` gather."""
+    return {action.stage for action in actions if action.kind in SHARDING}

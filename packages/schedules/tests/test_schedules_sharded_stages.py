@@ -1,0 +1,271 @@
+"""Stages sharded by ``fully_shard``, gathered and reduced where the plan says: the gradients of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from pipegrid.schedules import (
+    ActionKind,
+    Forwarded,
+    PipelineRuntime,
+    PlanMismatchError,
+    interleaved_1f1b,
+    lower,
+    one_f_one_b,
+    verify,
+    zero_bubble_v,
+)
+from pipegrid.schedules.gradients import fresh_gradients, reduce_gradients
+from pipegrid.transport import Edge
+
+WIDTH, MICROBATCHES = 4, 4
+
+
+@frozen
+class Groups:
+    dp: object = None
+    dp_cp: object = None
+    tp: object = None
+
+
+class Layer(nn.Module):
+    def __init__(self, *, checkpointed=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.checkpointed:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def models(count, *, checkpointed=False):
+    torch.manual_seed(0)
+    return [nn.Sequential(*[Layer(checkpointed=checkpointed) for _ in range(2)]).double() for _ in range(count)]
+
+
+def sample(lane, microbatch):
+    generator = torch.Generator().manual_seed(10 * lane + microbatch)
+    return torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def weigh(lane, microbatch, output):
+    """A sum over rows, of which lanes and microbatches count different numbers."""
+    rows = 1 + (lane + microbatch) % 2
+    return output[:rows].square().sum(), rows * (1 + lane)
+
+
+class Runs:
+    """A stage of one position."""
+
+    def __init__(self, number, model, last, lane):
+        self.number, self.model, self.last, self.lane = number, model, last, lane
+        self.device = next(model.parameters()).device
+        self.tokens = 0
+
+    def forward(self, microbatch, inputs):
+        x = (
+            sample(self.lane, microbatch).to(self.device)
+            if self.number == 0
+            else inputs[Edge(self.number - 1, self.number)]
+        )
+        output = self.model(x)
+        if self.number < self.last:
+            return Forwarded({Edge(self.number, self.number + 1): output})
+        loss, tokens = weigh(self.lane, microbatch, output)
+        self.tokens += tokens
+        return Forwarded({}, loss)
+
+
+class Counted(TorchDispatchMode):
+    """The gathers and reductions that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathers = self.reductions = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.gathers += "allgather" in str(function)
+        self.reductions += "reduce_scatter" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def of_one_process(count, lanes):
+    whole = nn.Sequential(*models(count))
+    tokens = 0
+    for lane in range(lanes):
+        for microbatch in range(MICROBATCHES):
+            loss, own = weigh(lane, microbatch, whole(sample(lane, microbatch)))
+            loss.backward()
+            tokens += own
+    return {name: parameter.grad / tokens for name, parameter in whole.named_parameters()}
+
+
+PLANS = {
+    "1f1b": (one_f_one_b(1, MICROBATCHES), 1),
+    "interleaved": (interleaved_1f1b(1, MICROBATCHES, num_chunks=3), 3),
+    "zero bubble v": (zero_bubble_v(1, MICROBATCHES), 2),
+}
+
+
+def sharded(ranks, count, *, checkpointed=False, **options):
+    """The models of ``count`` stages, of which each layer and each stage is sharded."""
+    mesh = init_device_mesh(ranks.device.type, (2,))
+    held = [model.to(ranks.device) for model in models(count, checkpointed=checkpointed)]
+    for model in held:
+        for layer in model:
+            fully_shard(layer, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+    return held
+
+
+def stages_of(ranks, held):
+    return {number: Runs(number, model, len(held) - 1, ranks.rank) for number, model in enumerate(held)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "reduce", "checkpointed"),
+    [
+        ("1f1b", "step", False),
+        ("interleaved", "microbatch", False),
+        ("zero bubble v", "step", False),
+        ("zero bubble v", "step", True),
+        ("zero bubble v", "microbatch", False),
+        pytest.param("interleaved", "step", True, marks=pytest.mark.nightly),
+        pytest.param("1f1b", "microbatch", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_sharded_stage_has_the_gradients_of_one_process(ranks, name, reduce, checkpointed):
+    """Per-token losses of unequal lanes, two steps and an evaluation between them."""
+    computes, count = PLANS[name]
+    held = sharded(ranks, count, checkpointed=checkpointed)
+    stages = stages_of(ranks, held)
+    plan = lower(computes, shard=reduce, prefetch=0)
+    runtime = PipelineRuntime(verify(plan, window=1), stages, None)
+    every = nn.ModuleList(held)
+    for step in range(3):
+        with fresh_gradients(every), Counted() as counted:
+            if step == 1:
+                runtime.eval()
+                assert counted.reductions == 0
+                visits = sum(
+                    a.kind is ActionKind.UNSHARD
+                    for a in lower(forward_of(computes), shard="step", prefetch=0).actions(0)
+                )
+                assert counted.gathers == 2 * visits, "those of an evaluation: two layers for each visit"
+            else:
+                runtime.step()
+                actions = list(plan.actions(0))
+                assert counted.gathers == 2 * sum(action.kind is ActionKind.UNSHARD for action in actions)
+                assert counted.reductions == 2 * sum(action.kind is ActionKind.REDUCE_GRAD for action in actions)
+                reduce_gradients(every, Groups(dp=dist.group.WORLD), num_tokens=stages[count - 1].tokens)
+        stages[count - 1].tokens = 0
+    for parameter, (where, other) in zip(every.parameters(), of_one_process(count, 2).items(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor().cpu() / 2, other, rtol=1e-10, atol=1e-13, msg=where)
+
+
+def forward_of(computes):
+    """The forwards of a plan."""
+    return evolve(
+        computes,
+        positions=[[step for step in steps if step.kind is ActionKind.F] for steps in computes.positions],
+        forward_only=range(computes.num_stages),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_split_backward_of_a_stage_that_the_plan_reduces_computes_weights_at_w(ranks):
+    held = sharded(ranks, 2)
+    stages, seen = stages_of(ranks, held), []
+
+    class Watch:
+        def before(self, action):
+            pass
+
+        def after(self, action):
+            if action.kind in (ActionKind.I, ActionKind.W):
+                weight = next(
+                    parameter for name, parameter in held[action.stage].named_parameters() if "weight" in name
+                )
+                seen.append((action.kind, action.stage, weight.grad is not None))
+
+    plan = lower(zero_bubble_v(1, 1), shard="step")
+    PipelineRuntime(plan, stages, None, hooks=[Watch()]).step()
+    assert (ActionKind.I, 1, False) in seen, "no weight gradient at I"
+    assert all(has for kind, _, has in seen if kind is ActionKind.W)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_one_data_lane_lacks_is_reduced_on_all(ranks):
+    """Without it the lane that has a gradient would wait for ever."""
+    held = sharded(ranks, 1)
+    if not hasattr(held[0], "set_reduce_scatter_unused_params"):
+        pytest.skip("this torch has no set_reduce_scatter_unused_params")
+    whole = models(1)[0]
+
+    class Chooses(Runs):
+        def forward(self, microbatch, inputs):
+            layer = self.model[0] if ranks.rank == 0 else self.model[1]
+            x = sample(self.lane, microbatch).to(self.device)
+            return Forwarded(
+                {}, self.model(x).sum() * 0 + layer(x).square().sum() if ranks.rank == 0 else layer(x).square().sum()
+            )
+
+    stages = {0: Chooses(0, held[0], 0, ranks.rank)}
+    held[0](sample(0, 0).to(ranks.device))  # the root's first forward
+    PipelineRuntime(lower(one_f_one_b(1, 1), shard="step"), stages, None).step()
+    (whole[0](sample(0, 0)).square().sum() / 2).backward()
+    (whole[1](sample(1, 0)).square().sum() / 2).backward()
+    for mine, other in zip(held[0].parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor().cpu(), other.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.ranks(2)
+def test_low_precision_gradients_are_accumulated_in_the_dtype_of_the_reduction(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    held = sharded(ranks, 2, mp_policy=policy)
+    PipelineRuntime(lower(zero_bubble_v(1, MICROBATCHES), shard="step"), stages_of(ranks, held), None).step()
+    whole = nn.Sequential(*models(2))
+    for lane in range(2):
+        for microbatch in range(MICROBATCHES):
+            (weigh(lane, microbatch, whole(sample(lane, microbatch)))[0] / 2).backward()
+    for mine, other in zip(nn.ModuleList(held).parameters(), whole.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float64
+        difference = (mine.grad.full_tensor().cpu() - other.grad).norm() / other.grad.norm().clamp(min=1e-2)
+        assert difference < 0.03
+
+
+@pytest.mark.ranks(2)
+def test_after_a_step_fsdp2_rules_again(ranks):
+    held = sharded(ranks, 1)
+    runtime = PipelineRuntime(lower(one_f_one_b(1, 2), shard="step"), stages_of(ranks, held), None)
+    runtime.step()
+    before = [parameter.grad.full_tensor().clone() for parameter in held[0].parameters()]
+    assert all(hasattr(parameter, "device_mesh") for parameter in held[0].parameters()), "freed"
+    held[0](sample(ranks.rank, 0).to(ranks.device)).square().sum().backward()
+    assert all(hasattr(parameter, "device_mesh") for parameter in held[0].parameters()), "freed by FSDP2"
+    after = [parameter.grad.full_tensor() for parameter in held[0].parameters()]
+    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True)), "reduced by FSDP2"
+    assert isinstance(held[0], FSDPModule)
+
+
+@pytest.mark.ranks(1)
+def test_a_plan_that_gathers_what_is_not_sharded_is_an_error(ranks):
+    held = models(1)
+    runtime = PipelineRuntime(lower(one_f_one_b(1, 1), shard="step"), {0: Runs(0, held[0], 0, 0)}, None)
+    with pytest.raises(PlanMismatchError, match=r"gathers the parameters of stage 0 \(0UNSHARD\), and nothing in the"):
+        runtime.step()

@@ -12,6 +12,7 @@ import pytest
 import pipegrid.bridges
 
 PUBLIC = [
+    "Axes",
     "BridgeCommunicator",
     "BridgeError",
     "ColocatedBridgeCommunicator",
@@ -19,6 +20,7 @@ PUBLIC = [
     "Links",
     "ModuleGraph",
     "MultiModulePipelineCommunicator",
+    "Packed",
     "Partial",
     "Replicated",
     "Sharded",
@@ -26,6 +28,7 @@ PUBLIC = [
     "Sizes",
     "VTPCommunicator",
     "VTPTopology",
+    "Whole",
     "axis_names",
     "boundary_side",
     "check_plan",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipegrid.bridges.bridge import Axes, Packed, Whole
 from pipegrid.bridges.errors import (
     BridgeError,
     CompletionError as CompletionError,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from pipegrid.bridges.vtp import VTPCommunicator
 
 __all__ = [
+    "Axes",
     "BridgeCommunicator",
     "BridgeError",
     "ColocatedBridgeCommunicator",
@@ -65,6 +67,7 @@ __all__ = [
     "Links",
     "ModuleGraph",
     "MultiModulePipelineCommunicator",
+    "Packed",
     "Partial",
     "Replicated",
     "Sharded",
@@ -72,6 +75,7 @@ __all__ = [
     "Sizes",
     "VTPCommunicator",
     "VTPTopology",
+    "Whole",
     "axis_names",
     "boundary_side",
     "check_plan",

@@ -217,6 +217,7 @@ def open_lanes(
     device: torch.device | str | None = None,
     rank: int | None = None,
     standing: Mapping[LaneSpec, Any] | None = None,
+    declared: Mapping[LaneSpec, str] | None = None,
 ) -> Lanes:
     """Open those lanes of ``specs`` that this rank is an end of; each has carried a message on return.
 
@@ -232,6 +233,7 @@ def open_lanes(
         rank: this rank, where the caller knows it.
         standing: per lane, a payload like all that will travel (meta tensors do): shapes that are fixed now, compared
             between the two sides, and never need a header.
+        declared: per lane, what its user says of the messages, in words; compared between the two sides.
 
     Returns:
         the lanes of this rank: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
@@ -266,7 +268,8 @@ def open_lanes(
                 standing=fixed.get(spec),
             )
             if connection.wire is not None:
-                _prove(lane, connection.wire, len(connection.lanes) - 1, fixed.get(spec))
+                said = (declared or {}).get(spec, "")
+                _prove(lane, connection.wire, len(connection.lanes) - 1, fixed.get(spec), said)
             lanes[spec] = lane
     except BaseException:
         destroy_groups(groups)
@@ -425,7 +428,7 @@ def _group_spec(bundle: Sequence[LaneSpec], use: str) -> GroupSpec:
     return GroupSpec(bundle[0].pair, f"transport/{names}/{use}", shared=False)
 
 
-def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None) -> None:
+def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None, declared: str) -> None:
     """Compare the settings of both sides, then carry one message over the way that payloads go."""
     config, spec, rank, peer = lane.config, lane.spec, lane.rank, lane.peer
     told: dict[str, str] = {
@@ -435,6 +438,7 @@ def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None) -> No
         "staged": str(config.staged),
         "pipeline_dtype": str(config.pipeline_dtype),
         "standing": "none" if standing is None else _shortened(str(standing)),
+        "payload": _shortened(declared),
         "gradients": "all" if standing is None or all(standing.gradients) else _shortened(str(standing.gradients)),
     }
     seconds = config.open_deadline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipegrid.bridges.bridge.structure import Axes, Declared, Packed, Whole, checked_structure
 from pipegrid.bridges.bridge.wiring import BridgeWiring, Traffic, checked_traffic, directions_of, with_lanes
 from pipegrid.topology.lazy import lazy_names
 
@@ -16,14 +17,19 @@ _OF_COMMUNICATOR = ("BridgeCommunicator", "lane_config", "renew_lanes")
 _OF_RECEIVE = ("BridgeReceive", "BridgeSend", "Landed", "PostedReceives")
 
 __all__ = [
+    "Axes",
     "BridgeCommunicator",
     "BridgeReceive",
     "BridgeSend",
     "BridgeWiring",
+    "Declared",
     "EdgeTraffic",
     "Landed",
+    "Packed",
     "PostedReceives",
     "Traffic",
+    "Whole",
+    "checked_structure",
     "checked_traffic",
     "directions_of",
     "lane_config",

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
 
+from pipegrid.bridges.bridge.payload import PayloadExchange, PayloadWiring
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
 from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
+from pipegrid.bridges.bridge.structure import Declared, Packed, checked_structure
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.checks import as_integers
@@ -82,6 +84,8 @@ class BridgeCommunicator:
         dest_module_name: for labels and messages.
         tensor_ndim: axes of the tensor.
         shape: extents of the whole tensor, over all ranks of the source; None where an extent may change.
+        payload: what crosses in place of one tensor: `Axes` and `Whole` in dicts, lists and tuples. ``tensor_ndim``,
+            ``dim_mapping`` and ``shape`` describe one tensor and have no effect then.
         src_placements: what each dim of the source grid does with the tensor, see `boundary_side`.
         dest_placements: the same for the destination.
         src_lanes: samples of each source lane per microbatch, where lanes are not equal.
@@ -120,6 +124,7 @@ class BridgeCommunicator:
         tensor_ndim: int = 3,
         *,
         shape: Sequence[int | None] | None = None,
+        payload: Declared = None,
         src_placements: Mapping[str, Placement] | None = None,
         dest_placements: Mapping[str, Placement] | None = None,
         src_lanes: Sequence[int] | None = None,
@@ -140,6 +145,7 @@ class BridgeCommunicator:
         open: bool = True,  # noqa: A002 -- reads as what it does
     ) -> None:
         choice = Choice(strategy, leader_below, links)
+        structure = None if payload is None else checked_structure(payload, strategy, shape)
         if shapes not in (None, "fixed", "variable"):
             raise BridgeError(f"shapes is {shown(shapes)}; use 'fixed' or 'variable'")
         if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
@@ -182,17 +188,15 @@ class BridgeCommunicator:
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
         backend, self.device = resolve_device(backend, device)
         has = tuple(Direction) if backward else (_FORWARD,)
-        used = has if directions is None else tuple(set(has).intersection(directions))
-        self._wiring = BridgeWiring(
-            self.label,
-            self.src,
-            self.dst,
-            self.axes,
-            strategy,
-            tuple(sorted(used, key=list(Direction).index)),
-            self.rank,
+        used = tuple(way for way in has if directions is None or way in set(directions))
+        ends = self.label, self.src, self.dst
+        self._wiring = (
+            BridgeWiring(*ends, self.axes, strategy, used, self.rank)
+            if structure is None
+            else PayloadWiring.of(*ends, structure, used, self.rank)
         )
         self.lane_specs = self._wiring.lane_specs
+        self.declared = dict.fromkeys(self.lane_specs, str(structure)) if structure is not None else {}
         self.lane_config = lane_config(settings, variable=self.variable)
         self._shapes = ShapeExchange(
             str(self),
@@ -213,13 +217,31 @@ class BridgeCommunicator:
             config=settings,
             stream=new_stream(self.device),
         )
+        self._payload = (
+            PayloadExchange(
+                structure,
+                self._wiring,
+                self._traffic,
+                backward=backward,
+                variable=self.variable,
+                comm_dtype=comm_dtype,
+            )
+            if structure is not None and isinstance(self._wiring, PayloadWiring)
+            else None
+        )
         self._groups = self._traffic.groups = own_groups(
             self._wiring.group_specs, backend=backend, deadline=settings.deadline
         )
         self._owns_lanes = open
         if open:
             try:
-                lanes = open_lanes(self.lane_specs, config=self.lane_config, backend=backend, device=self.device)
+                lanes = open_lanes(
+                    self.lane_specs,
+                    config=self.lane_config,
+                    backend=backend,
+                    device=self.device,
+                    declared=self.declared,
+                )
             except BaseException:
                 destroy_groups(self._groups)
                 raise
@@ -282,14 +304,14 @@ class BridgeCommunicator:
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
-    def isend_forward(self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None) -> Handle | None:
+    def isend_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Handle | None:
         """Start sending this rank's part of an activation.
 
         Args:
-            tensor: of ``tensor_ndim`` axes; no rows are legal. Its memory may be what travels, so do not change it
-                before the handle's ``wait()`` has returned.
+            tensor: of ``tensor_ndim`` axes, or of the declared payload; no rows are legal. Its memory may be what
+                travels, so do not change it before the handle's ``wait()`` has returned.
             samples: for packed ``[tokens, h]``: rows of each sample of this lane (whole samples, where cp cuts
-                each of them).
+                each of them). ``Packed(tensor, samples)`` says the same.
 
         Raises:
             WrongSideError: this rank is not in the source grid.
@@ -309,10 +331,14 @@ class BridgeCommunicator:
             return self._start(steady.passage, steady.passage.there, tensor, _FORWARD, peers=steady.peers)
         if not self._takes_part("source", "send_forward"):
             return None
+        if self._payload is not None:
+            return self._payload.isend_forward(tensor)
+        if isinstance(tensor, Packed):
+            tensor, samples = tensor.tensor, tensor.samples
         if not isinstance(tensor, torch.Tensor):
             raise ShapeError(
-                f"{self} carries one tensor, got {type(tensor).__name__}; concatenate several along their last axis, "
-                "and where a microbatch has nothing to send, send a tensor without rows"
+                f"{self} carries one tensor, got {type(tensor).__name__}; declare several with payload={{...}}, and "
+                "where a microbatch has nothing to send, send a tensor without rows"
             )
         if self.comm_dtype is not None and not tensor.is_floating_point():
             raise ShapeError(
@@ -353,6 +379,8 @@ class BridgeCommunicator:
         """
         if not self._takes_part("destination", "recv_forward"):
             return None
+        if self._payload is not None:
+            return self._payload.irecv_forward()
         expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
         if self._agreed is not None:
             whole = self._receive_whole(self._agreed, self._agreed.there, _FORWARD, expected)
@@ -369,7 +397,10 @@ class BridgeCommunicator:
         def land(handles: PostedReceives) -> Landed:
             known = incoming.passage = self.announced({peer: _note(handle) for peer, handle in handles.items()})
             self._require_shape(expected, known.there)
-            return self._traffic.fill(known.there, handles, _FORWARD, dtype=known.dtype, wire_dtype=known.wire_dtype)
+            tensor, completing = self._traffic.fill(
+                known.there, handles, _FORWARD, dtype=known.dtype, wire_dtype=known.wire_dtype
+            )
+            return [tensor], completing
 
         incoming.receive = receive = self._traffic.receive(
             _FORWARD,
@@ -381,8 +412,10 @@ class BridgeCommunicator:
         self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
         return receive
 
-    def isend_backward(self, grad: torch.Tensor | None) -> Handle | None:
+    def isend_backward(self, grad: Any) -> Handle | None:
         """Start sending the gradient of the oldest activation that has none yet; None stands for zeros.
+
+        Of a payload, a tree of gradients, with None for leaves without.
 
         Raises:
             WrongSideError: this rank is not in the destination grid.
@@ -393,6 +426,8 @@ class BridgeCommunicator:
         if not self._takes_part("destination", "send_backward"):
             return None
         self._require_backward("send_backward")
+        if self._payload is not None:
+            return self._payload.isend_backward(grad)
         oldest = self._received.oldest
         if oldest is None:
             raise PendingGradientError(
@@ -425,6 +460,8 @@ class BridgeCommunicator:
         if not self._takes_part("source", "recv_backward"):
             return None
         self._require_backward("recv_backward")
+        if self._payload is not None:
+            return self._payload.irecv_backward()
         known = self._sent.oldest
         if known is None:
             raise PendingGradientError(
@@ -437,9 +474,10 @@ class BridgeCommunicator:
 
             def land(handles: PostedReceives) -> Landed:
                 self._require_shape(expected, known.back)
-                return self._traffic.fill(
+                tensor, completing = self._traffic.fill(
                     known.back, handles, _BACKWARD, dtype=known.dtype, wire_dtype=known.wire_dtype
                 )
+                return [tensor], completing
 
             receive = self._traffic.receive(_BACKWARD, land, peers=lambda: known.back.receives, requires_grad=False)
         self._sent.answer()
@@ -480,34 +518,34 @@ class BridgeCommunicator:
         """Forget what was agreed; the lanes are renewed by the caller."""
         self._announced = self._agreed = self._steady = None
         self._sent, self._received = PendingGradients(self.variable), PendingGradients(self.variable)
+        if self._payload is not None:
+            self._payload.forget()
 
     # -- the blocking verbs -----------------------------------------------------------------------------
 
-    def send_forward(self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None) -> None:
+    def send_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> None:
         """Send an activation from the source side, and wait until it is on its way."""
         handle = self.isend_forward(tensor, samples=samples)
         if handle is not None:
             handle.wait()
 
-    def recv_forward(self) -> torch.Tensor | None:
+    def recv_forward(self) -> Any:
         """The next activation, on the destination side; it requires grad unless the edge has no backward."""
         handle = self.irecv_forward()
         return None if handle is None else handle.result()
 
-    def send_backward(self, grad: torch.Tensor | None) -> None:
+    def send_backward(self, grad: Any) -> None:
         """Send the gradient of the oldest activation that has none yet, from the destination side."""
         handle = self.isend_backward(grad)
         if handle is not None:
             handle.wait()
 
-    def recv_backward(self) -> torch.Tensor | None:
+    def recv_backward(self) -> Any:
         """The gradient of the oldest activation that has none yet, on the source side, in that one's shape."""
         handle = self.irecv_backward()
         return None if handle is None else handle.result()
 
-    def send_forward_recv_backward(
-        self, tensor: torch.Tensor, *, samples: Sequence[int] | None = None
-    ) -> torch.Tensor | None:
+    def send_forward_recv_backward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Any:
         """Both, posted before either is waited for. The gradient may be that of an earlier activation.
 
         Raises:
@@ -520,18 +558,18 @@ class BridgeCommunicator:
             receiving = self.irecv_backward()
         if sending is None or receiving is None:
             return None
-        grad: torch.Tensor = receiving.result()
+        grad = receiving.result()
         sending.wait()
         return grad
 
-    def send_backward_recv_forward(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def send_backward_recv_forward(self, grad: Any) -> Any:
         """Both, posted before either is waited for."""
         with self.batch():
             sending = self.isend_backward(grad)
             receiving = self.irecv_forward()
         if sending is None or receiving is None:
             return None
-        tensor: torch.Tensor = receiving.result()
+        tensor = receiving.result()
         sending.wait()
         return tensor
 

@@ -19,8 +19,8 @@ from pipegrid.transport.streams import current_stream, follow, has_streams, mark
 PostedReceives: TypeAlias = Mapping[int, ReceiveHandle]
 """The receives of one tensor on the lanes, by the sending rank."""
 
-Landed: TypeAlias = tuple[torch.Tensor, Sequence[Completing]]
-"""A tensor with the messages in their places, and the completions that fill the rest of it."""
+Landed: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[Completing]]
+"""Tensors with the messages in their places, and the completions that fill the rest of them."""
 
 
 def remaining(timeout: float | None) -> Callable[[], float | None]:
@@ -157,7 +157,7 @@ def with_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BridgeReceive:
-    """A tensor on its way to this rank: messages of several lanes, then the completion among copies.
+    """A tensor, or a payload, on its way to this rank: messages of several lanes, then the completion among copies.
 
     Where there is nothing to complete, a receive keeps no order with others and lands when it is waited for.
     One thread makes the receives of a queue; any may wait for them. On CUDA the thread that waits may do so on one
@@ -166,16 +166,19 @@ class BridgeReceive:
     Args:
         queue: of the edge and direction.
         post: posts the receives on the lanes, by peer; None where the lanes to use are not known yet.
-        land: the tensor from the messages that have arrived.
+        land: the tensors from the messages that have arrived; without ``build`` one.
         requires_grad: mark the tensor, where its dtype can have gradients.
         tensor: what is received into, where that is known.
         blocks: landing may have to wait for other ranks.
+        build: the payload of the tensors, once they are whole.
     """
 
     __slots__ = (
         "_allocated",
         "_alone",
         "_blocks",
+        "_build",
+        "_built",
         "_completing",
         "_done",
         "_error",
@@ -189,6 +192,7 @@ class BridgeReceive:
         "_post",
         "_queue",
         "_requires_grad",
+        "_tensors",
         "tensor",
     )
 
@@ -201,10 +205,13 @@ class BridgeReceive:
         requires_grad: bool = True,
         tensor: torch.Tensor | None = None,
         blocks: Callable[[], bool] | None = None,
+        build: Callable[[Sequence[torch.Tensor]], Any] | None = None,
     ) -> None:
-        self._queue, self._post, self._land, self._blocks = queue, post, land, blocks
+        self._queue, self._post, self._land, self._blocks, self._build = queue, post, land, blocks, build
         self._requires_grad = requires_grad
         self.tensor = tensor
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._built: Any = None
         self._completing: Sequence[Completing] = ()
         self._error: BaseException | None = None
         self._landed = self._done = False
@@ -271,11 +278,10 @@ class BridgeReceive:
                     self.land()
                 self._finish(left)
 
-    def result(self) -> torch.Tensor:
-        """Wait, then the tensor; the same object each time."""
+    def result(self) -> Any:
+        """Wait, then the tensor or the payload; the same object each time."""
         self.wait()
-        assert self.tensor is not None
-        return self.tensor
+        return self._built if self._build is not None else self.tensor
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once. Lets what has arrived start its completion.
@@ -354,7 +360,7 @@ class BridgeReceive:
         try:
             with torch.no_grad():
                 if not has_streams(queue.device):
-                    self.tensor, self._completing = self._land(handles)
+                    self._tensors, self._completing = self._land(handles)
                 else:
                     self._land_on_stream(handles)
         except Exception as error:  # noqa: BLE001 -- this may be a lane's thread: the thread that waits raises it
@@ -369,21 +375,24 @@ class BridgeReceive:
         queue = self._queue
         with working_on(queue.stream):
             follow(self._allocated, queue.device)
-            self.tensor, self._completing = self._land(handles)
-            used_here([self.tensor], queue.stream)
+            self._tensors, self._completing = self._land(handles)
+            used_here(self._tensors, queue.stream)
             self._marks, self._landed_on = mark(queue.device), current_stream(queue.device)
 
     def _finish(self, left: Callable[[], float | None]) -> None:
         if self._error is not None:
             raise self._error
-        queue, tensor = self._queue, self.tensor
-        assert tensor is not None
+        queue, tensors = self._queue, self._tensors
         follow(self._marks, queue.device)
         if self._completing:
             queue.finish(self._completing, left())
             used_here([tensor for step in self._completing for tensor in step.memory], self._landed_on)
-        used_here([tensor], self._landed_on)
-        if self._requires_grad:
-            with_gradient(tensor)
-        self._completing = ()
+        used_here(tensors, self._landed_on)
+        if self._build is not None:
+            self._built = self._build(tensors)
+        else:
+            (self.tensor,) = tensors
+            if self._requires_grad:
+                with_gradient(self.tensor)
+        self._completing = self._tensors = ()
         self._done = True

@@ -217,7 +217,8 @@ class ShapeExchange:
         if len(dtypes) != 1:
             raise ShapeError(f"{self.name}: source ranks send different dtypes: {sorted(dtypes)}; use one")
         dtype: torch.dtype = getattr(torch, dtypes.pop())
-        wire = self.comm_dtype or dtype
+        rounds = self.comm_dtype is not None and dtype.is_floating_point
+        wire: torch.dtype = self.comm_dtype if rounds else dtype  # type: ignore[assignment]
         sizes = sizes_of(self.src, self.axes, lanes)
         forward, backward = (
             plan_reshard(

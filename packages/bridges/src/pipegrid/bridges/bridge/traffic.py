@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.errors import BridgeError, CompletionError
 from pipegrid.bridges.reshard import RankPart
-from pipegrid.bridges.steps import pack, reduce_partial, start_completions, unpack
+from pipegrid.bridges.steps import Completing, pack, reduce_partial, start_completions, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig
@@ -26,6 +27,14 @@ from pipegrid.transport.handle import Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.opening import Lanes
 from pipegrid.transport.spec import LaneSpec
+
+
+class Arrived(Protocol):
+    """A piece that has arrived from a rank."""
+
+    def result(self) -> Any:
+        """The piece."""
+        ...
 
 
 class EdgeTraffic:
@@ -121,8 +130,7 @@ class EdgeTraffic:
             peers: the ranks that get a message, be it one without bytes; None is all that have a lane.
             note: see `Lane.isend`.
         """
-        for ranks in part.reductions:
-            tensor = self._summed(tensor, ranks, direction)
+        tensor = self.summed(part, tensor, direction)
         lanes, boxes = self._to[direction], part.sends
         to = lanes if peers is None else peers
         pieces = [(lanes[peer], pack(tensor, boxes.get(peer, ()), dtype)) for peer in to]
@@ -130,6 +138,20 @@ class EdgeTraffic:
             return [pieces[0][0].isend(pieces[0][1], note=note)]
         with self._together():
             return [lane.isend(piece, note=note) for lane, piece in pieces]
+
+    def send_each(
+        self, messages: Mapping[int, Sequence[torch.Tensor]], direction: Direction, *, note: str | None
+    ) -> list[Transfer]:
+        """Start sending each rank its list of tensors; one handle per message."""
+        lanes = self._to[direction]
+        with self._together():
+            return [lanes[peer].isend(list(pieces), note=note) for peer, pieces in messages.items()]
+
+    def summed(self, part: RankPart, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
+        """``tensor``, or its sum over the ranks that hold partial sums of it."""
+        for ranks in part.reductions:
+            tensor = self._summed(tensor, ranks, direction)
+        return tensor
 
     def _summed(self, tensor: torch.Tensor, ranks: Sequence[int], direction: Direction) -> torch.Tensor:
         try:
@@ -156,8 +178,9 @@ class EdgeTraffic:
         requires_grad: bool = True,
         tensor: torch.Tensor | None = None,
         blocks: Callable[[], bool] | None = None,
+        build: Callable[[Sequence[torch.Tensor]], Any] | None = None,
     ) -> BridgeReceive:
-        """Start receiving the next tensor.
+        """Start receiving the next tensor, or the tensors of the next payload.
 
         Args:
             direction: of the tensor.
@@ -166,6 +189,7 @@ class EdgeTraffic:
             requires_grad: see `BridgeReceive`.
             tensor: see `BridgeReceive`.
             blocks: see `BridgeReceive`.
+            build: see `BridgeReceive`.
         """
         lanes = self._from[direction]
 
@@ -177,7 +201,9 @@ class EdgeTraffic:
                 return {peer: lanes[peer].irecv() for peer in wanted}
 
         queue = self.queues[direction]
-        receive = BridgeReceive(queue, post, land, requires_grad=requires_grad, tensor=tensor, blocks=blocks)
+        receive = BridgeReceive(
+            queue, post, land, requires_grad=requires_grad, tensor=tensor, blocks=blocks, build=build
+        )
         if queue.stream is not None and self._lanes is not None:
             self._lanes.when_started(receive.land_posted)
         return receive
@@ -185,13 +211,13 @@ class EdgeTraffic:
     def fill(
         self,
         part: RankPart,
-        handles: PostedReceives,
+        handles: Mapping[int, Arrived],
         direction: Direction,
         *,
         dtype: torch.dtype,
         wire_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
-    ) -> Landed:
+    ) -> tuple[torch.Tensor, Sequence[Completing]]:
         """This rank's tensor with the messages in their places, and its completions under way.
 
         Args:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pipegrid.bridges.bridge import (
     BridgeCommunicator,
+    checked_structure,
     checked_traffic,
     directions_of,
     lane_config,
@@ -23,7 +24,7 @@ from pipegrid.bridges.collectives import abort_groups
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.modules import EdgeOptions, check_topology, module_graph, total_pipeline_stages
-from pipegrid.bridges.multimodule.positions import Positions, collective_edges, edge_between, positions_of
+from pipegrid.bridges.multimodule.positions import Positions, alike, collective_edges, edge_between, positions_of
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.reshard import (
     GridLike,
@@ -166,7 +167,7 @@ class MultiModulePipelineCommunicator:
         return options
 
     def _sides(self) -> Iterator[tuple[str, str, Side, Side]]:
-        """Both sides of every edge, on every rank of the job."""
+        """Both sides of every edge, on every rank of the job; of a payload that moves, those of each of its leaves."""
         for (src, dst), option in self._options.items():
             source = boundary_side(
                 self.module_to_grid_map[src],
@@ -182,7 +183,12 @@ class MultiModulePipelineCommunicator:
                 stage=self.stage_placement[dst][0],
                 lane_weights=option.dest_lanes,
             )
-            yield src, dst, source, with_lanes(source, destination, f"edge {src!r} -> {dst!r}")
+            ends = source, with_lanes(source, destination, f"edge {src!r} -> {dst!r}")
+            structure = None if option.payload is None else checked_structure(option.payload, option.strategy, None)
+            for sides in (
+                [ends] if structure is None or alike(*ends) else [leaf.sides(*ends) for leaf in structure.leaves]
+            ):
+                yield src, dst, *sides
 
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
@@ -202,6 +208,7 @@ class MultiModulePipelineCommunicator:
                     dest_module_name=dst,
                     tensor_ndim=ndim,
                     shape=option.shape,
+                    payload=option.payload,
                     src_placements={**self._placements.get(src, {}), **(option.src_placements or {})},
                     dest_placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
                     src_lanes=option.src_lanes,
@@ -265,6 +272,7 @@ class MultiModulePipelineCommunicator:
             config=lane_config(self.config, variable=self.config.shape_mode == "header"),
             backend=self._backend,
             device=self.device,
+            declared={spec: text for bridge in self.bridge_comms for spec, text in bridge.declared.items()},
         )
         for user in users:
             user.attach(self.lanes)
@@ -320,6 +328,12 @@ class MultiModulePipelineCommunicator:
     def forward_edges(self) -> tuple[Edge, ...]:
         """The edges declared without backward, ascending; the same on every rank."""
         return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self._options.items() if not o.backward))
+
+    @cached_property
+    def payload_edges(self) -> frozenset[Edge]:
+        """The edges whose payload is declared, and checked where it is sent; the same on every rank."""
+        declared = (ends for ends, option in self._options.items() if option.payload is not None)
+        return frozenset(edge_between(self.graph, *ends) for ends in declared)
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:

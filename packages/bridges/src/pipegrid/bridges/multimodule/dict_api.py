@@ -144,10 +144,22 @@ def results(receiving: Mapping[str, Sequence[ReceiveHandle]]) -> Tensors:
     for name, handles in receiving.items():
         parts = [handle.result() for handle in handles]
         if len(parts) > 1:
-            received[name] = sum(part.detach() for part in parts[1:]) + parts[0].detach()
+            received[name] = _added(parts)
         elif parts:
             received[name] = parts[0]
     return received
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    """The sum of gradients of one payload, leaf by leaf; None where the leaf has none."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return sum(part.detach() for part in parts[1:]) + first.detach()
+    if isinstance(first, dict):
+        return {key: _added([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_added(items) for items in zip(*parts, strict=True))
+    return None
 
 
 def wait_for(sending: Iterable[Handle]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
+from pipegrid.bridges.bridge.structure import Declared, checked_structure
 from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple, check_grid
 from pipegrid.bridges.errors import LaneTotalsError, StageError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
@@ -30,7 +31,8 @@ from pipegrid.bridges.reshard import (
 class EdgeOptions:
     """How one edge between modules differs from the default; the names are those of `BridgeCommunicator`.
 
-    ``shape`` declares the whole tensor that crosses, None for extents that may change: ``(None, 16, 64)``.
+    ``payload`` declares several tensors, a tree of `Axes` and `Whole`. ``shape`` declares the one tensor that crosses
+    otherwise, whole, None for extents that may change: ``(None, 16, 64)``.
     ``tensor_ndim`` and ``dim_mapping`` override the source module's; ``src_placements`` and
     ``dest_placements`` add to those of the modules.
 
@@ -45,6 +47,7 @@ class EdgeOptions:
     comm_dtype: Any = None
     tensor_ndim: int | None = None
     shape: tuple[int | None, ...] | None = None
+    payload: Declared = None
     dim_mapping: Mapping[str, int] | None = None
     src_placements: Mapping[str, Placement] | None = None
     dest_placements: Mapping[str, Placement] | None = None
@@ -53,6 +56,8 @@ class EdgeOptions:
 
     def __attrs_post_init__(self) -> None:
         Choice(self.strategy, self.leader_below, self.links)
+        if self.payload is not None:
+            checked_structure(self.payload, self.strategy, self.shape)
         if self.tensor_ndim is not None:
             axis_names(self.tensor_ndim)
         if self.dim_mapping is not None:

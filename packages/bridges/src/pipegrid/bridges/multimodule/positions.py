@@ -86,13 +86,18 @@ def collective_edges(
     ``sides`` names each edge with its two sides: source module, destination module, source side, destination side.
     """
     position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
-    return tuple(
-        sorted(
-            edge_between(graph, source, destination)
-            for source, destination, here, there in sides
-            if _needs_collective(here, there, position_of)
-        )
-    )
+    needing = {
+        edge_between(graph, source, destination)
+        for source, destination, here, there in sides
+        if _needs_collective(here, there, position_of)
+    }
+    return tuple(sorted(needing))
+
+
+def alike(source: Side, destination: Side) -> bool:
+    """Whether every rank needs just what it has made, so that what crosses the boundary stays where it is."""
+    sums = (*source.partial_groups, *destination.partial_groups)
+    return _held(source) == _held(destination) and not sums
 
 
 def _needs_collective(source: Side, destination: Side, position_of: Mapping[int, int]) -> bool:
@@ -101,9 +106,9 @@ def _needs_collective(source: Side, destination: Side, position_of: Mapping[int,
     It is a collective where some rank is on both sides and the ranks do not need just what they have made; and
     where copies on different positions complete each other's part, since they must come to that at one time.
     """
-    sums = (*source.partial_groups, *destination.partial_groups)
-    if _held(source) == _held(destination) and not sums:
+    if alike(source, destination):
         return False
+    sums = (*source.partial_groups, *destination.partial_groups)
     if not set(source.ranks).isdisjoint(destination.ranks):
         return True
     together = (*source.classes.values(), *destination.classes.values(), *sums)

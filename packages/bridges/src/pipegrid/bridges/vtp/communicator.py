@@ -499,7 +499,8 @@ class VTPCommunicator:
 
     def _received(self, timer: str, start: Callable[[], BridgeReceive]) -> torch.Tensor:
         with _timed(self.config, timer):
-            return start().result()
+            received: torch.Tensor = start().result()
+        return received
 
     def _exchange(self, timer: str, tensor: torch.Tensor, sending: Direction, shapes: Any) -> torch.Tensor:
         start = self._irecv_next(_B if sending is _F else _F, shapes)
@@ -508,7 +509,7 @@ class VTPCommunicator:
             with self.batch():
                 receiving = start()
                 sent = self._start_send(tensor, sending, edge)
-            received = receiving.result()
+            received: torch.Tensor = receiving.result()
             _wait(sent)
         return received
 

@@ -106,7 +106,7 @@ class BoundaryTraffic:
             raise ShapeError(f"{self}: rank {self.rank} expects {out.dtype}, but {dtype} comes")
         view = None if out is None else out.detach().view(part.taken)
         filled, completions = self.traffic.fill(part, handles, direction, dtype=dtype, out=view)
-        return filled.view(shape) if out is None else out, completions
+        return [filled.view(shape) if out is None else out], completions
 
 
 def encode_shape(whole: Shape) -> str:

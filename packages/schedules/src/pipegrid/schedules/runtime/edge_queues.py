@@ -11,7 +11,7 @@ import torch
 from attrs import define, field
 
 from pipegrid.schedules.autograd import free_storage
-from pipegrid.schedules.runtime.payloads import map_tensors
+from pipegrid.schedules.runtime.payloads import map_tensors, unpacked
 from pipegrid.transport.communicator import P2PCommunicator
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
@@ -130,7 +130,7 @@ class SendQueue:
         if self.local is None:
             self._kept[microbatch] = payload, pending
         else:
-            self.local.put(microbatch, map_tensors(payload, _as_leaf))
+            self.local.put(microbatch, unpacked(map_tensors(payload, _as_leaf)))
 
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``: post the send."""

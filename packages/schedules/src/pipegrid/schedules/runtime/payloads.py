@@ -1,4 +1,7 @@
-"""Payloads, the data between stages: tensors, None, and lists, tuples and dicts of them."""
+"""Payloads, the data between stages: tensors, None, and lists, tuples and dicts of them.
+
+Between modules that declare their payload also numbers, and tensors with the rows of their samples (`Packed`).
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from attrs import evolve
 
+from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology.fields import shown
 
 
 def flatten(payload: Any) -> list[torch.Tensor | None]:
-    """The tensors (and None) of a payload, in order."""
+    """The tensors of a payload in order, that of dicts being the order of their keys; None for all other leaves."""
     if isinstance(payload, torch.Tensor):
         return [payload]
-    if isinstance(payload, dict):
-        return [leaf for item in payload.values() for leaf in flatten(item)]
+    if isinstance(payload, dict):  # made on one rank, and its gradients on another
+        return [leaf for key in sorted(payload, key=str) for leaf in flatten(payload[key])]
     if isinstance(payload, (list, tuple)):
         return [leaf for item in payload for leaf in flatten(item)]
-    return [payload]
+    if isinstance(payload, Packed):
+        return [payload.tensor]
+    return [None if isinstance(payload, (int, float)) else payload]
 
 
 def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The payload with ``function`` applied to each tensor; None stays None."""
+    """The payload with ``function`` applied to each tensor; None and numbers stay."""
     if isinstance(payload, torch.Tensor):
         return function(payload)
     if isinstance(payload, dict):
@@ -32,7 +39,18 @@ def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         items = [map_tensors(item, function) for item in payload]
         # A named tuple takes its fields one by one.
         return type(payload)(*items) if hasattr(payload, "_fields") else type(payload)(items)
-    return None if payload is None else function(payload)
+    if isinstance(payload, Packed):
+        return evolve(payload, tensor=function(payload.tensor))
+    return payload if payload is None or isinstance(payload, (int, float)) else function(payload)
+
+
+def unpacked(payload: Any) -> Any:
+    """The payload as a stage receives it: tensors in place of `Packed` ones."""
+    if isinstance(payload, Packed):
+        return payload.tensor
+    if isinstance(payload, dict):
+        return {key: unpacked(item) for key, item in payload.items()}
+    return type(payload)(map(unpacked, payload)) if type(payload) in (list, tuple) else payload
 
 
 def tensors_of(name: str, payload: Any) -> list[torch.Tensor | None]:

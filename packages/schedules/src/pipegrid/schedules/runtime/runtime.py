@@ -271,6 +271,7 @@ class PipelineRuntime:
             reduced_by_plan=number in self._sharded,
             deallocate=deallocate,
             loss_scale=loss_scale,
+            declared=getattr(self._communicator, "payload_edges", frozenset()),
         )
 
     def _bind(self, action: Action) -> _Bound:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import frozen
 
+from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import DataEndedError, LossError, PlanMismatchError, StageInputError, StageOutputError
 
 if TYPE_CHECKING:
@@ -42,8 +43,12 @@ class Stage(Protocol):
         ...
 
 
-def check_outputs(produced: Any, outgoing: AbstractSet[Edge], stage: int, microbatch: int) -> None:
+def check_outputs(
+    produced: Any, outgoing: AbstractSet[Edge], stage: int, microbatch: int, declared: AbstractSet[Edge] = frozenset()
+) -> None:
     """Raise unless a forward returned a `Forwarded` with a payload for each outgoing edge.
+
+    The payloads of edges that are ``declared`` are checked against the declaration, by their communicator.
 
     Raises:
         StageOutputError: another type, or a payload that is not made of tensors.
@@ -63,7 +68,7 @@ def check_outputs(produced: Any, outgoing: AbstractSet[Edge], stage: int, microb
             f"{microbatch}; the plan has edges {sorted(map(str, outgoing))}"
         )
     for edge, payload in produced.outputs.items():
-        if not isinstance(payload, torch.Tensor):
+        if not isinstance(payload, (torch.Tensor, Packed)) and edge not in declared:
             _check_payload(payload, edge, stage, microbatch)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -70,6 +71,7 @@ class StageRunner:
         trains: whether the stage runs a backward.
         splits: whether the plan runs that in halves.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
+        declared: edges whose payloads are declared.
     """
 
     number: int
@@ -84,6 +86,7 @@ class StageRunner:
     deallocate: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     reduced_by_plan: bool = False
+    declared: AbstractSet[Edge] = frozenset()
     training: bool = False
     live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
@@ -132,7 +135,7 @@ class StageRunner:
             if found is None:
                 raise
             raise found from error
-        check_outputs(produced, self._outgoing, self.number, microbatch)
+        check_outputs(produced, self._outgoing, self.number, microbatch, self.declared)
         if self.training:
             self._keep(microbatch, inputs, produced)
         pending = self._pending_free(produced) if self.training and self.deallocate else None

@@ -1,0 +1,516 @@
+"""Payloads of several tensors over one bridge: all leaves of a microbatch travel in one message per lane."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import define, frozen
+
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives, with_gradient
+from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
+from pipegrid.bridges.bridge.structure import Leaf, Packed, Structure, Whole, kind_of
+from pipegrid.bridges.bridge.traffic import EdgeTraffic
+from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.bridges.errors import NoBackwardError, PendingGradientError, ShapeError
+from pipegrid.bridges.reshard import AxisNames, Choice, RankPart, Route, Side
+from pipegrid.bridges.steps import pack
+from pipegrid.topology import GroupSpec
+from pipegrid.topology.fields import shown
+from pipegrid.transport.edge import Direction
+from pipegrid.transport.protocol import Handle
+
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+@frozen(slots=False)
+class PayloadWiring(BridgeWiring):
+    """The lanes and groups of an edge whose leaves have several sides: those of all leaves.
+
+    Attributes:
+        leaves: the wiring of each leaf.
+    """
+
+    leaves: tuple[BridgeWiring, ...] = ()
+
+    @classmethod
+    def of(
+        cls, label: str, src: Side, dst: Side, structure: Structure, directions: tuple[Direction, ...], rank: int
+    ) -> PayloadWiring:
+        """The wiring of ``structure``."""
+
+        def wired(sides: tuple[Side, Side], axes: AxisNames) -> BridgeWiring:
+            return BridgeWiring(label, *sides, axes, "direct", directions, rank)
+
+        leaves = tuple(wired(leaf.sides(src, dst), leaf.axes) for leaf in structure.leaves)
+        return cls(label, src, dst, structure.leaves[0].axes, "direct", directions, rank, leaves)
+
+    @cached_property
+    def routes(self) -> dict[Direction, tuple[Route, ...]]:
+        """Per direction the pairs of ranks between which some leaf may travel."""
+        return {
+            direction: tuple(sorted({route for leaf in self.leaves for route in leaf.routes[direction]}))
+            for direction in self.directions
+        }
+
+    @property
+    def group_specs(self) -> tuple[GroupSpec, ...]:
+        """The groups of this rank."""
+        return tuple(dict.fromkeys(spec for leaf in self.leaves for spec in leaf.group_specs))
+
+    def copies(self, direction: Direction) -> tuple[int, ...]:
+        """The ranks with which this rank completes some leaf, itself included."""
+        return tuple(sorted({rank for leaf in self.leaves for rank in leaf.copies(direction)}))
+
+
+@frozen
+class _Number:
+    """A value of a `Whole` leaf that travels with the shapes: an int, a float or a bool."""
+
+    value: float
+
+
+_Said = Announcement | _Number | None
+"""What a source rank says of one leaf."""
+
+
+def _encode(said: Sequence[_Said]) -> str:
+    def form(one: _Said) -> Any:
+        if isinstance(one, Announcement):
+            return one.shape, one.dtype, one.samples
+        return None if one is None else {"number": one.value}
+
+    return json.dumps([form(one) for one in said], separators=(",", ":"))
+
+
+def _decode(text: str) -> list[_Said]:
+    def said(form: Any) -> _Said:
+        if isinstance(form, dict):
+            return _Number(form["number"])
+        return None if form is None else Announcement(*form)
+
+    return [said(form) for form in json.loads(text)]
+
+
+@frozen
+class _Travelling:
+    """One leaf of one microbatch: how its tensor travels, or the value that needs no message.
+
+    Attributes:
+        known: the plans of the tensor; None for a number, and where this rank has no part in it.
+        shape: of this rank's tensor, as the stage has it; None for a number.
+        value: a number, or None.
+        gradient: whether a gradient comes back.
+    """
+
+    known: Passage | None
+    shape: tuple[int, ...] | None
+    value: Any
+    dtype: torch.dtype | None
+    gradient: bool
+
+    @property
+    def there(self) -> RankPart | None:
+        """This rank's part in the way of the tensor."""
+        return None if self.known is None else self.known.there
+
+    @property
+    def back(self) -> RankPart | None:
+        """This rank's part in the way of its gradient."""
+        return self.known.back if self.gradient and self.known is not None else None
+
+
+@define(eq=False)
+class _Incoming:
+    """A payload on its way: its receive, and its leaves once they are known."""
+
+    leaves: tuple[_Travelling, ...] | None = None
+    receive: BridgeReceive | None = None
+
+    def known(self) -> tuple[_Travelling, ...]:
+        """The leaves; lands the receive if that is what it takes."""
+        if self.leaves is None:
+            assert self.receive is not None
+            self.receive.let_land()
+        assert self.leaves is not None
+        return self.leaves
+
+
+class PayloadExchange:
+    """Payloads of the declared ``structure`` along an edge, both directions, over ``traffic``.
+
+    Args:
+        structure: what crosses.
+        wiring: of the edge.
+        traffic: its lanes and groups.
+        backward: whether gradients come back at all.
+        variable: whether shapes and numbers may change from message to message.
+        comm_dtype: of floating-point leaves on the wire; None is their own.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        wiring: PayloadWiring,
+        traffic: EdgeTraffic,
+        *,
+        backward: bool,
+        variable: bool,
+        comm_dtype: torch.dtype | None,
+    ) -> None:
+        self.structure, self.traffic, self.rank = structure, traffic, wiring.rank
+        self.name, self.backward, self.variable = traffic.name, backward, variable
+        self._wiring = wiring
+        self._shapes = [
+            ShapeExchange(
+                f"{self.name}, payload{leaf.path}",
+                wired.src,
+                wired.dst,
+                wired.axes,
+                Choice("direct"),
+                wiring.rank,
+                comm_dtype,
+                variable,
+                None,
+            )
+            for leaf, wired in zip(structure.leaves, wiring.leaves, strict=True)
+        ]
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was agreed: the next message announces anew."""
+        self._announced: list[_Said] | None = None
+        self._agreed: tuple[_Travelling, ...] | None = None
+        self._sent: PendingGradients[tuple[_Travelling, ...]] = PendingGradients(self.variable)
+        self._received: PendingGradients[_Incoming] = PendingGradients(self.variable)
+
+    # -- activations -------------------------------------------------------------------------------------------
+
+    def isend_forward(self, payload: Any) -> Handle:
+        """Start sending this rank's part of a payload.
+
+        Raises:
+            ShapeError: it is not what the edge declares, or, with fixed shapes, not what was agreed.
+            NoBackwardError: a tensor requires grad whose gradient does not come back.
+        """
+        values = self.structure.values(payload, name=self.name)
+        said = [self._said(leaf, value) for leaf, value in zip(self.structure.leaves, values, strict=True)]
+        self._require_agreed(said)
+        going = tuple(
+            self._outgoing(index, one, value) for index, (one, value) in enumerate(zip(said, values, strict=True))
+        )
+        handle = self._send(
+            [(one.there, _tensor_of(value)) for one, value in zip(going, values, strict=True)],
+            going,
+            _FORWARD,
+            note=_encode(said),
+        )
+        self._announced = said
+        self._sent.add(going, has_gradient=self.backward and torch.is_grad_enabled())
+        return handle
+
+    def _said(self, leaf: Leaf, value: Any) -> _Said:
+        """What this rank announces of a leaf."""
+        where = f"{self.name}: payload{leaf.path}"
+        tensor = _tensor_of(value)
+        if tensor is None:
+            if isinstance(leaf.declared, Whole) and isinstance(value, (int, float)):
+                return _Number(value)
+            raise ShapeError(f"{where} is {kind_of(value)}; the edge declares {leaf.declared}")
+        names = None if isinstance(leaf.declared, Whole) else leaf.declared.names
+        if names is not None and tensor.ndim != len(names):
+            raise ShapeError(f"{where} has shape {tuple(tensor.shape)}; the edge declares {leaf.declared}")
+        if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
+            raise NoBackwardError(
+                f"{where} requires grad, but it was declared without gradient; detach it, or declare the edge with "
+                f"backward=True and the leaf with gradient=True"
+            )
+        samples = value.samples if isinstance(value, Packed) else None
+        if samples is not None and leaf.lifted:
+            raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis; send the tensor")
+        return Announcement(tensor.shape, _name(tensor.dtype), samples)
+
+    def _require_agreed(self, said: Sequence[_Said]) -> None:
+        if self.variable or self._announced is None:
+            return
+        for leaf, now, agreed in zip(self.structure.leaves, said, self._announced, strict=True):
+            if _encode([now]) != _encode([agreed]):
+                raise ShapeError(
+                    f"{self.name}: rank {self.rank} sends {now} as payload{leaf.path}, but {agreed} was agreed with "
+                    f"the first message; what changes needs shapes='variable' (variable_seq_lengths=True)"
+                )
+
+    def _outgoing(self, index: int, said: _Said, value: Any) -> _Travelling:
+        leaf, shapes = self.structure.leaves[index], self._shapes[index]
+        if not isinstance(said, Announcement):
+            return _Travelling(None, None, value, None, gradient=False)
+        tensor = _tensor_of(value)
+        assert tensor is not None
+        gradient = self._has_gradient(leaf, tensor.dtype)
+        if self.rank not in shapes.src.coords_of:  # another data lane gives it
+            return _Travelling(None, said.shape, None, tensor.dtype, gradient=gradient)
+        lifted = _lifted(leaf, said)
+        shapes.check(lifted)
+        known = shapes.passage({self.rank: lifted})
+        if known.there.given != lifted.shape:
+            raise ShapeError(
+                f"{shapes.name}: rank {self.rank} holds shape {lifted.shape}, but with samples {lifted.samples} its "
+                f"part is {known.there.given}"
+            )
+        return _Travelling(known, said.shape, None, tensor.dtype, gradient=gradient)
+
+    def _has_gradient(self, leaf: Leaf, dtype: torch.dtype) -> bool:
+        return self.backward and leaf.declared.gradient and (dtype.is_floating_point or dtype.is_complex)
+
+    def irecv_forward(self) -> BridgeReceive:
+        """Start receiving the next payload."""
+        incoming = _Incoming()
+
+        def land(handles: PostedReceives) -> Landed:
+            incoming.leaves = leaves = self._arriving({peer: handle.note for peer, handle in handles.items()})  # type: ignore[attr-defined]
+            return self._fill([one.there for one in leaves], leaves, handles, _FORWARD)
+
+        def built(tensors: Sequence[torch.Tensor]) -> Any:
+            assert incoming.leaves is not None
+            return self.structure.payload(self._values(incoming.leaves, iter(tensors)))
+
+        incoming.receive = self.traffic.receive(_FORWARD, land, requires_grad=False, build=built)
+        self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
+        return incoming.receive
+
+    def _arriving(self, notes: Mapping[int, str]) -> tuple[_Travelling, ...]:
+        """The leaves that the source ranks have announced, as they travel to this rank.
+
+        Raises:
+            ShapeError: source ranks send tensors and numbers in one place, or different numbers.
+        """
+        if self._agreed is not None:
+            return self._agreed
+        said = {peer: _decode(note) for peer, note in notes.items()}
+        leaves = tuple(
+            self._incoming(index, {peer: one[index] for peer, one in said.items()})
+            for index in range(len(self.structure.leaves))
+        )
+        if not self.variable:
+            self._agreed = leaves
+            self._received.first = _Incoming(leaves)  # in place of the first receive, which would keep its tensors
+        return leaves
+
+    def _incoming(self, index: int, said: Mapping[int, _Said]) -> _Travelling:
+        leaf, shapes, wiring = self.structure.leaves[index], self._shapes[index], self._wiring.leaves[index]
+        first, some = next(iter(said.items()))
+        for peer, one in said.items():
+            if type(one) is not type(some) or (isinstance(one, _Number) and one != some):
+                raise ShapeError(f"{shapes.name}: ranks {first} and {peer} send {some} and {one}; they send the same")
+        if not isinstance(some, Announcement):
+            return _Travelling(None, None, None if some is None else some.value, None, gradient=False)
+        announced = {peer: said[peer] for peer in wiring.senders if peer in said}
+        known = shapes.passage(
+            {peer: _lifted(leaf, one) for peer, one in announced.items() if isinstance(one, Announcement)}
+        )
+        taken = known.there.taken
+        if isinstance(leaf.declared, Whole):
+            shape = next(one.shape for one in announced.values() if isinstance(one, Announcement))
+        else:
+            shape = taken[1:] if leaf.lifted else taken
+        return _Travelling(known, shape, None, known.dtype, gradient=self._has_gradient(leaf, known.dtype))
+
+    def _values(self, leaves: Sequence[_Travelling], tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
+        for one in leaves:
+            if one.shape is None:
+                yield one.value
+            else:
+                tensor = next(tensors).view(one.shape)
+                yield with_gradient(tensor) if one.gradient else tensor
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def isend_backward(self, gradients: Any) -> Handle:
+        """Start sending the gradients of the oldest payload that has none yet; None stands for zeros.
+
+        Raises:
+            PendingGradientError: no payload is waiting for its gradients.
+            ShapeError: a gradient of another shape or dtype than its leaf, or of a leaf that has none.
+        """
+        oldest = self._received.oldest
+        if oldest is None:
+            raise PendingGradientError(
+                f"{self.name}: send_backward on rank {self.rank}, but no payload that was received waits for gradients"
+            )
+        leaves = oldest.known()
+        given = (
+            [None] * len(leaves)
+            if gradients is None
+            else self.structure.values(gradients, name=f"{self.name}, gradients")
+        )
+        pieces: list[tuple[RankPart | None, torch.Tensor | None]] = []
+        for leaf, one, gradient in zip(self.structure.leaves, leaves, given, strict=True):
+            self._check_gradient(leaf, one, gradient)
+            pieces.append((one.back, self._zeros(one.back.given, one) if gradient is None and one.back else gradient))
+        handle = self._send(pieces, leaves, _BACKWARD, note=None)
+        self._received.answer()
+        return handle
+
+    def _check_gradient(self, leaf: Leaf, one: _Travelling, gradient: Any) -> None:
+        where = f"{self.name}: the gradient of payload{leaf.path}"
+        if not one.gradient:
+            if isinstance(gradient, torch.Tensor):
+                kind = shown(one.value) if one.dtype is None else _name(one.dtype)
+                raise ShapeError(
+                    f"{where} is {kind_of(gradient)}, but the leaf is {kind} and has no gradient; give None"
+                )
+            return
+        if gradient is None:
+            return
+        if (
+            not isinstance(gradient, torch.Tensor)
+            or tuple(gradient.shape) != one.shape
+            or gradient.dtype is not one.dtype
+        ):
+            found = f"{kind_of(gradient)}" + (f" of {gradient.dtype}" if isinstance(gradient, torch.Tensor) else "")
+            raise ShapeError(f"{where} is {found}, its leaf was {one.dtype} of shape {one.shape}; give that, or None")
+
+    def irecv_backward(self) -> BridgeReceive:
+        """Start receiving the gradients of the oldest payload that has none yet: None for leaves without.
+
+        Raises:
+            PendingGradientError: no payload was sent.
+        """
+        leaves = self._sent.oldest
+        if leaves is None:
+            raise PendingGradientError(
+                f"{self.name}: recv_backward on rank {self.rank}, but no payload that was sent waits for gradients"
+            )
+        parts = [one.back for one in leaves]
+
+        def built(tensors: Sequence[torch.Tensor]) -> Any:
+            arrived = iter(tensors)
+            return self.structure.payload(self._gradients(leaves, arrived))
+
+        receive = self.traffic.receive(
+            _BACKWARD,
+            lambda handles: self._fill(parts, leaves, handles, _BACKWARD),
+            peers=lambda: _peers(part.receives for part in parts if part is not None),
+            requires_grad=False,
+            build=built,
+        )
+        self._sent.answer()
+        return receive
+
+    def _gradients(self, leaves: Sequence[_Travelling], tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
+        for one in leaves:
+            if not one.gradient or one.shape is None:
+                yield None
+            elif one.known is None:  # the first lane has the gradient
+                yield self._zeros(one.shape, one)
+            else:
+                yield next(tensors).view(one.shape)
+
+    def _zeros(self, shape: Sequence[int], leaf: _Travelling) -> torch.Tensor:
+        return torch.zeros(shape, dtype=leaf.dtype, device=self.traffic.device)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        pieces: Sequence[tuple[RankPart | None, torch.Tensor | None]],
+        leaves: Sequence[_Travelling],
+        direction: Direction,
+        *,
+        note: str | None,
+    ) -> Handle:
+        """One message to each rank that gets something: its boxes of every leaf that this rank gives it, in order."""
+        ready: list[tuple[RankPart, torch.Tensor, torch.dtype, frozenset[int]]] = []
+        for (part, tensor), one, wired in zip(pieces, leaves, self._wiring.leaves, strict=True):
+            if part is None or tensor is None or one.known is None:
+                continue
+            view = tensor.detach().reshape(part.given)
+            summed = self.traffic.summed(part, view, direction)
+            ready.append((part, summed, one.known.wire_dtype, _receivers(wired, direction)))
+        if direction is _FORWARD:
+            peers = [there for here, there in self._wiring.routes[direction] if here == self.rank]
+        else:
+            peers = list(_peers(part.sends for part, *_ in ready))
+        return BridgeSend(
+            self.traffic.send_each(
+                {
+                    peer: [
+                        pack(tensor, part.sends.get(peer, ()), dtype)
+                        for part, tensor, dtype, ends in ready
+                        if peer in ends
+                    ]
+                    for peer in peers
+                },
+                direction,
+                note=note,
+            )
+        )
+
+    def _fill(
+        self,
+        parts: Sequence[RankPart | None],
+        leaves: Sequence[_Travelling],
+        handles: PostedReceives,
+        direction: Direction,
+    ) -> Landed:
+        """The tensors of all leaves with a part here, and what completes them."""
+        arrived = {peer: iter(handle.result()) for peer, handle in handles.items()}
+        tensors: list[torch.Tensor] = []
+        completing: list[Any] = []
+        for part, one, wired in zip(parts, leaves, self._wiring.leaves, strict=True):
+            if part is None or one.known is None:
+                continue
+            ends = _senders(wired, direction)
+            own = {peer: _Arrived(next(pieces)) for peer, pieces in arrived.items() if peer in ends}
+            tensor, steps = self.traffic.fill(
+                part, own, direction, dtype=one.known.dtype, wire_dtype=one.known.wire_dtype
+            )
+            tensors.append(tensor)
+            completing += steps
+        return tensors, completing
+
+
+@frozen
+class _Arrived:
+    """A piece of a message, as `EdgeTraffic.fill` takes it."""
+
+    piece: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """The piece."""
+        return self.piece
+
+
+def _tensor_of(value: Any) -> torch.Tensor | None:
+    """The tensor of a leaf's value; None for a number and for what is no value of a leaf."""
+    tensor = value.tensor if isinstance(value, Packed) else value
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def _lifted(leaf: Leaf, said: Announcement) -> Announcement:
+    """What is announced, in the shape in which it travels."""
+    if isinstance(leaf.declared, Whole):
+        return Announcement((1, math.prod(said.shape)), said.dtype)
+    return Announcement((1, *said.shape), said.dtype) if leaf.lifted else said
+
+
+def _receivers(wiring: BridgeWiring, direction: Direction) -> frozenset[int]:
+    """The ranks that may get a part of this rank's leaf in that direction."""
+    return frozenset(there for here, there in wiring.routes[direction] if here == wiring.rank)
+
+
+def _senders(wiring: BridgeWiring, direction: Direction) -> frozenset[int]:
+    """The ranks that may give this rank a part of its leaf in that direction."""
+    return frozenset(here for here, there in wiring.routes[direction] if there == wiring.rank)
+
+
+def _peers(of_leaves: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    return tuple(sorted({peer for peers in of_leaves for peer in peers}))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,443 @@
+"""Payloads of several tensors over a bridge: what arrives where, the gradients that come back, and what is an error."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegrid.bridges import (
+    Axes,
+    BridgeCommunicator,
+    BridgeError,
+    EdgeOptions,
+    MultiModulePipelineCommunicator,
+    NoBackwardError,
+    Packed,
+    PendingGradientError,
+    ShapeError,
+    Whole,
+)
+from pipegrid.bridges.bridge.structure import Structure
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import P2PMismatchError
+
+CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
+
+
+def grid(offset=0, **dims):
+    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+# -- structures ---------------------------------------------------------------------------------------------
+
+LEAVES = st.one_of(
+    st.none(),
+    st.builds(Whole, gradient=st.booleans()),
+    st.lists(st.sampled_from("bshxyz"), unique=True, max_size=4).map(lambda names: Axes(*names)),
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.text("ab", min_size=1, max_size=2), st.integers(0, 3)), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def count(tree):
+    if isinstance(tree, (Axes, Whole)):
+        return 1
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return sum(map(count, parts))
+
+
+def pruned(tree, victim, counter):
+    """The payload without leaf number ``victim``: its place holds what no structure declares there."""
+    if isinstance(tree, (Axes, Whole)):
+        return ... if next(counter) == victim else "value"
+    if isinstance(tree, dict):
+        made = {key: pruned(part, victim, counter) for key, part in tree.items()}
+        return {key: part for key, part in made.items() if part is not ...}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(part for part in (pruned(part, victim, counter) for part in tree) if part is not ...)
+    return None
+
+
+@given(TREES)
+def test_a_structure_takes_a_payload_apart_and_puts_it_together(tree):
+    if not count(tree):
+        with pytest.raises(BridgeError, match="without a tensor"):
+            Structure(tree)
+        return
+    structure = Structure(tree)
+    assert len(structure.leaves) == count(tree)
+    values = list(range(count(tree)))
+    payload = structure.payload(iter(values))
+    assert structure.values(payload, name="edge") == values
+    for leaf, value in zip(structure.leaves, values, strict=True):
+        assert eval(f"payload{leaf.path}", {"payload": payload}) == value
+
+
+@given(TREES.filter(count), st.integers(0, 7))
+def test_a_missing_leaf_is_an_error_that_shows_the_declaration(tree, victim):
+    victim %= count(tree)
+    payload = pruned(tree, victim, itertools.count())
+    if payload is ...:
+        return
+    with pytest.raises(ShapeError, match="the edge declares") as failure:
+        Structure(tree).values(payload, name="edge")
+    assert "\n" not in str(failure.value)
+
+
+@given(TREES.filter(count), TREES.filter(count))
+def test_structures_that_differ_are_told_apart_by_their_text(one, other):
+    def form(tree):
+        if isinstance(tree, dict):
+            return "dict", [(key, form(part)) for key, part in tree.items()]
+        return (type(tree).__name__, list(map(form, tree))) if isinstance(tree, (list, tuple)) else tree
+
+    assert (str(Structure(one)) == str(Structure(other))) == (form(one) == form(other))
+
+
+@pytest.mark.parametrize(
+    ("declared", "text"),
+    [
+        ({"a": 3}, r"payload\['a'\] is 3; declare Axes"),
+        ([torch.float32], r"payload\[0\] is .*; declare Axes"),
+        ({"a": None}, "without a tensor"),
+        ({1.5: Whole()}, "has the key 1.5"),
+    ],
+)
+def test_a_declaration_of_another_kind_is_an_error(declared, text):
+    with pytest.raises(BridgeError, match=text):
+        EdgeOptions(payload=declared)
+
+
+def test_axes_are_names_and_payloads_go_direct():
+    with pytest.raises(BridgeError, match="have a name twice"):
+        Axes("b", "b")
+    with pytest.raises(BridgeError, match="only one more axis can be folded into the batch"):
+        Axes(("s", "b"), "h")
+    with pytest.raises(BridgeError, match="strategy is 'leader' on an edge with payload="):
+        EdgeOptions(payload=[Whole()], strategy="leader")
+    with pytest.raises(BridgeError, match="leave shape out"):
+        EdgeOptions(payload=[Whole()], shape=(None, 4))
+
+
+# -- on ranks -----------------------------------------------------------------------------------------------
+
+DECLARED = {
+    "features": Axes("b", "s", "h"),
+    "deepstack": [Axes("b", "s", "h")] * 2,
+    "grid": (Axes("b", "thw"), None),
+    "positions": Axes("s", "h"),
+    "table": Whole(),
+    "scale": Whole(),
+    "count": Whole(),
+    "fixed": Axes("b", gradient=False),
+}
+ROWS, SEQUENCE = 4, 4
+
+
+def whole_payload(seed, *, rows=ROWS):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "features": random(rows, SEQUENCE, 3),
+        "deepstack": [random(rows, SEQUENCE, 2), random(rows, SEQUENCE, 1)],
+        "grid": (torch.randint(0, 9, (rows, 3), generator=generator), None),
+        "positions": random(SEQUENCE, 2),
+        "table": random(2, 1, 3),
+        "scale": random(),
+        "count": 7,
+        "fixed": random(rows),
+    }
+
+
+def coords_of(one, rank):
+    found, left = {}, rank - one.rank_offset
+    for name, size in zip(one.dim_names, one.shape, strict=True):
+        found[name], left = left % size, left // size
+    return found
+
+
+def part_of(declared, value, one, rank):
+    """What ``rank`` of grid ``one`` holds of a whole value: from the grid's arithmetic alone."""
+    if isinstance(declared, dict):
+        return {key: part_of(part, value[key], one, rank) for key, part in declared.items()}
+    if isinstance(declared, (list, tuple)):
+        return type(declared)(part_of(part, item, one, rank) for part, item in zip(declared, value, strict=True))
+    if isinstance(declared, Axes):
+        sizes, coords = dict(zip(one.dim_names, one.shape, strict=True)), coords_of(one, rank)
+        for dim, name in (("dp", "b"), ("cp", "s")):
+            if (name,) in declared.names and sizes.get(dim, 1) > 1:
+                value = value.chunk(sizes[dim], declared.names.index((name,)))[coords[dim]]
+        return value.contiguous()
+    return value
+
+
+def flat(tree):
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in flat(part)]
+    return [leaf for part in tree for leaf in flat(part)] if isinstance(tree, (list, tuple)) else [tree]
+
+
+def require_same(got, expected):
+    for one, other in zip(flat(got), flat(expected), strict=True):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=0)
+        else:
+            assert one == other
+            assert type(one) is type(other)
+
+
+def weighted(tree, factor):
+    """Gradients: ``factor`` times the value, where the leaf is a floating-point tensor with a gradient."""
+    return {
+        key: factor * part
+        if isinstance(part, torch.Tensor) and part.requires_grad
+        else [factor * one for one in part]
+        if isinstance(part, list)
+        else (None, None)
+        if isinstance(part, tuple)
+        else None
+        for key, part in tree.items()
+    }
+
+
+PAIRS = {
+    "fan in": (grid(0, dp=2), grid(2)),
+    "fan out": (grid(0), grid(1, dp=2)),
+    "lanes that cross": (grid(0, dp=2), grid(2, dp=2)),
+    "tensor parallel": (grid(0, tp=2), grid(2, tp=2)),
+    "copies and lanes": (grid(0, tp=2), grid(2, dp=2)),
+    "context parallel": (grid(0, cp=2), grid(2, dp=2)),
+    "from lanes to context parallel": (grid(0, dp=2), grid(2, cp=2)),
+    "the same ranks": (grid(0, dp=2), grid(0, tp=2)),
+}
+
+
+def on_ranks(pair, shapes, backend):
+    """A case of the matrix; a few of them run every time."""
+    nightly = (pair, shapes, backend) not in EVERY_TIME
+    marks = [pytest.mark.ranks(4, backend=backend), *([pytest.mark.nightly] if nightly else [])]
+    return pytest.param(pair, shapes, marks=marks, id=f"{pair}-{shapes}-{backend}")
+
+
+EVERY_TIME = (
+    ("copies and lanes", "variable", "gloo"),
+    ("from lanes to context parallel", "fixed", "gloo"),
+    ("the same ranks", "fixed", "fake_nccl"),
+)
+CASES = [on_ranks(*case) for case in itertools.product(PAIRS, ("fixed", "variable"), ("gloo", "fake_nccl"))]
+
+
+@pytest.mark.parametrize(("pair", "shapes"), CASES)
+def test_every_leaf_arrives_by_its_own_axes_and_gradients_come_back(ranks, pair, shapes):
+    src, dst = PAIRS[pair]
+    bridge = BridgeCommunicator(src, dst, payload=DECLARED, config=CONFIG, shapes=shapes, device=ranks.device)
+    if not (bridge.is_source or bridge.is_destination):
+        return
+    receivers = list(bridge.dst.ranks)
+    for step in range(3):
+        whole = whole_payload(step, rows=ROWS * (1 + step % 2) if shapes == "variable" else ROWS)
+        with bridge.batch():
+            sending = receiving = None
+            if bridge.is_source:
+                sending = bridge.isend_forward(part_of(DECLARED, whole, src, ranks.rank))
+            if bridge.is_destination:
+                receiving = bridge.irecv_forward()
+        back = None
+        if receiving is not None:
+            arrived = receiving.result()
+            require_same(arrived, part_of(DECLARED, whole, dst, ranks.rank))
+            assert [leaf.requires_grad for leaf in flat(arrived) if isinstance(leaf, torch.Tensor)] == [
+                True, True, True, False, True, True, True, False
+            ]  # fmt: skip
+            back = weighted(
+                arrived, 1.0 + coords_of(dst, ranks.rank).get("dp", 0) + coords_of(dst, ranks.rank).get("cp", 0)
+            )
+        with bridge.batch():
+            answering = None if back is None else bridge.isend_backward(back)
+            gradients = bridge.irecv_backward() if bridge.is_source else None
+        if gradients is not None:
+            require_same(gradients.result(), expected_gradients(whole, src, dst, ranks.rank, receivers))
+        for handle in (sending, answering):
+            if handle is not None:
+                handle.wait()
+    bridge.destroy()
+
+
+def expected_gradients(whole, src, dst, rank, receivers):
+    """The sum over the parts of the destination, cut as the source has it; of a whole leaf on its first lane."""
+    lanes = {}
+    for other in receivers:
+        coords = coords_of(dst, other)
+        lanes[coords.get("dp", 0), coords.get("cp", 0)] = other
+    sizes = dict(zip(dst.dim_names, dst.shape, strict=True))
+
+    def summed(declared, value):
+        total = torch.zeros_like(value)
+        for dp, cp in lanes:
+            where = [slice(None)] * value.ndim
+            for dim, name, index in (("dp", "b", dp), ("cp", "s", cp)):
+                if isinstance(declared, Axes) and (name,) in declared.names and sizes.get(dim, 1) > 1:
+                    axis = declared.names.index((name,))
+                    width = value.shape[axis] // sizes[dim]
+                    where[axis] = slice(index * width, (index + 1) * width)
+            total[tuple(where)] += (1.0 + dp + cp) * value[tuple(where)]
+        here = coords_of(src, rank)
+        cut = [
+            dim
+            for dim, name in (("dp", "b"), ("cp", "s"))
+            if isinstance(declared, Whole) or (name,) not in declared.names
+        ]
+        gives = all(here.get(dim, 0) == 0 for dim in cut)
+        return part_of(declared, total if gives else torch.zeros_like(total), src, rank)
+
+    return {
+        "features": summed(DECLARED["features"], whole["features"]),
+        "deepstack": [summed(DECLARED["deepstack"][0], one) for one in whole["deepstack"]],
+        "grid": (None, None),
+        "positions": summed(DECLARED["positions"], whole["positions"]),
+        "table": summed(DECLARED["table"], whole["table"]),
+        "scale": summed(DECLARED["scale"], whole["scale"]),
+        "count": None,
+        "fixed": None,
+    }
+
+
+@pytest.mark.ranks(3)
+def test_packed_leaves_are_cut_between_samples(ranks):
+    """One lane of four samples to two lanes: tokens and images follow the samples."""
+    src, dst = grid(0), grid(1, dp=2)
+    declared = {"tokens": Axes("b", "h"), "images": Axes("b", "thw")}
+    bridge = BridgeCommunicator(src, dst, payload=declared, config=CONFIG, shapes="variable")
+    tokens, images = (3, 0, 2, 4), (1, 0, 2, 1)
+    rows = torch.arange(9.0).repeat(2, 1).T.contiguous()
+    sizes = torch.arange(12).view(4, 3)
+    if bridge.is_source:
+        bridge.send_forward({"tokens": Packed(rows, tokens), "images": Packed(sizes, images)})
+        assert torch.equal(bridge.recv_backward()["tokens"], 2 * rows)
+    else:
+        lane = ranks.rank - 1
+        arrived = bridge.recv_forward()
+        assert torch.equal(arrived["tokens"], rows[slice(0, 3) if lane == 0 else slice(3, 9)])
+        assert torch.equal(arrived["images"], sizes[slice(0, 1) if lane == 0 else slice(1, 4)])
+        bridge.send_backward({"tokens": 2 * arrived["tokens"].detach(), "images": None})
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was(ranks):
+    declared = {"x": Axes("b", "h"), "n": Whole(), "fixed": Axes("b", gradient=False)}
+    bridge = BridgeCommunicator(grid(0), grid(1), payload=declared, config=CONFIG)
+    x, ids = torch.randn(2, 3), torch.arange(2)
+    good = {"x": x, "n": 2, "fixed": ids}
+    if bridge.is_source:
+        wrong = [
+            ({"x": x, "n": 2}, ShapeError, r"payload is a dict with the keys \['x', 'n'\]; the edge declares"),
+            ({**good, "x": None}, ShapeError, r"payload\['x'\] is None; the edge declares \[b, h\]"),
+            ({**good, "x": 3.0}, ShapeError, r"payload\['x'\] is 3.0; the edge declares"),
+            ({**good, "x": x[0]}, ShapeError, r"payload\['x'\] has shape \(3,\); the edge declares"),
+            ({**good, "n": "two"}, ShapeError, r"payload\['n'\] is 'two'; the edge declares whole"),
+            ({**good, "n": Packed(x, (2,))}, ShapeError, r"payload\['n'\] is Packed, but whole has no batch axis"),
+            ({**good, "fixed": torch.ones(2, requires_grad=True)}, NoBackwardError, "declared without gradient"),
+            (x, ShapeError, "payload is a tensor of shape|payload is tensor"),
+        ]
+        for payload, error, text in wrong:
+            with pytest.raises(error, match=text) as failure:
+                bridge.send_forward(payload)
+            assert "\n" not in str(failure.value)
+        with pytest.raises(PendingGradientError, match="no payload that was sent"):
+            bridge.irecv_backward()
+        bridge.send_forward(good)
+        for payload, text in (
+            ({**good, "n": 3}, r"sends .*3.* as payload\['n'\], but .*2.* was agreed"),
+            ({**good, "n": 2.0}, r"payload\['n'\]"),
+            ({**good, "x": x[:1]}, r"as payload\['x'\], but .*was agreed with the first message"),
+        ):
+            with pytest.raises(ShapeError, match=text):
+                bridge.send_forward(payload)
+        assert torch.equal(bridge.recv_backward()["x"], x)
+    else:
+        with pytest.raises(PendingGradientError, match="no payload that was received"):
+            bridge.isend_backward(None)
+        arrived = bridge.recv_forward()
+        require_same(arrived, good)
+        back = {"x": x_of(arrived), "n": None, "fixed": None}
+        for grads, text in (
+            ({**back, "fixed": torch.ones(2)}, r"payload\['fixed'\] is .*, but the leaf is int64 and has no gradient"),
+            ({**back, "n": torch.ones(())}, r"payload\['n'\] is .*, but the leaf is 2 and has no gradient"),
+            (
+                {**back, "x": torch.ones(2, 2)},
+                r"payload\['x'\] is a tensor of shape \(2, 2\) of torch.float32, its leaf",
+            ),
+            ({"x": back["x"]}, "the edge declares"),
+        ):
+            with pytest.raises(ShapeError, match=text):
+                bridge.send_backward(grads)
+        bridge.send_backward(back)
+    bridge.destroy()
+
+
+def x_of(arrived):
+    return arrived["x"].detach()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_declare_different_payloads_do_not_open_the_edge(ranks):
+    declared = {"x": Axes("b", "h")} if ranks.rank == 0 else {"x": Axes("b", "h"), "y": Axes("b")}
+    with pytest.raises(P2PMismatchError, match="payload.*x.*y|payload.*y.*x") as failure:
+        BridgeCommunicator(grid(0), grid(1), payload=declared, config=CONFIG)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.ranks(3)
+def test_source_ranks_that_send_different_numbers_are_named(ranks):
+    bridge = BridgeCommunicator(grid(0, dp=2), grid(2), payload=[Axes("b"), Whole()], config=CONFIG)
+    if bridge.is_source:
+        bridge.send_forward([torch.ones(1), ranks.rank])
+    else:
+        with pytest.raises(ShapeError, match=r"payload\[1\]: ranks 0 and 1 send .*; they send the same"):
+            bridge.recv_forward()
+    bridge.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_the_verbs_of_many_modules_carry_payloads_and_add_up_their_gradients(ranks):
+    grids = {"enc": grid(0, dp=2), "one": grid(2), "two": grid(3)}
+    declared = {"x": Axes("b", "h"), "ids": Axes("b")}
+    comm = MultiModulePipelineCommunicator(
+        grids,
+        {"enc": ["one", "two"], "one": [], "two": []},
+        CONFIG,
+        edges={("enc", name): EdgeOptions(payload=declared) for name in ("one", "two")},
+    )
+    assert comm.payload_edges == {Edge(0, 1), Edge(0, 2)}
+    rows = torch.arange(6.0).view(2, 3)
+    if ranks.rank < 2:
+        payload = {"x": rows[ranks.rank : ranks.rank + 1], "ids": torch.tensor([ranks.rank])}
+        comm.send_forward({"enc": payload})
+        back = comm.recv_backward()["enc"]
+        assert torch.equal(back["x"], 5 * payload["x"])
+        assert back["ids"] is None
+    else:
+        arrived = comm.recv_forward()["enc"]
+        require_same(arrived, {"x": rows, "ids": torch.tensor([0, 1])})
+        comm.send_backward({"enc": {"x": ranks.rank * arrived["x"].detach(), "ids": None}})
+    if ranks.rank < 2:
+        with pytest.raises(ShapeError, match="the edge declares"):
+            comm.isend(rows, edge=Edge(0, 1), direction=Direction.FORWARD)
+    comm.destroy()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipegrid.planner
-from pipegrid.bridges import positions_of
+from pipegrid.bridges import ModuleGraph, positions_of
 from pipegrid.planner import (
     Device,
     Job,
@@ -25,6 +25,7 @@ from pipegrid.planner import (
     parse_job,
     plan,
     read_job,
+    what_if,
 )
 from pipegrid.planner.__main__ import main
 from pipegrid.planner.choice import Shape
@@ -32,8 +33,23 @@ from pipegrid.planner.model import CostModel
 from pipegrid.planner.report import results_table, to_json, why_slower
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import arrangements
-from pipegrid.schedules import PlanError, stage_places
+from pipegrid.schedules import (
+    SCHEDULES,
+    ActionKind,
+    Costs,
+    PlanError,
+    Recording,
+    lower,
+    one_f_one_b,
+    recording_from_json,
+    recording_to_json,
+    schedule_for,
+    simulate,
+    stage_places,
+    zero_bubble_h1,
+)
 from pipegrid.schedules.generators import v_placement
+from pipegrid.schedules.timeline import Recorded, Track
 
 ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 VLM = Path(__file__).parents[3] / "docs" / "examples" / "jobs" / "vlm.toml"
@@ -290,5 +306,81 @@ def test_the_package_works_with_torch_blocked():
 def test_the_public_names_are_pinned():
     assert set(pipegrid.planner.__all__) == {
         "Choice", "Device", "Job", "JobError", "Layers", "Measured", "Module", "Network", "NoFitError", "Planned",
-        "Training", "parse_job", "plan", "read_job",
+        "Training", "WhatIf", "parse_job", "plan", "read_job", "what_if",
     }  # fmt: skip
+
+
+def recorded(plan, costs, *, rank_of=1):
+    """The recording of a run that takes exactly what the simulation says."""
+    simulation = simulate(plan, costs)
+    tracks = []
+    for position, (starts, ends) in enumerate(zip(simulation.start, simulation.end, strict=True)):
+        entries = [
+            Recorded(index, start, end, memory=7 if action.kind is ActionKind.F else None)
+            for index, (start, end, action) in enumerate(zip(starts, ends, plan.actions(position), strict=True))
+        ]
+        tracks.append(Track(rank_of * position, position, entries))
+    return Recording(plan, tracks)
+
+
+UNEVEN = Costs(F=(1.0, 2.0, 3.0, 4.0), I=(2.0, 1.0, 2.0, 1.0), W=(1.0, 1.0, 1.0, 2.0))
+
+
+def test_what_if_of_the_recorded_schedule_is_the_recorded_step():
+    recording = recorded(lower(zero_bubble_h1(4, 8)), UNEVEN)
+    found = what_if(recording, schedule="zero_bubble_h1")
+    assert found.predicted == pytest.approx(found.measured)
+    assert found.reproduced.makespan == pytest.approx(found.measured)
+    assert found.other.peak() == 4 * 7
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "1f1b", "interleaved_1f1b", "v_half"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_what_if_is_the_simulation_of_the_other_plan_at_the_same_costs(schedule, pp):
+    recording = recorded(lower(zero_bubble_h1(4, 8)), UNEVEN)
+    found = what_if(recording, schedule=schedule, pp=pp)
+    stages = len(stage_places(schedule, pp))
+    other = SCHEDULES[schedule].plan(pp, 8)
+    assert found.predicted == pytest.approx(simulate(lower(other), UNEVEN.cut_into(stages, slices=4)).makespan)
+    read = what_if(recording_from_json(recording_to_json(recording)), schedule=schedule, pp=pp)
+    assert read.predicted == found.predicted
+
+
+def test_what_if_keeps_the_batch_and_halves_whole_backwards_as_asked():
+    recording = recorded(lower(one_f_one_b(2, 4)), Costs(F=(1.0, 1.0), B=(3.0, 3.0)))
+    assert what_if(recording, schedule="1f1b", microbatches=8).predicted == pytest.approx(9 * 2.0)
+    even, uneven = (what_if(recording, schedule="zero_bubble_h1", input_share=share) for share in (0.5, 0.25))
+    assert even.other.costs.I == (1.5, 1.5)
+    assert uneven.other.costs.W == (2.25, 2.25)
+
+
+def test_what_if_of_several_modules_keeps_their_stages():
+    graph = ModuleGraph([("images", 1), ("language", 2)], [("images", "language")])
+    recording = recorded(lower(schedule_for(graph, "1f1b", 6, placement=[0, 1, 2])), Costs(F=1.0, I=1.0, W=1.0))
+    found = what_if(recording, schedule="zero_bubble_h1")
+    assert found.other.plan.graph == graph
+    assert found.predicted < found.measured
+    with pytest.raises(JobError, match="'language' was recorded on 2 positions beside other modules"):
+        what_if(recording, schedule="1f1b", pp=4)
+    with pytest.raises(JobError, match="recorded with 2 stages on 2 positions"):
+        what_if(recording, schedule="interleaved_1f1b", chunks=2)
+
+
+def test_the_command_line_of_what_if(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(recording_to_json(recorded(lower(one_f_one_b(2, 4)), Costs(F=1.0, I=1.0, W=1.0))))
+    svg = tmp_path / "other.svg"
+    assert main(["what-if", str(path), "--schedule", "zero_bubble_v", "--pp", "4", "--svg", str(svg)]) == 0
+    printed = capsys.readouterr().out
+    assert "recorded, simulated" in printed
+    assert "predicted" in printed
+    assert svg.read_text().startswith("<svg")
+    for wrong in (
+        ["--schedule", "none"],
+        ["--schedule", "1f1b", "--pp", "0"],
+        ["--schedule", "1f1b", "--input-share", "2"],
+    ):
+        assert main(["what-if", str(path), *wrong]) == 2
+    path.write_text('{"plan": 1}')
+    assert main(["what-if", str(path), "--schedule", "1f1b"]) == 2
+    assert capsys.readouterr().err.count("\n") == 4

@@ -56,10 +56,11 @@ class Sleeper(nn.Module):
         time.sleep(self.seconds)
         if self.entry is not None:
             x = x + self.entry
-        return _sleeping(x, self.seconds) + _sleeping(self.weight, self.seconds)
+        return sleeping(x, self.seconds) + sleeping(self.weight, self.seconds)
 
 
-def _sleeping(x: Tensor, seconds: float) -> Tensor:
+def sleeping(x: Tensor, seconds: float) -> Tensor:
+    """The identity, whose backward takes ``seconds``."""
     result: Tensor = _Sleep.apply(x, seconds)  # type: ignore[no-untyped-call]
     return result
 

@@ -5,6 +5,7 @@ from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module, Network, Training
 from pipegrid.planner.reading import parse_job, read_job
 from pipegrid.planner.search import Planned, plan
+from pipegrid.planner.what_if import WhatIf, what_if
 
 __all__ = [
     "Choice",
@@ -18,7 +19,9 @@ __all__ = [
     "NoFitError",
     "Planned",
     "Training",
+    "WhatIf",
     "parse_job",
     "plan",
     "read_job",
+    "what_if",
 ]

@@ -1,4 +1,7 @@
-"""Plan a job: ``python -m pipegrid.planner plan job.toml --gpus 64 --memory 80GB``."""
+"""Plan a job: ``python -m pipegrid.planner plan job.toml --gpus 64 --memory 80GB``.
+
+Predict another schedule or cut of a recorded run: ``... what-if run.json --schedule zero_bubble_v --pp 8``.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from pathlib import Path
 
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.reading import read_job
-from pipegrid.planner.report import explanation, results_table, summary, to_json
+from pipegrid.planner.report import explanation, results_table, summary, to_json, what_if_table
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import plan
-from pipegrid.schedules import timeline, write_svg
+from pipegrid.planner.what_if import what_if
+from pipegrid.schedules import CostsError, PlanError, TimelineError, recording_from_json, timeline, write_svg
 
 USAGE = 2
 NO_FIT = 1
@@ -33,10 +37,26 @@ def plan_file(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def what_if_file(arguments: argparse.Namespace) -> int:
+    """Predict a step of another plan, and print it beside the recorded one."""
+    found = what_if(
+        recording_from_json(arguments.recording.read_text(encoding="utf-8")),
+        schedule=arguments.schedule,
+        pp=arguments.pp,
+        chunks=arguments.chunks,
+        microbatches=arguments.microbatches,
+        input_share=arguments.input_share,
+    )
+    print(what_if_table(found), end="")
+    if arguments.svg:
+        write_svg(timeline(found.other, unit="s"), arguments.svg)
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m pipegrid.planner", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="plan")
+    commands = top.add_subparsers(required=True, metavar="plan | what-if")
     search = commands.add_parser("plan", help="the best grids, layout, schedule and microbatch size of a job")
     search.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
     search.add_argument("--gpus", type=int, required=True, help="at most this many")
@@ -47,6 +67,15 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--svg", type=Path, help="write the winner's timeline")
     search.add_argument("--code", type=Path, help="write a training script with the winner's sizes")
     search.set_defaults(run=plan_file)
+    other = commands.add_parser("what-if", help="the step time of a recorded run under another plan")
+    other.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")
+    other.add_argument("--schedule", required=True, help="its name, such as zero_bubble_v")
+    other.add_argument("--pp", type=int, help="positions; by default as recorded")
+    other.add_argument("--chunks", type=int, help="stages per position; by default the schedule's own number")
+    other.add_argument("--microbatches", type=int, help="of the same batch; by default as recorded")
+    other.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
+    other.add_argument("--svg", type=Path, help="write its timeline")
+    other.set_defaults(run=what_if_file)
     return top
 
 
@@ -55,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     try:
         result: int = parsed.run(parsed)
-    except (JobError, OSError) as error:
+    except (JobError, PlanError, CostsError, TimelineError, OSError) as error:
         print(f"pipegrid.planner: {error}", file=sys.stderr)
         return NO_FIT if isinstance(error, NoFitError) else USAGE
     return result

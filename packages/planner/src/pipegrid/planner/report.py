@@ -7,6 +7,7 @@ from typing import Any
 
 from pipegrid.planner.choice import Choice
 from pipegrid.planner.search import Planned
+from pipegrid.planner.what_if import WhatIf
 from pipegrid.schedules.timeline import time_text
 from pipegrid.topology.tables import table, text_table
 
@@ -100,6 +101,17 @@ def _extent(planned: Planned) -> str:
     if planned.complete:
         return f"{tried}; no other is faster than the last of these"
     return f"{tried}, the limit; none of the others is faster than {time_text(planned.bound, 's')}"
+
+
+def what_if_table(found: WhatIf) -> str:
+    """The recorded step, its simulation, and the other plan's."""
+    unit = "bytes" if found.other.costs.activation is not None else "microbatches"
+    rows = [("recorded", time_text(found.measured, "s"), "", "", "")]
+    for name, simulation in (("recorded, simulated", found.reproduced), ("predicted", found.other)):
+        off = f"{100 * (simulation.makespan / found.measured - 1):+.1f}%"
+        peak = f"{simulation.peak():.4g}"
+        rows.append((name, time_text(simulation.makespan, "s"), off, f"{100 * simulation.bubble():.1f}%", peak))
+    return text_table(("step", "time", "change", "bubble", f"peak {unit}"), rows, right=(1, 2, 3, 4)) + "\n"
 
 
 def to_json(planned: Planned) -> str:

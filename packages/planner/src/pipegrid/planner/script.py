@@ -9,6 +9,8 @@ _HEAD = '''"""Training script of a planned job: fill in `build_stage`, `load_bat
 torchrun --nproc-per-node <GPUs of a node> <this file>, on {gpus} GPUs. Predicted step: {step:.4g} s.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -20,6 +22,9 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, data_lane
 MICROBATCH = {microbatch}  # samples, over all data lanes
 NUM_MICROBATCHES = {count}
 SEQ_LENGTH = 4096  # of the activations between stages; yours
+STEPS = 1000
+DTYPE = torch.bfloat16  # of activations and gradients between stages
+ON_GPU = torch.cuda.is_available()
 '''
 
 _BODY = '''
@@ -40,8 +45,7 @@ def loss_of(output: torch.Tensor):
 
 
 def main() -> None:
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    device = torch.device("cuda" if ON_GPU else "cpu")
     grids = {
         name: HyperCommGrid(shape, ["tp", "cp", "dp", "pp"], rank_offset=offset)
         for name, (shape, offset) in GRIDS.items()
@@ -51,7 +55,7 @@ def main() -> None:
     for name in mine:
         for dim in ("tp", "cp", "dp", "pp"):
             grids[name].create_pg(dim)
-    config = PipelineConfig(pipeline_dtype=torch.bfloat16)
+    config = PipelineConfig(pipeline_dtype=DTYPE)
     pipe = MultiModulePipelineCommunicator(grids, TOPOLOGY, config, stage_placement=PLACES)
     models: dict[str, list[torch.nn.Module]] = {name: [] for name in mine}
     for name in mine:
@@ -63,7 +67,7 @@ def main() -> None:
                 stage = build_stage(name, list(layout.stages[index]), first)
                 stage.config, stage.module = config, name
                 stage.ends = not TOPOLOGY[name] and index == len(PLACES[name]) - 1
-                models[name].append(stage.cuda())
+                models[name].append(stage.to(device))
     stages = [stage for held in models.values() for stage in held]
     optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-4)
     groups = {name: ProcessGroupCollection.from_grid(grids[name]) for name in mine}
@@ -79,7 +83,7 @@ def main() -> None:
         return (output if stage.ends else {stage.module: output}), loss_of
 
     train_step = get_forward_backward_func(schedule=SCHEDULE)
-    for step in range(1000):
+    for step in range(STEPS):
         train_step(
             forward_step_func=forward_step,
             data_iterator=own(batches_of(step)),
@@ -93,11 +97,15 @@ def main() -> None:
         clip_grad_norm_(own(models), own(groups), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
-    dist.destroy_process_group()
+    pipe.destroy()
 
 
 if __name__ == "__main__":
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
     main()
+    dist.destroy_process_group()
 '''
 
 

@@ -60,7 +60,10 @@ from pipegrid.schedules.timeline import (
     Recorder,
     Recording as Recording,
     Timeline as Timeline,
+    TimelineError as TimelineError,
     ascii_timeline,
+    recording_from_json as recording_from_json,
+    recording_to_json as recording_to_json,
     timeline,
     write_perfetto,
     write_svg,
@@ -168,7 +171,7 @@ _LAZY = {
     "zero_bubble_h1_order zero_bubble_h2_order zero_bubble_v_order",
     "search": "Found Progress comparison_table",
     "simulate": "costs_from_json costs_to_json unit_costs",
-    "timeline": "Aside Counter Flow Recorded Span TimelineError Track scaled",
+    "timeline": "Aside Counter Flow Recorded Span Track scaled",
     "gradients": "DeferralError GradientError LossScaleError LossScaler MainGradError ReductionTimeoutError "
     "ReplicaError TiedParameters TyingError "
     "accumulate_in_main_grad clear_embedding_activation_buffer clip_grad_norm_ "

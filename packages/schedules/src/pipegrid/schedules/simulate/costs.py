@@ -6,14 +6,18 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from attrs import evolve, field, fields, frozen
 
 from pipegrid.schedules.errors import PlanError, PlanSyntaxError
 from pipegrid.schedules.plan import load_json, parse_edge
+from pipegrid.schedules.simulate.measured import measured_costs
 from pipegrid.topology.fields import Count, checked, checked_arguments, shown
 from pipegrid.transport.edge import Edge
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.timeline.recording import Recording
 
 
 class CostsError(ValueError):
@@ -119,6 +123,29 @@ class Costs:
                     )
                 else:
                     _check(name, entry)
+
+    @classmethod
+    def from_recording(cls, recording: Recording, *, input_share: float = 0.5) -> Costs:
+        """What a recorded step took on ranks: seconds, and bytes where the recorder measured memory.
+
+        Per stage and kind, the mean over microbatches and ranks; per edge, what a message took where its receiver
+        waited for it; ``overhead``, the host's time for an action. Ranks of other hosts need clocks with one zero
+        (see `Recorder`).
+
+        Args:
+            recording: of one step.
+            input_share: of a backward that was recorded whole, the part that is ``I``; half of the FLOPs of a matrix
+                product's backward are the input's gradient.
+
+        Raises:
+            CostsError: ``input_share`` outside of 0..1, or a stage of which no forward was recorded.
+        """
+        if not 0.0 <= input_share <= 1.0:
+            raise CostsError(f"input_share is {input_share}; it is a share of a backward, from 0 to 1")
+        held = {stage for track in recording.tracks for stage in recording.plan.stages_at[track.position]}
+        if missing := sorted(set(range(recording.plan.num_stages)) - held):
+            raise CostsError(f"no rank recorded stage {missing[0]}; gather the track of a rank of every position")
+        return cls(**measured_costs(recording, input_share))
 
     @property
     def stages(self) -> int | None:

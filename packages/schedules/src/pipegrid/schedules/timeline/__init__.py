@@ -4,6 +4,7 @@ from pipegrid.schedules.timeline.ascii import ascii_timeline
 from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.timeline.recorder import Recorder
 from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
+from pipegrid.schedules.timeline.recording_json import recording_from_json, recording_to_json
 from pipegrid.schedules.timeline.sources import position_name, timeline
 from pipegrid.schedules.timeline.svg import svg, write_svg
 from pipegrid.schedules.timeline.timeline import (
@@ -33,6 +34,8 @@ __all__ = [
     "ascii_timeline",
     "perfetto",
     "position_name",
+    "recording_from_json",
+    "recording_to_json",
     "scaled",
     "summary",
     "svg",

@@ -22,20 +22,27 @@ class Recorder:
     Call `start`, run a step, and take this rank's `track`. Tracks are plain data, fit for
     `torch.distributed.all_gather_object`. So that tracks of several ranks share a zero, give all ranks of a host the
     same ``zero``; across hosts, whose clocks have nothing in common, call `start` right after a barrier.
+
+    ``memory``: bytes that are allocated now, such as `torch.cuda.memory_allocated`; then the recording knows the
+    activations of each stage as well.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, memory: Callable[[], int] | None = None
+    ) -> None:
+        self._clock, self._memory = clock, memory
         self._zero = clock()
-        self._since = 0.0
+        self._since, self._held = 0.0, 0
         self._spans: dict[Action, tuple[float, float]] = {}
+        self._completed: dict[Action, float] = {}
+        self._grown: dict[Action, int] = {}
         self._asides: list[Aside] = []
 
     def start(self, zero: float | None = None) -> None:
         """Clear the recording, and count seconds from now, or from ``zero`` on the recorder's clock."""
         if zero is not None:
             checked(zero, Time, "zero", TimelineError)
-        self._spans = {}
+        self._spans, self._completed, self._grown = {}, {}, {}
         self._asides = []
         self._zero = self._clock() if zero is None else zero
 
@@ -47,15 +54,19 @@ class Recorder:
     def before(self, action: Action) -> None:
         """See `Hook`."""
         del action
+        if self._memory is not None:
+            self._held = self._memory()
         self._since = self.now
 
     def after(self, action: Action) -> None:
         """See `Hook`."""
         self._spans[action] = (self._since, self.now)
+        if self._memory is not None:
+            self._grown[action] = self._memory() - self._held
 
     def completed(self, action: Action) -> None:
         """See `Hook`."""
-        self._spans[action] = (self._spans[action][0], self.now)
+        self._completed[action] = self.now
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
@@ -90,6 +101,11 @@ class Recorder:
         return Track(
             rank,
             position,
-            [Recorded(place[action], start, end) for action, (start, end) in self._spans.items()],
+            [self._recorded(place[action], action) for action in self._spans],
             self._asides,
         )
+
+    def _recorded(self, index: int, action: Action) -> Recorded:
+        start, end = self._spans[action]
+        posted = end if action.kind.is_message else None
+        return Recorded(index, start, self._completed.get(action, end), posted, self._grown.get(action))

@@ -1,0 +1,90 @@
+"""The training script that the planner writes, on ranks: with its blanks filled in, each choice of a job trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrid.planner import Device, Job, Layers, Module, Network, Training, plan
+from pipegrid.planner.script import training_script
+
+WIDTH, STEPS = 3, 2
+
+
+def job(schedule):
+    images = Module("images", (Layers("encoder", 2, flops=1e12, parameters=10),), 1e3)
+    language = Module(
+        "language",
+        (Layers("embedding", flops=1e11, parameters=10), Layers("decoder", 6, flops=1e12, parameters=10)),
+        1e3,
+        pp=(2,),
+    )
+    training = Training(schedules=(schedule,), microbatch=(2,))
+    return Job(
+        (images, language), 8, Device(1e14, 1e9), Network(1e9, 1e9), (("images", "language"),), training=training
+    )
+
+
+class Stage(nn.Module):
+    """A linear layer for each of the stage's."""
+
+    def __init__(self, module, kinds, first):
+        super().__init__()
+        torch.manual_seed(100 * len(module) + first)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in kinds))
+        self.received = None
+        self.first = first
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, batches):
+        given = next(batches)
+        received = self.received
+        if isinstance(received, dict):
+            tensors = [value for value in received.values() if value is not None]
+            received = tensors[0] if tensors else None
+        elif isinstance(received, list):
+            received = received[0]
+        return self.layers(given if received is None else received)
+
+
+def filled_in(script, losses):
+    """The script as a module, its blanks filled in."""
+    names: dict = {"__name__": "planned"}
+    exec(compile(script, "train.py", "exec"), names)
+
+    def load_batch(step, lane, lanes):
+        generator = torch.Generator().manual_seed(step)
+        whole = torch.randn(names["NUM_MICROBATCHES"], names["MICROBATCH"], 1, WIDTH, generator=generator)
+        return (microbatch.chunk(lanes)[lane] for microbatch in whole)
+
+    def loss_of(output):
+        loss = output.square().mean()
+        losses.append(loss.item())
+        return loss, {}
+
+    names.update(build_stage=Stage, load_batch=load_batch, loss_of=loss_of, STEPS=STEPS, DTYPE=torch.float32)
+    names["SEQ_LENGTH"] = 1
+    return names
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble_v"])
+def test_a_written_script_trains_every_arrangement(schedule):
+    choices = plan(job(schedule), gpus=4).choices
+    seen = set()
+    for choice in choices:
+        if choice.arrangement.gpus != dist.get_world_size() or str(choice.arrangement) in seen:
+            continue
+        seen.add(str(choice.arrangement))
+        losses: list[float] = []
+        filled_in(training_script(choice), losses)["main"]()
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, losses)
+        told = [each for each in found if each]
+        assert told, f"no rank had the loss in {choice.arrangement}"
+        assert all(len(each) == STEPS * choice.shape.job.global_batch // choice.microbatch for each in told)
+    assert seen

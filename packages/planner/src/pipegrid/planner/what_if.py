@@ -1,0 +1,119 @@
+"""Another schedule, cut or number of microbatches for a run that was recorded: its step time, predicted."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from pipegrid.bridges import ModuleGraph
+from pipegrid.planner.errors import JobError
+from pipegrid.schedules import Costs, Plan, Recording, Simulation, lower, schedule_for, simulate, stage_places
+from pipegrid.topology.fields import Count, checked_arguments
+
+
+@frozen(slots=False)
+class WhatIf:
+    """A recorded step beside another plan at the same costs; times in seconds.
+
+    ``measured``: the recorded step, from its first start to its last end. ``reproduced``: its plan at the costs that
+    were measured; what it differs from ``measured`` is the error of the model. ``other``: the plan asked for.
+    """
+
+    recording: Recording = field(repr=False)
+    measured: float
+    reproduced: Simulation = field(repr=False)
+    other: Simulation = field(repr=False)
+
+    @property
+    def predicted(self) -> float:
+        """Seconds of a step of the other plan."""
+        return self.other.makespan
+
+
+@checked_arguments(JobError)
+def what_if(
+    recording: Recording,
+    *,
+    schedule: str,
+    pp: Count | None = None,
+    chunks: Count | None = None,
+    microbatches: Count | None = None,
+    input_share: float = 0.5,
+) -> WhatIf:
+    """Predict a step of the recorded model under ``schedule``, cut into ``pp`` x ``chunks`` stages.
+
+    The batch of a step stays: with other ``microbatches`` each is larger or smaller, and computes and activations in
+    proportion. Cut anew, a chain's stages take equal shares of the recorded ones, neighbours together. Several modules
+    keep their depths and positions; ``pp`` and ``chunks`` are then those of the module with the loss.
+
+    Args:
+        recording: of one step, with a track of every position at least.
+        schedule: its name, such as ``"zero_bubble_v"``.
+        pp: positions of the module; None: as recorded.
+        chunks: stages on each of them; None: the schedule's own number.
+        microbatches: of a step; None: as recorded.
+        input_share: see `Costs.from_recording`.
+
+    Raises:
+        JobError: a number below 1, or a cut of several modules that they do not have.
+        PlanError: no such schedule, or one that does not fit.
+        CostsError: a position without a track.
+    """
+    plan, costs = recording.plan, Costs.from_recording(recording, input_share=input_share)
+    starts = [action.start for track in recording.tracks for action in track.actions]
+    ends = [action.end for track in recording.tracks for action in track.actions]
+    count = plan.num_microbatches if microbatches is None else microbatches
+    reproduced = simulate(plan, costs)
+    computes = _other(plan, schedule, pp, chunks, count)
+    if computes.graph.stage_edges != plan.graph.stage_edges:
+        hops = [seconds for _, seconds in costs.latency] if isinstance(costs.latency, tuple) else [0.0]
+        costs = evolve(costs, latency=mean(hops), REDUCE=_most(costs.REDUCE), COLLECTIVE=_most(costs.COLLECTIVE))
+        costs = costs.cut_into(computes.num_stages, slices=plan.num_positions)
+    made = lower(computes, collectives={edge: group.name for group in plan.groups for edge in group.edges})
+    return WhatIf(
+        recording,
+        max(ends) - min(starts),
+        reproduced,
+        simulate(made, _scaled(costs, plan.num_microbatches / count)),
+    )
+
+
+def _most(cost: float | tuple[float, ...]) -> float:
+    return max(cost) if isinstance(cost, tuple) else cost
+
+
+def _scaled(costs: Costs, factor: float) -> Costs:
+    """The costs of microbatches that are ``factor`` times as large."""
+    names = ("F", "I", "W", "B", "activation")
+    values: dict[str, Any] = {name: getattr(costs, name) for name in names}
+    scaled: dict[str, Any] = {
+        name: tuple(one * factor for one in value) if isinstance(value, tuple) else value * factor
+        for name, value in values.items()
+        if value is not None
+    }
+    return evolve(costs, **scaled)
+
+
+def _other(plan: Plan, schedule: str, pp: int | None, chunks: int | None, count: int) -> Plan:
+    """The plan of computes of ``schedule`` for the modules of ``plan``."""
+    graph = plan.graph
+    (main,) = graph.sinks if len(graph.sinks) == 1 else graph.order[-1:]
+    own = range(graph.stage(main, 0), graph.stage(main, -1) + 1)
+    held = sorted({position for stage in own for position in plan.placement[stage]})
+    frozen = [name for name, _ in graph.modules if graph.stage(name, 0) in plan.forward_only]
+    if len(graph.modules) == 1:
+        places = stage_places(schedule, len(held) if pp is None else pp, chunks)
+        return schedule_for(ModuleGraph([(main, len(places))]), schedule, count, placement=places)
+    if pp is not None and pp != len(held):
+        raise JobError(
+            f"pp is {pp}; {main!r} was recorded on {len(held)} positions beside other modules, and a recording says "
+            "nothing of another cut among them: plan a job file"
+        )
+    depth = graph.depth(main)
+    places = stage_places(schedule, len(held), depth // len(held) if chunks is None else chunks)
+    if len(places) != depth:
+        raise JobError(f"chunks is {chunks}; {main!r} was recorded with {depth} stages on {len(held)} positions")
+    placement = [*plan.placement[: own.start], *((held[place],) for place in places)]
+    return schedule_for(graph, schedule, count, placement=placement, forward_only=frozen)

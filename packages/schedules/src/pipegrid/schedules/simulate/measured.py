@@ -1,0 +1,108 @@
+"""Costs out of a recorded step: what computes, actions and hops took on ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from pipegrid.schedules.plan import Action, ActionKind
+from pipegrid.schedules.verify import dataflow_of
+from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
+from pipegrid.transport.edge import Direction, Edge
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.timeline.recording import Recorded, Recording
+
+_F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+_TIMED = (_F, _B, _I, _W, ActionKind.REDUCE, ActionKind.COLLECTIVE)
+
+
+def measured_costs(recording: Recording, input_share: float) -> dict[str, Any]:
+    """The fields of `Costs` that ``recording`` measures, in seconds and bytes.
+
+    Per stage, the mean of each kind of compute over microbatches and ranks. A stage without split backwards has
+    ``input_share`` of its whole backward as I, the rest as W.
+    """
+    plan = recording.plan
+    took: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
+    grown: dict[int, list[int]] = defaultdict(list)
+    for track in recording.tracks:
+        actions = list(plan.actions(track.position))
+        for entry in track.actions:
+            action = actions[entry.index]
+            took[action.kind, action.stage].append(entry.end - entry.start)
+            if action.kind is _F and entry.memory is not None:
+                grown[action.stage].append(entry.memory)
+
+    def per_stage(kind: ActionKind) -> list[float]:
+        return [mean(took[kind, stage]) if took[kind, stage] else 0.0 for stage in range(plan.num_stages)]
+
+    found: dict[str, Any] = {kind.value: per_stage(kind) for kind in _TIMED}
+    for stage, whole in enumerate(found["B"]):
+        if not took[_I, stage]:
+            found["I"][stage], found["W"][stage] = whole * input_share, whole * (1.0 - input_share)
+        if not took[_B, stage]:
+            found["B"][stage] = found["I"][stage] + found["W"][stage]
+    found["overhead"] = _overhead(recording)
+    hops = _hops(recording, found["overhead"])
+    everywhere = [seconds for each in hops.values() for seconds in each]
+    usual = max(0.0, mean(everywhere)) if everywhere else 0.0
+    found["latency"] = {
+        edge: max(0.0, mean(hops[edge])) if hops[edge] else usual for edge in plan.graph.stage_edges
+    } or 0.0
+    if all(grown[stage] for stage in range(plan.num_stages)):
+        found["activation"] = [max(0.0, float(median(grown[stage]))) for stage in range(plan.num_stages)]
+    return found
+
+
+def _overhead(recording: Recording) -> float:
+    """What an action costs its position beside its compute: from the end of the last action to that of a posting."""
+    found = []
+    for track in recording.tracks:
+        actions, ended = list(recording.plan.actions(track.position)), None
+        for entry in sorted(track.actions, key=lambda entry: entry.index):
+            if ended is not None and entry.posted is not None:
+                found.append(max(0.0, entry.posted - ended))
+            ended = _free(entry, actions[entry.index])
+    return mean(found) if found else 0.0
+
+
+def _free(entry: Recorded, action: Action) -> float:
+    """When the host went on; a message without the end of its posting takes no time."""
+    if not action.kind.is_message:
+        return entry.end
+    return entry.start if entry.posted is None else entry.posted
+
+
+def _hops(recording: Recording, overhead: float) -> dict[Edge, list[float]]:
+    """Per edge, seconds from a send's posting to the compute that waited for it, less what an action costs.
+
+    Of several ranks that hold a position, the k-th sender's message is the k-th receiver's, round and round.
+    """
+    plan = recording.plan
+    posted: dict[Action, list[float]] = defaultdict(list)
+    waited: dict[Action, list[tuple[float, float]]] = defaultdict(list)
+    for track in recording.tracks:
+        actions, idle_since = list(plan.actions(track.position)), 0.0
+        for entry in sorted(track.actions, key=lambda entry: entry.index):
+            action = actions[entry.index]
+            if action.kind.is_send:
+                posted[action].append(_free(entry, action))
+            elif action.kind.is_compute:
+                waited[action].append((idle_since, entry.start))
+            idle_since = _free(entry, action)
+    found: dict[Edge, list[float]] = {edge: [] for edge in plan.graph.stage_edges}
+    for flow in dataflow_of(plan).crossing if posted else ():
+        send, _ = MESSAGE_KINDS[flow.direction]
+        kinds = (_F,) if flow.direction is Direction.FORWARD else (_B, _I)
+        for microbatch in range(plan.num_microbatches):
+            sent = posted.get(Action(send, flow.producer, microbatch, flow.edge))
+            if sent is None:
+                continue
+            for kind in kinds:
+                for k, (idle_since, start) in enumerate(waited.get(Action(kind, flow.consumer, microbatch), ())):
+                    left = sent[k % len(sent)]
+                    if idle_since < left:
+                        found[flow.edge].append(start - left - overhead)
+    return found

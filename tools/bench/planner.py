@@ -1,0 +1,233 @@
+"""Predicted step times against measured ones: the planner's choices of one job, with emulated compute on 2 to 4 ranks.
+
+    python tools/bench/planner.py [--quick]
+
+Each choice (grids x layout x schedule) is run by the script that the planner writes for it, on gloo; a layer sleeps for
+what the job says of it. Bounds: Kendall's tau between the predicted and the measured order at least 0.9, each
+prediction within 5% of the median step. The predictions are made before the first run and see none of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.planner import Choice, Device, Job, Layers, Measured, Module, Network, Training
+from pipegrid.planner.choice import Arrangement, Shape
+from pipegrid.planner.model import CostModel, Part
+from pipegrid.planner.script import training_script
+from pipegrid.schedules import stage_places
+from pipegrid.topology.tables import text_table
+from runtime_parts.emulated import sleeping
+
+WIDTH = 8
+TAU, OFF = 0.9, 0.05
+LATENCY = 0.0003  # of a hop between two of these ranks, which share the cores of one machine
+
+
+def job(seconds: float) -> Job:
+    """An encoder before a language model twice as deep; a decoder layer takes ``seconds`` for F, I and W each."""
+    layer = Measured(seconds, seconds, seconds)
+    return Job(
+        modules=(
+            Module("vision", (Layers("encoder", 4, seconds=Measured(seconds, seconds, seconds / 2)),), WIDTH * 4),
+            Module(
+                "language",
+                (Layers("embedding", flops=0), Layers("decoder", 8, seconds=layer), Layers("loss", flops=0)),
+                WIDTH * 4,
+            ),
+        ),
+        global_batch=16,
+        device=Device(1.0, 1e12),
+        links=Network(1e12, 1e12, latency=LATENCY),
+        edges=(("vision", "language"),),
+        training=Training(schedules=("1f1b",)),
+    )
+
+
+UNEVEN = "Etttttt|ttL"
+"""A layout that no balance chooses: the planner must see what it costs."""
+
+
+def choices(of: Job, *, quick: bool) -> Iterator[Choice]:
+    """At least 12 choices: three shapes of the encoder, one to three stages of the language model, six schedules."""
+    model = CostModel(of)
+    table: list[tuple[tuple[int, int], tuple[int, int], tuple[str, ...], str | None]] = [
+        ((1, 1), (1, 1), ("1f1b",), None),
+        ((1, 1), (1, 2), ("1f1b", "zero_bubble_v"), None),
+        ((1, 1), (1, 3), ("gpipe", "1f1b", "zero_bubble_h1"), None),
+        ((2, 1), (1, 2), ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half"), None),
+        ((2, 1), (1, 2), ("1f1b",), UNEVEN),
+        ((1, 2), (1, 2), ("1f1b", "zero_bubble_v"), None),
+        ((2, 1), (2, 1), ("1f1b",), None),
+        ((1, 2), (2, 1), ("1f1b",), None),
+    ]
+    for vision, language, schedules, text in table[4:5] if quick else table:
+        parts = Part("vision", 1, 1, *vision), Part("language", 1, 1, *language)
+        arrangement = Arrangement(parts)
+        for schedule in schedules:
+            places = stage_places(schedule, language[1])
+            layouts = None
+            if text is not None:
+                encoder = model.layout("vision", 1, 1, vision[1])
+                assert encoder is not None
+                layouts = [encoder, PipelineParallelLayerLayout(text, language[1])]
+            shape = Shape(model, arrangement, places, layouts)
+            yield shape.choice(shape.plan(schedule, 2), schedule, 2)
+
+
+class Sleepers(nn.Module):
+    """The layers of a stage, of which each sleeps for every sample; I and W sleep in nodes of their own."""
+
+    def __init__(self, layers: Sequence[Measured], *, first: bool) -> None:
+        super().__init__()
+        self.forwards, self.inputs, self.weights = (
+            sum(getattr(layer, kind) for layer in layers) for kind in ("F", "I", "W")
+        )
+        self.weight = nn.Parameter(torch.full((1, 1, WIDTH), 0.1))
+        # A model's embedding: without it, nothing asks for the input half of a first stage.
+        self.entry = nn.Parameter(torch.zeros(1, 1, WIDTH)) if first else None
+        self.received: Any = None
+
+    def set_input_tensor(self, received: Any) -> None:
+        """See the step functions."""
+        self.received = received
+
+    def forward(self, batches: Iterator[Tensor]) -> Tensor:
+        """Of a microbatch's shape."""
+        x = next(batches)
+        for value in self.received.values() if isinstance(self.received, dict) else self.received or ():
+            x = x if value is None else value
+        if self.entry is not None:
+            x = x + self.entry
+        time.sleep(self.forwards * len(x))
+        return sleeping(x, self.inputs * len(x)) + sleeping(self.weight, self.weights * len(x))
+
+
+def measure(choice: Choice, steps: int) -> list[float]:
+    """Seconds of each step on this rank; the script's blanks are filled in with sleepers."""
+    names: dict[str, Any] = {"__name__": "planned"}
+    exec(compile(training_script(choice), "train.py", "exec"), names)
+    of = choice.shape.job
+    found: list[float] = []
+
+    def build_stage(module: str, kinds: Sequence[object], first: int) -> nn.Module:
+        own = of.module(module).each[first : first + len(kinds)]
+        timed = [layer.seconds for layer in own if layer.seconds is not None]
+        return Sleepers(timed, first=first == 0 and module == "vision")
+
+    def load_batch(step: int, lane: int, lanes: int) -> Iterator[Tensor]:
+        del step, lane
+        share = torch.zeros(names["MICROBATCH"] // lanes, 1, WIDTH)
+        return itertools.repeat(share, names["NUM_MICROBATCHES"])
+
+    def timed(**options: Any) -> Callable[..., Any]:
+        step_function = made(**options)
+
+        def step(**arguments: Any) -> Any:
+            dist.barrier()
+            start = time.perf_counter()
+            result = step_function(**arguments)
+            found.append(time.perf_counter() - start)
+            return result
+
+        return step
+
+    made = names["get_forward_backward_func"]
+    names.update(
+        build_stage=build_stage,
+        load_batch=load_batch,
+        loss_of=lambda output: (output.sum(), {}),
+        get_forward_backward_func=timed,
+        STEPS=steps,
+        DTYPE=torch.float32,
+        SEQ_LENGTH=1,
+    )
+    names["main"]()
+    return found
+
+
+def _run(rank: int, ranks: int, path: str, options: argparse.Namespace, results: Any) -> None:
+    """One rank of a job of ``ranks``: every choice of that size, in order."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=FileStore(path, ranks), rank=rank, world_size=ranks)
+    for choice in choices(job(options.seconds), quick=options.quick):
+        if choice.arrangement.gpus == ranks:
+            gathered: list[Any] = [None] * ranks
+            dist.all_gather_object(gathered, measure(choice, options.steps))
+            if rank == 0:
+                results.put([max(each) for each in zip(*gathered, strict=True)])
+    dist.destroy_process_group()
+
+
+def run(planned: Sequence[Choice], options: argparse.Namespace) -> Iterator[float]:
+    """The median step of each choice, in seconds; a job of processes for each number of ranks."""
+    context = multiprocessing.get_context("spawn")
+    for ranks in dict.fromkeys(choice.arrangement.gpus for choice in planned):
+        results = context.Queue()
+        with tempfile.TemporaryDirectory() as directory:
+            arguments = (ranks, str(Path(directory) / "store"), options, results)
+            processes = [context.Process(target=_run, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+            for process in processes:
+                process.start()
+            for choice in planned:
+                if choice.arrangement.gpus == ranks:
+                    yield statistics.median(results.get(timeout=120)[1:])
+            for process in processes:
+                process.join()
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kendall's tau: pairs in the same order less pairs in the other, over all pairs (Kendall 1938)."""
+    pairs = list(itertools.combinations(zip(first, second, strict=True), 2))
+    agreed = sum(1 if (a[0] - b[0]) * (a[1] - b[1]) > 0 else -1 for a, b in pairs)
+    return agreed / len(pairs) if pairs else 1.0
+
+
+def main() -> int:
+    """Measure and print; 1 where a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one choice, short: shows that it works")
+    parser.add_argument("--seconds", type=float, default=0.004, help="of a decoder layer's F, for one sample")
+    parser.add_argument("--steps", type=int, default=4, help="of each choice; the first is not counted")
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds, options.steps = 0.001, 2
+    os.environ["OMP_NUM_THREADS"] = "1"
+    planned = sorted(choices(job(options.seconds), quick=options.quick), key=lambda choice: choice.arrangement.gpus)
+    rows, measured = [], []
+    for choice, seconds in zip(planned, run(planned, options), strict=True):
+        measured.append(seconds)
+        figures = f"{1e3 * choice.step:.1f}", f"{1e3 * seconds:.1f}", f"{100 * (choice.step / seconds - 1):+.1f}%"
+        rows.append((str(choice.arrangement), choice.schedule, ", ".join(choice.layouts.values()), *figures))
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(
+        text_table(
+            ("vision | language", "schedule", "layouts", "predicted ms", "measured ms", "off"), rows, right=(3, 4, 5)
+        )
+    )
+    tau = kendall([choice.step for choice in planned], measured)
+    worst = max(abs(choice.step / seconds - 1) for choice, seconds in zip(planned, measured, strict=True))
+    print(f"Kendall's tau {tau:.3f} (bound {TAU}), largest error {100 * worst:.1f}% (bound {100 * OFF:g}%)")
+    return 0 if tau >= TAU and worst <= OFF else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -20,8 +20,9 @@ from pipegrid.schedules.gradients.dtensors import local_of, sharded_like
 from pipegrid.topology.fields import checked, instance
 
 Module: TypeAlias = Annotated[torch.nn.Module, instance(torch.nn.Module, "a torch.nn.Module")]
-Modules: TypeAlias = Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module] | torch.nn.Module
-"""This rank's modules: by name, several chunks of one module, or one module."""
+Stages: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
+Modules: TypeAlias = Mapping[str, Stages] | Stages
+"""This rank's stages, as the step functions take them: of one module, or by module; one each, or several."""
 
 
 class MainGradError(ValueError):
@@ -34,14 +35,14 @@ def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     Raises:
         StepArgumentError: something that is no module.
     """
-    if isinstance(modules, torch.nn.Module):
-        yield "", modules
-    elif isinstance(modules, Mapping):
-        for name, module in modules.items():
-            yield name, checked(module, Module, f"modules[{name!r}]", StepArgumentError)
-    else:
-        for module in checked(modules, tuple[Module, ...], "modules", StepArgumentError):
-            yield "", module
+    by_name = modules.items() if isinstance(modules, Mapping) else [("", modules)]
+    for name, stages in by_name:
+        what = f"modules[{name!r}]" if isinstance(modules, Mapping) else "modules"
+        if isinstance(stages, Sequence):
+            for stage in checked(stages, tuple[Module, ...], what, StepArgumentError):
+                yield name, stage
+        else:
+            yield name, checked(stages, Module, what, StepArgumentError)
 
 
 def modules_of(modules: Modules, name: str) -> list[torch.nn.Module]:

@@ -84,7 +84,7 @@ def reduce_gradients(
     Gradients that several steps accumulate: see `fresh_gradients`.
 
     Args:
-        modules: this rank's modules: by name, several chunks of one module, or one module.
+        modules: this rank's stages, as the step functions take them: of one module, or by module; one each, or several.
         collections: process groups: one collection for all, or a mapping by module name (also as attribute
             ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's data lanes, None is one lane; ``tp`` is read
             for marked parameters.

@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -18,8 +17,7 @@ from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.loading import LoadedCheckpoint
 from pipegrid.training.checkpoint.saving import Saver
 from pipegrid.training.checkpoint.state.names import TrainingState
-from pipegrid.training.checkpoint.state.shot import Shot, settings_of, shoot
-from pipegrid.training.checkpoint.state.snapshot import Copies
+from pipegrid.training.checkpoint.state.shot import Camera, Shot
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.errors import CheckpointError
 
@@ -51,8 +49,7 @@ class Checkpoints:
         self.keep: int = checked(keep, Count, "keep", CheckpointError)
         self._job = Job(group, timeout)
         self._saver = Saver(self._job, self.directory, self.keep)
-        self._copies = Copies()
-        self._settings: tuple[TrainingState, tuple[str | None, Any, Any]] | None = None
+        self._camera: Camera | None = None
         self._pending: Future[None] | None = None
         self._work: queue.SimpleQueue[tuple[Shot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -67,7 +64,8 @@ class Checkpoints:
         """Save ``state``; waits for the save before, and raises what it failed with.
 
         Args:
-            state: of this rank.
+            state: of this rank. Which tensors it has is read at the first save: keep one state for a run, and make
+                another where its modules change.
             step: the number of completed steps, the same on every rank.
             blocking: False returns once the state is copied. The copy is written in the background, and a failure is
                 raised by the next `save`, `load`, `wait` or `close`.
@@ -79,7 +77,9 @@ class Checkpoints:
         self.wait()
         shot: Shot | Exception
         try:
-            shot = shoot(state, checked(step, Index, "step", CheckpointError), self._copies, self._settings_of(state))
+            if self._camera is None or self._camera.state is not state:
+                self._camera = Camera(state)
+            shot = self._camera.shoot(checked(step, Index, "step", CheckpointError))
         except Exception as error:  # noqa: BLE001 -- raised on every rank, by the first exchange
             shot = error
         if blocking:
@@ -131,12 +131,6 @@ class Checkpoints:
                 self._worker.join()
                 self._worker = None
             self._job.close()
-
-    def _settings_of(self, state: TrainingState) -> tuple[str | None, Any, Any]:
-        """A plan's text is long, and the same at every save."""
-        if self._settings is None or self._settings[0] is not state:
-            self._settings = state, settings_of(state)
-        return self._settings[1]
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

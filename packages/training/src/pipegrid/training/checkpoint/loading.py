@@ -15,8 +15,8 @@ from pipegrid.training.checkpoint.agreement import Held
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.saving import PLAN
 from pipegrid.training.checkpoint.state import optimizer, random_state
-from pipegrid.training.checkpoint.state.names import Slot, TrainingState
-from pipegrid.training.checkpoint.state.shot import device_of, held_by, owners_of, stages_of
+from pipegrid.training.checkpoint.state.names import TrainingState
+from pipegrid.training.checkpoint.state.shot import Inventory, stages_of
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
@@ -94,12 +94,13 @@ def verified(job: Job, path: Path) -> Manifest:
 
 def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]) -> LoadedCheckpoint:
     what = f"{path.name} is not loaded"
-    slots: list[Slot] = []
-    job.together(what, lambda: slots.extend(_fitting(state, found)))
-    tables = job.gather(held_by(slots))
+    made: list[Inventory] = []
+    job.together(what, lambda: made.append(_fitting(state, found)))
+    inventory = made[0]
+    tables = job.gather(inventory.held)
     agreement.require_whole_names(what, tables)
     _require_all_held(what, found, tables)
-    owners = owners_of(slots)
+    owners = inventory.owners
     targets, states = optimizer.prepared(state.optimizers, owners, found)
     same = tuple(stages_of(table) for table in tables) == found.ranks
     own = f"random/{job.rank}/"
@@ -109,7 +110,7 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
         if same and key.startswith(own)
     }
     with torch.no_grad():
-        dcp.load(path, {**{slot.key: slot.tensor() for slot in slots}, **targets, **randoms}, job.group)
+        dcp.load(path, {**inventory.tensors(), **targets, **randoms}, job.group)
     optimizer.restore_states(states)
     optimizer.restore_groups(state.optimizers, owners, found.groups)
     if state.scaler is not None and found.scaler is not None:
@@ -118,7 +119,7 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
     if data is not None and hasattr(state.data, "load_state_dict"):
         state.data.load_state_dict(data)
     if same:
-        random_state.restore({key.removeprefix(own): state for key, state in randoms.items()}, device_of(slots))
+        random_state.restore({key.removeprefix(own): state for key, state in randoms.items()}, inventory.device)
     else:
         random_state.derive(found.seed, found.step, job.rank)
     return LoadedCheckpoint(
@@ -133,10 +134,10 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
     )
 
 
-def _fitting(state: TrainingState, found: Manifest) -> list[Slot]:
-    """The slots of the state, each of which the checkpoint can fill; its groups and optimizers as well."""
-    slots = state.slots()
-    for held in held_by(slots):
+def _fitting(state: TrainingState, found: Manifest) -> Inventory:
+    """What the state has, all of which the checkpoint can fill; its parameter groups as well."""
+    inventory = Inventory(state)
+    for held in inventory.held:
         entry = found.tensors.get(f"model/{held.module}/{held.name}")
         if entry is None:
             raise CheckpointMismatchError(
@@ -148,8 +149,8 @@ def _fitting(state: TrainingState, found: Manifest) -> list[Slot]:
                 f"{held.name!r} of module {held.module!r} has shape {list(held.shape)} and dtype {held.dtype}, and in "
                 f"the checkpoint {list(entry.shape)} and {entry.dtype}"
             )
-    optimizer.require_groups(state.optimizers, owners_of(slots), found.groups)
-    return slots
+    optimizer.require_groups(state.optimizers, inventory.owners, found.groups)
+    return inventory
 
 
 def _require_all_held(what: str, found: Manifest, tables: Sequence[Sequence[Held]]) -> None:

@@ -45,48 +45,77 @@ class Shot:
     held: tuple[Held, ...]
 
 
-def shoot(state: TrainingState, step: int, copies: Copies, settings: tuple[str | None, Any, Any]) -> Shot:
-    """Copy the state of this rank.
+class Inventory:
+    """Which tensors a state has, under which names; as read from its modules at one time.
 
-    Raises:
-        CheckpointError: something of it cannot be stored.
+    Attributes:
+        slots: of the model's tensors.
+        owners: module and name of each parameter, by its id.
+        held: what the rank tells the others of its tensors.
+        device: of the rank: that of its first tensor off the CPU, else the CPU.
     """
-    slots = state.slots()
-    tensors = {slot.key: slot.tensor() for slot in slots}
-    owners = owners_of(slots)
-    values = {}
-    for key, value in optimizer.entries(state.optimizers, owners):
-        if isinstance(value, Tensor):
-            tensors[key] = value
-        else:
-            values[key] = to_plain(value, key)
-    data = state.data.state_dict() if hasattr(state.data, "state_dict") else state.data
-    return Shot(
-        step=step,
-        snapshot=copies.take(tensors),
-        random=random_state.capture(device_of(slots)),
-        seed=torch.initial_seed(),
-        groups=optimizer.groups(state.optimizers, owners),
-        values=values,
-        scaler=None if state.scaler is None else to_plain(state.scaler.state_dict(), "the state of the loss scaler"),
-        data=to_plain(data, "the data position"),
-        settings=settings,
-        held=held_by(slots),
-    )
+
+    def __init__(self, state: TrainingState) -> None:
+        self.slots: list[Slot] = state.slots()
+        tensors = [(slot, slot.tensor()) for slot in self.slots]
+        self.owners = {id(tensor): (slot.module, slot.name) for slot, tensor in tensors if slot.parameter}
+        self.held = tuple(
+            Held(slot.module, slot.name, slot.stage, slot.tied, tuple(tensor.shape), dtype_name(tensor.dtype))
+            for slot, tensor in tensors
+        )
+        devices = (tensor.device for _, tensor in tensors)
+        self.device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        self._keys = [slot.key for slot in self.slots]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors as they are now, by key."""
+        return dict(zip(self._keys, [slot.tensor() for slot in self.slots], strict=True))
 
 
-def owners_of(slots: Sequence[Slot]) -> dict[int, tuple[str, str]]:
-    """Module and name of each parameter, by its id."""
-    return {id(slot.tensor()): (slot.module, slot.name) for slot in slots if slot.parameter}
+class Camera:
+    """Takes shots of one state, again and again; what does not change is read once."""
 
+    def __init__(self, state: TrainingState) -> None:
+        self.state = state
+        self._settings = _settings_of(state)
+        self._inventory: Inventory | None = None
+        self._copies = Copies()
 
-def held_by(slots: Sequence[Slot]) -> tuple[Held, ...]:
-    """What a rank tells the others of its tensors."""
-    return tuple(
-        Held(slot.module, slot.name, slot.stage, slot.tied, tuple(tensor.shape), dtype_name(tensor.dtype))
-        for slot in slots
-        for tensor in (slot.tensor(),)
-    )
+    def shoot(self, step: int) -> Shot:
+        """Copy the state; overwrites the copies of the shot before.
+
+        Raises:
+            CheckpointError: something of it cannot be stored.
+        """
+        tensors, values = self._read()
+        if self._inventory is None or not self._copies.fit(tensors):
+            self._inventory = Inventory(self.state)
+            tensors, values = self._read()
+        state, inventory = self.state, self._inventory
+        data = state.data.state_dict() if hasattr(state.data, "state_dict") else state.data
+        return Shot(
+            step=step,
+            snapshot=self._copies.take(tensors),
+            random=random_state.capture(inventory.device),
+            seed=torch.initial_seed(),
+            groups=optimizer.groups(state.optimizers, inventory.owners),
+            values=values,
+            scaler=None if state.scaler is None else to_plain(state.scaler.state_dict(), "the state of the scaler"),
+            data=to_plain(data, "the data position"),
+            settings=self._settings,
+            held=inventory.held,
+        )
+
+    def _read(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self._inventory is None:
+            return {}, {}
+        tensors, values = self._inventory.tensors(), dict[str, Any]()
+        for key, value in optimizer.entries(self.state.optimizers, self._inventory.owners):
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            else:
+                values[key] = to_plain(value, key)
+        return tensors, values
 
 
 def stages_of(held: Sequence[Held]) -> tuple[tuple[str, int], ...]:
@@ -94,13 +123,7 @@ def stages_of(held: Sequence[Held]) -> tuple[tuple[str, int], ...]:
     return tuple(dict.fromkeys((one.module, one.stage) for one in held))
 
 
-def device_of(slots: Sequence[Slot]) -> torch.device:
-    """The device of a rank: that of its first tensor off the CPU, else the CPU."""
-    devices = (slot.tensor().device for slot in slots)
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def settings_of(state: TrainingState) -> tuple[str | None, Any, Any]:
+def _settings_of(state: TrainingState) -> tuple[str | None, Any, Any]:
     """The text of the plan, the grids and the layout as plain data."""
     return _plan_text(state.plan), _grids(state.grids), _layout(state.layout)
 

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from pipegrid.schedules.gradients import foreach
+
 
 @frozen(eq=False)
 class Snapshot:
@@ -48,36 +50,37 @@ class Copies:
         self._kept: list[Tensor] = []
         self._copies: dict[MetadataIndex, Tensor] = {}
 
+    def fit(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether the copies have the shapes of ``tensors``."""
+        if tensors.keys() != self._tensors.keys():
+            return False
+        pairs = zip(tensors.values(), (self._tensors[key] for key in tensors), strict=True)
+        return all(tensor is known or _alike(tensor, known) for tensor, known in pairs) and all(
+            kept.shape == local.shape for kept, local in zip(self._kept, self._locals(tensors), strict=True)
+        )
+
     @torch.no_grad()
     def take(self, tensors: dict[str, Tensor]) -> Snapshot:
         """Copy ``tensors``; overwrites the copies of the snapshot before."""
-        if not self._is_known(tensors):
+        if not self.fit(tensors):
             self._plan(tensors)
         self._tensors = tensors
-        devices = set()
-        for item, kept in zip(self._items, self._kept, strict=True):
-            tensor = tensors[item.index.fqn]
-            local = _local(tensor)
-            kept.copy_(local, non_blocking=True)
-            if not local.is_cpu:
-                devices.add(local.device)
+        sources = self._locals(tensors)
+        devices = {source.device for source in sources if not source.is_cpu}
+        if not devices:
+            foreach.copy_(self._kept, sources)
+        for source, kept in zip(sources, self._kept, strict=True) if devices else ():
+            kept.copy_(source, non_blocking=True)
         return Snapshot(self._items, self._copies, tuple(_recorded(device) for device in devices))
 
-    def _is_known(self, tensors: dict[str, Tensor]) -> bool:
-        if tensors.keys() != self._tensors.keys():
-            return False
-        for key, known in self._tensors.items():
-            tensor = tensors[key]
-            if tensor is not known and not _alike(tensor, known):
-                return False
-        pairs = zip(self._items, self._kept, strict=True)
-        return all(kept.shape == _local(tensors[item.index.fqn]).shape for item, kept in pairs)
+    def _locals(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        return [_local(tensors[item.index.fqn]) for item in self._items]
 
     def _plan(self, tensors: dict[str, Tensor]) -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors))
         self._items = tuple(planner.create_local_plan().items)
-        self._kept = [_kept(_local(tensors[item.index.fqn])) for item in self._items]
+        self._kept = [_kept(source) for source in self._locals(tensors)]
         self._copies = {item.index: kept for item, kept in zip(self._items, self._kept, strict=True)}
 
 
@@ -87,7 +90,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _alike(tensor: Tensor, known: Tensor) -> bool:
     if isinstance(tensor, DTensor) or isinstance(known, DTensor):
-        return False
+        return False  # the sharding may be another one
     return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
 
 

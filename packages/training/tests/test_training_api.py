@@ -19,6 +19,8 @@ NAMES = {
     "Tie",
     "TrainingState",
     "cut",
+    "export_safetensors",
+    "load_safetensors",
     "tie",
     "ties_of",
     "whole_names",

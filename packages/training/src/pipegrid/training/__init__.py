@@ -8,7 +8,14 @@ from pipegrid.topology.lazy import lazy_names
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, CutError
 
 if TYPE_CHECKING:
-    from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState, whole_names
+    from pipegrid.training.checkpoint import (
+        Checkpoints,
+        LoadedCheckpoint,
+        TrainingState,
+        export_safetensors,
+        load_safetensors,
+        whole_names,
+    )
     from pipegrid.training.stages import Names, Stage, Tie, cut, tie, ties_of
 
 __all__ = [
@@ -23,13 +30,15 @@ __all__ = [
     "Tie",
     "TrainingState",
     "cut",
+    "export_safetensors",
+    "load_safetensors",
     "tie",
     "ties_of",
     "whole_names",
 ]
 
 _LAZY = {
-    "checkpoint": "Checkpoints LoadedCheckpoint TrainingState whole_names",
+    "checkpoint": "Checkpoints LoadedCheckpoint TrainingState export_safetensors load_safetensors whole_names",
     "stages": "Names Stage Tie cut tie ties_of",
 }
 

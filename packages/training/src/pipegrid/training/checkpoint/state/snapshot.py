@@ -123,3 +123,13 @@ class SnapshotPlanner(DefaultSavePlanner):
         """The copy of a box."""
         index = write_item.index
         return self._random[index.fqn] if index.fqn in self._random else self._snapshot.copies[index]
+
+
+def local_box(key: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offset and shape of this rank's part of a tensor; None without a part."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({key: tensor})
+    for item in planner.create_local_plan().items:
+        if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes:
+            return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
+    return None

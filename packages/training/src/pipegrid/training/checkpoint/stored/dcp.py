@@ -25,28 +25,31 @@ METADATA = ".metadata"
 
 
 def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> Metadata:
-    """Write the files of a checkpoint, each forced to the disk; all ranks of ``group`` together.
+    """Write the files of a checkpoint, each forced to the disk; all ranks of ``group`` together, or this process alone.
 
     Raises:
         CheckpointError: a rank could not; on every rank.
     """
     with _alone(group), _told():
         written: Any = state_dict_saver.save(
-            {}, storage_writer=FileSystemWriter(path), planner=planner, process_group=group
+            {}, storage_writer=FileSystemWriter(path), planner=planner, process_group=group, no_dist=group is None
         )
     metadata: Metadata = written
     return metadata
 
 
 def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill ``tensors`` in place; all ranks of ``group`` together.
+    """Fill ``tensors`` in place; all ranks of ``group`` together, or this process alone.
 
     Raises:
         CheckpointError: a rank could not; on every rank.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _alone(group), _told():
-        state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), planner=planner, process_group=group)
+        reader = FileSystemReader(path)
+        state_dict_loader.load(
+            tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None
+        )
 
 
 def chunks(path: Path, metadata: Metadata, items: list[WriteItem]) -> list[tuple[str, Chunk]]:

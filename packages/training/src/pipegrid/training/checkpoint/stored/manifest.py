@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +151,15 @@ def file_entry(path: Path) -> FileEntry:
     return FileEntry(length, checksum_of(path, 0, length))
 
 
-def parts(manifest: Manifest) -> Iterator[tuple[str, str, int, int, int]]:
-    """All that has a checksum: what, file, start, length, checksum."""
+def parts(manifest: Manifest, only: Container[str] | None = None) -> Iterator[tuple[str, str, int, int, int]]:
+    """What has a checksum: what, file, start, length, checksum; all of it, or ``only`` some keys and files."""
     for name, entry in manifest.files.items():
+        if only is not None and name not in only:
+            continue
         yield f"the file {name}", name, 0, entry.length, entry.crc32
     for key, tensor in manifest.tensors.items():
+        if only is not None and key not in only:
+            continue
         for chunk in tensor.chunks:
             yield f"the tensor {key}", chunk.file, chunk.start, chunk.length, chunk.crc32
 

@@ -1,0 +1,24 @@
+"""Commands: ``python -m pipegrid.training checkpoint show | verify | export PATH``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pipegrid.training.checkpoint import command_line as checkpoint
+
+COMMANDS = {"checkpoint": checkpoint.main}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command."""
+    parser = argparse.ArgumentParser(prog="python -m pipegrid.training")
+    parser.add_argument("command", choices=sorted(COMMANDS), help="what to look at")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    given = parser.parse_args(arguments)
+    return COMMANDS[given.command](given.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """Every check of the project, one session each. `nox` alone runs `tests`; `nox -l` lists them.
 
 Environments are made once and reused: a session installs again only when a metadata file, the constraints
-or its own list of requirements changed.
+or its own list of requirements changed. What every environment needs is made once for all: torch, a gigabyte, and
+the packages themselves as wheels that refer to their sources.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import nox
 
-nox.options.default_venv_backend = "venv"
+nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
@@ -43,20 +45,58 @@ TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
 
 
+def _digest(*parts: object) -> str:
+    """Of files by their content, of other values by their text."""
+    key = hashlib.sha256()
+    for part in parts:
+        key.update(part.read_bytes() if isinstance(part, Path) else repr(part).encode())
+    return key.hexdigest()[:16]
+
+
+def _shared(session: nox.Session, constraints: Path, *requirements: str) -> Path:
+    """A folder with ``requirements`` and what they declare, for every environment that may import them."""
+    digest = _digest(constraints, requirements, sys.version)
+    folder = Path(session.virtualenv.location).parent / "shared" / f"{requirements[0]}-{digest}"
+    if not folder.exists():
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        target = ("--quiet", "--constraint", str(constraints), "--target", str(part))
+        session.run("python", "-m", "pip", "install", *target, *requirements, silent=True)
+        part.rename(folder)
+    return folder
+
+
+def _editable(session: nox.Session, name: str) -> Path:
+    """The wheel of a package that refers to its sources, built once for each state of its metadata."""
+    digest = _digest(PACKAGES / name / "pyproject.toml")
+    folder = Path(session.virtualenv.location).parent / "shared" / f"{name}-{digest}"
+    if not list(folder.glob("*.whl")):
+        builder = _shared(session, CONSTRAINTS, "hatchling", "editables")
+        with session.chdir(PACKAGES / name):
+            build = ("python", "-m", "hatchling", "build", "-t", "wheel:editable", "-d", str(folder))
+            session.run(*build, env={"PYTHONPATH": str(builder)}, silent=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 def install(
     session: nox.Session, packages: tuple[str, ...], *requirements: str, constraints: Path = CONSTRAINTS
 ) -> None:
     """Install ``packages`` (editable) and ``requirements`` under the constraints, unless nothing changed."""
-    key = hashlib.sha256()
-    for path in (constraints, *(PACKAGES / name / "pyproject.toml" for name in packages)):
-        key.update(path.read_bytes())
-    key.update(repr((packages, requirements, session.python)).encode())
+    metadata = [PACKAGES / name / "pyproject.toml" for name in packages]
+    key = _digest(constraints, *metadata, requirements, sys.version)
     stamp = Path(session.virtualenv.location) / "installed.sha256"
-    if stamp.exists() and stamp.read_text() == key.hexdigest():
-        return
-    editable = [part for name in packages for part in ("--editable", str(PACKAGES / name))]
-    session.install("--quiet", "--constraint", str(constraints), *editable, *requirements)
-    stamp.write_text(key.hexdigest())
+    if stamp.exists():
+        if stamp.read_text() == key:
+            return
+        session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *(f"pipegrid-{name}" for name in ALL))
+    wheels = [_editable(session, name) for name in packages]
+    (site,) = Path(session.virtualenv.location).glob("[Ll]ib/**/site-packages")
+    declared = {need for name in packages for need in _metadata(name)["project"]["dependencies"]}
+    if any(re.match(r"torch\b", need) for need in declared):
+        (site / "torch.pth").write_text(f"{_shared(session, constraints, 'torch')}\n")
+    session.install("--quiet", "--constraint", str(constraints), *map(str, wheels), *requirements)
+    stamp.write_text(key)
 
 
 def _test_package(session: nox.Session, name: str) -> None:
@@ -136,24 +176,28 @@ def tests_torch(session: nox.Session) -> None:
 _INSTALL_LINE = re.compile(r"^ +pip install ((?:\./packages/\S+ ?)+)", re.MULTILINE)
 
 
+def _installed_by(session: nox.Session, readme: Path, needed: set[str]) -> list[str]:
+    """What the one install line of ``readme`` installs: ``needed``, and every package that one of these declares."""
+    lines = _INSTALL_LINE.findall(readme.read_text())
+    if len(lines) != 1:
+        session.error(f"{readme.relative_to(ROOT)} has {len(lines)} lines of `pip install ./packages/...`, not one")
+    paths: list[str] = lines[0].split()
+    given = {Path(path.partition("[")[0]).name for path in paths}
+    missing = needed.union(*(DEPENDENCIES[name] for name in given)) - given
+    if missing:
+        session.error(f"the install line of {readme.relative_to(ROOT)} lacks {sorted(missing)}")
+    return paths
+
+
 @nox.session(name="install", reuse_venv=False)
 def install_as_written(session: nox.Session) -> None:
-    """The `pip install` lines of the READMEs, in an empty environment: each resolves; the one for everything works."""
-    readmes = [PACKAGES / name / "README.md" for name in ALL]
-    for readme in (ROOT / "README.md", *readmes):
-        lines = _INSTALL_LINE.findall(readme.read_text())
-        if len(lines) != 1:
-            session.error(f"{readme.relative_to(ROOT)} has {len(lines)} lines of `pip install ./packages/...`, not one")
-        own = [readme.parent.name] if readme in readmes else list(ALL)
-        given = [Path(path.partition("[")[0]).name for path in lines[0].split()]
-        if not set(own) <= set(given):
-            session.error(f"{readme.relative_to(ROOT)} installs {given}, without {own}")
-        session.run("pip", "install", "--quiet", "--dry-run", "--constraint", str(CONSTRAINTS), *lines[0].split())
-    (everything,) = _INSTALL_LINE.findall((ROOT / "README.md").read_text())
-    session.install("--quiet", "--constraint", str(CONSTRAINTS), *everything.split())
-    session.run("pip", "check")
+    """The `pip install` lines of the READMEs: each is complete; the one for everything works where nothing is."""
     for name in ALL:
-        session.run("python", "-c", f"from pipegrid.{name} import *", silent=True)
+        _installed_by(session, PACKAGES / name / "README.md", {name})
+    everything = _installed_by(session, ROOT / "README.md", set(ALL))
+    session.install("--quiet", "--constraint", str(CONSTRAINTS), *everything)
+    session.run("pip", "check")
+    session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)
 
 
 @nox.session

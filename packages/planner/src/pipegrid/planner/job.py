@@ -12,7 +12,7 @@ from pipegrid.bridges import ModuleGraph, ModuleGraphError
 from pipegrid.layout import LayerType, LayoutError, balance
 from pipegrid.planner.errors import JobError
 from pipegrid.schedules import SCHEDULES
-from pipegrid.topology.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, number
+from pipegrid.topology.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, instance, number
 
 UNITS = {unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))} | {
     unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)
@@ -67,7 +67,7 @@ class Layers:
     count: Count = 1
     flops: Amount | None = None
     attention_flops: Amount = 0.0
-    seconds: Measured | None = None
+    seconds: Annotated[Measured, instance(Measured, "Measured(F, I, W), in seconds")] | None = None
     activations: Bytes = 0.0
     parameters: Amount = 0.0
     reductions: Index = 2
@@ -93,7 +93,7 @@ class Module:
     """
 
     name: Name
-    layers: tuple[Layers, ...]
+    layers: tuple[Annotated[Layers, instance(Layers, "Layers(kind, count, ...)")], ...]
     message: Bytes
     tp: tuple[Count, ...] = field(default=(1,))
     cp: tuple[Count, ...] = field(default=(1,))
@@ -194,12 +194,12 @@ class Job:
         JobError: a value or a relation that breaks a rule, by its path.
     """
 
-    modules: tuple[Module, ...]
+    modules: tuple[Annotated[Module, instance(Module, "a Module(name, layers, message)")], ...]
     global_batch: Count
-    device: Device
-    links: Network
+    device: Annotated[Device, instance(Device, "a Device(flops, memory, ...)")]
+    links: Annotated[Network, instance(Network, "a Network(inside, between, ...)")]
     edges: tuple[tuple[str, str], ...] = field(default=(), converter=_as_edges)
-    training: Training = field(factory=Training)
+    training: Annotated[Training, instance(Training, "a Training(...)")] = field(factory=Training)
 
     def __attrs_post_init__(self) -> None:
         graph = self.graph

@@ -12,6 +12,7 @@ from attrs import fields, has
 
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Job
+from pipegrid.topology.fields import shown
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -42,6 +43,8 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
     """
     from cattrs import BaseValidationError, transform_error
 
+    if not isinstance(text, str):
+        raise JobError(f"text is {shown(text)}; give the job's text, or its path to read_job")
     try:
         data = json.loads(text) if form == "json" else tomllib.loads(text)
     except ValueError as error:  # both decoders' errors, with line and column
@@ -89,6 +92,8 @@ def _fault_text(error: BaseException, kind: Any) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = ", ".join(attribute.name for attribute in fields(error.cl))
         return f"unknown keys {sorted(error.extra_fields)}; the keys are {known}"
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
     if has(kind):
         return f"it must be a table with the keys {', '.join(attribute.name for attribute in fields(kind))}"
     return f"not of the form of {getattr(kind, '__name__', kind)}: {error}"

@@ -71,8 +71,10 @@ def plan(job: Job, *, gpus: Count, memory: float | str | None = None, limit: Cou
 
     Raises:
         NoFitError: no candidate keeps to the GPUs, the batch or the memory; with the nearest that does.
-        JobError: no memory, here or in the job.
+        JobError: no job, or no memory, here or in the job.
     """
+    if not isinstance(job, Job):
+        raise JobError(f"job is {shown(job)}; give a Job, such as read_job(path) or parse_job(text)")
     given = job.device.memory if memory is None else memory
     if given is None:
         raise JobError("device.memory is missing; give it in the job, or memory=")

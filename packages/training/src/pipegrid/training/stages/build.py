@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from pipegrid.topology.fields import shown
+from pipegrid.training.errors import CutError
+
 
 def planned(factory: Callable[[], nn.Module]) -> nn.Module:
     """The model that ``factory`` makes, with all parameters on the meta device; no generator advances."""
@@ -49,8 +52,13 @@ def _counted(factory: Callable[[], nn.Module]) -> tuple[nn.Module, list[nn.Param
         registered.append(parameter if parameter.is_meta else _like(parameter, parameter.detach().to("meta")))
         return registered[-1]
 
+    if not callable(factory):
+        raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
     with torch.random.fork_rng(devices=[]), _registering(counted):
-        return factory(), registered
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise CutError(f"the function that makes the model returned {shown(model)}; it must return a torch.nn.Module")
+    return model, registered
 
 
 def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:

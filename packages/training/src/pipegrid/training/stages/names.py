@@ -9,7 +9,7 @@ from typing import Final
 from attrs import field, frozen
 from torch import nn
 
-from pipegrid.topology.fields import checked_fields
+from pipegrid.topology.fields import Name, checked_fields, shown
 from pipegrid.training.errors import CutError
 
 ONLY: Final = "layers"
@@ -17,7 +17,13 @@ ONLY: Final = "layers"
 
 
 def _by_kind(layers: str | Mapping[str, str]) -> Mapping[str, str]:
-    return MappingProxyType({ONLY: layers} if isinstance(layers, str) else dict(layers))
+    by_kind = {ONLY: layers} if isinstance(layers, str) else layers
+    if not isinstance(by_kind, Mapping):
+        raise CutError(
+            f"Names.layers is {shown(layers)}; it must be the dotted name of a list of layers, or a dict of such names "
+            "by kind of layer"
+        )
+    return MappingProxyType(dict(by_kind))
 
 
 @frozen(field_transformer=checked_fields(CutError))
@@ -35,8 +41,8 @@ class Names:
     """
 
     layers: Mapping[str, str] = field(converter=_by_kind)
-    embedding: tuple[str, ...] = ()
-    head: tuple[str, ...] = ()
+    embedding: tuple[Name, ...] = ()
+    head: tuple[Name, ...] = ()
 
 
 TABLE: Final = (
@@ -78,6 +84,22 @@ def find_names(model: nn.Module) -> Names:
         f"{type(model).__name__} has its layers under none of the names {wanted}; its lists of modules are: {there}. "
         "Give names=Names(layers=...)"
     )
+
+
+def given_names(model: nn.Module, names: Names) -> Names:
+    """``names``, of parts that the model has.
+
+    Raises:
+        CutError: a part of the embedding or the head is neither a submodule nor a parameter.
+    """
+    if not isinstance(names, Names):
+        raise CutError(f"names is {shown(names)}; give Names(layers=...), such as Names('model.layers')")
+    there = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+    for field_name, parts in (("embedding", names.embedding), ("head", names.head)):
+        for part in parts:
+            if part not in there:
+                raise CutError(f"Names.{field_name} has {part!r}, which {type(model).__name__} has not")
+    return names
 
 
 def layers_of(model: nn.Module, path: str) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.topology.fields import Index, checked
+from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assign
 from pipegrid.training.stages.build import build
-from pipegrid.training.stages.names import Names, find_names
+from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.shell import shell_of
 from pipegrid.training.stages.stubs import Leave, Run
 from pipegrid.training.stages.tree import adopt
@@ -86,16 +86,21 @@ def cut(
             parameters, or a model on the meta device.
     """
     layout = as_layout(layout)
-    stages = [stage] if isinstance(stage, int) else list(stage)
+    several = isinstance(stage, Sequence) and not isinstance(stage, str)
+    stages = checked(stage, tuple[Index, ...] if several else Index, "stage", CutError)
+    stages = stages if several else (stages,)
+    if len(set(stages)) < len(stages):
+        raise CutError(f"stage is {stage!r}; a rank has each of its stages once")
+    if output is not None and not callable(output):
+        raise CutError(f"output is {shown(output)}; give a function from what the model returns to what is sent")
     for number in stages:
-        checked(number, Index, "stage", CutError)
         if number >= len(layout.stages):
             raise CutError(
                 f"stage is {number}; layout {layout.short_text()} has the stages 0..{len(layout.stages) - 1}"
             )
 
     def assigned(whole: nn.Module) -> Assignment:
-        assignment = assign(whole, layout, find_names(whole) if names is None else names)
+        assignment = assign(whole, layout, find_names(whole) if names is None else given_names(whole, names))
         for number in stages:
             if not allow_empty and not assignment.parameters(number):
                 raise CutError(
@@ -109,7 +114,7 @@ def cut(
     assignment = assigned(model)
     _require_values(model, assignment, stages)
     made = [Stage(model, assignment, number, module=module, output=output, config=config) for number in stages]
-    return made[0] if isinstance(stage, int) else made
+    return made if several else made[0]
 
 
 def _require_values(model: nn.Module, assignment: Assignment, stages: Sequence[int]) -> None:
@@ -190,12 +195,15 @@ class Stage(nn.Module):
 
         Arguments are those of the whole model.
         """
-        received = self.received
+        received = None if self.is_first else self.received
         if isinstance(received, Mapping):
-            received = None if self.is_first else received[self.module]
-        if self.is_first:
-            received = None
-        elif received is None:
+            if self.module not in received:
+                raise CutError(
+                    f"stage {self.number} has received from {', '.join(map(repr, received))}, and its own module is "
+                    f"{self.module!r}; give cut(..., module=...) the module's name in the graph"
+                )
+            received = received[self.module]
+        if received is None and not self.is_first:
             raise CutError(
                 f"stage {self.number} has received nothing; call set_input_tensor with the output of stage "
                 f"{self.number - 1} first (the step functions do)"

@@ -15,7 +15,7 @@ from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Tie, as_layout, assign
 from pipegrid.training.stages.build import planned
-from pipegrid.training.stages.names import Names, find_names
+from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.stage import Stage
 
 
@@ -27,7 +27,7 @@ def ties_of(
 ) -> tuple[Tie, ...]:
     """The parameters of ``model`` on several stages of ``layout``: for ranks without a stage of the model."""
     whole = model if isinstance(model, nn.Module) else planned(model)
-    return assign(whole, as_layout(layout), find_names(whole) if names is None else names).ties
+    return assign(whole, as_layout(layout), find_names(whole) if names is None else given_names(whole, names)).ties
 
 
 def tie(
@@ -54,9 +54,12 @@ def tie(
         timeout: of the creation of groups.
 
     Raises:
-        CutError: copies on one rank are two parameters: their stages were cut by separate calls.
+        CutError: a stage in place of its ties; or copies on one rank are two parameters, their stages cut by separate
+            calls.
         TyingError: as `tie_parameters`.
     """
+    if isinstance(ties, nn.Module):
+        raise CutError(f"ties is a {type(ties).__name__}; give the ties of a stage, stage.ties, or ties_of(...)")
     own = {stage.number: stage for stage in ([stages] if isinstance(stages, Stage) else stages)}
     first = 0 if graph is None or module is None else graph.stage(module, 0)
     made = []

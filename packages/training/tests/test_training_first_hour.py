@@ -1,0 +1,104 @@
+"""The mistakes of a user's first hour with cut models: each is one typed error that names the value and the rule."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.layout import LayoutError
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training import CutError, Names, cut, tie, ties_of
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.out = nn.Linear(4, 5)
+
+    def forward(self, ids):
+        x = self.word(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def stage_of(number=1, **options):
+    return cut(Model, "Et|tttL", number, names=Names("layers"), **options)
+
+
+def run(received, **options):
+    stage = stage_of(**options)
+    stage.set_input_tensor(received)
+    return stage(torch.zeros(1, dtype=torch.long))
+
+
+MISTAKES = {
+    "a model's name": (
+        CutError,
+        lambda: cut("llama", "Et|tL", 0),
+        "model is 'llama'; give a torch.nn.Module, or a fun",
+    ),
+    "no model": (CutError, lambda: cut(None, "Et|tL", 0), "model is None; give a torch.nn.Module"),
+    "a function without return": (CutError, lambda: cut(lambda: None, "Et|tL", 0), "makes the model returned None"),
+    "a pair from the function": (
+        CutError,
+        lambda: ties_of(lambda: (Model(), 1), "Et|tL"),
+        r"makes the model returned \(Model.* must return a torch.nn.Module",
+    ),
+    "a number for a layout": (LayoutError, lambda: cut(Model, 4, 0), "a layout string must be a str, got int: 4"),
+    "counts for a layout": (LayoutError, lambda: cut(Model, [2, 2], 0), "a layout string must be a str, got list"),
+    "a letter that is none": (LayoutError, lambda: cut(Model, "Ex|tL", 0), "column 1 .* found 'x', expected a layer"),
+    "a stage as text": (CutError, lambda: stage_of("0"), "stage is '0'; it must be an integer of at least 0"),
+    "a stage as float": (CutError, lambda: stage_of(1.0), "stage is 1.0; it must be an integer of at least 0"),
+    "no stage": (CutError, lambda: stage_of(None), "stage is None; it must be an integer of at least 0"),
+    "the last stage by -1": (CutError, lambda: stage_of(-1), "stage is -1; it must be an integer of at least 0"),
+    "a stage too far": (CutError, lambda: stage_of(2), r"stage is 2; layout 'Et\|t\*3,L' has the stages 0..1"),
+    "a stage twice": (CutError, lambda: stage_of([0, 0]), r"stage is \[0, 0\]; a rank has each of its stages once"),
+    "names as text": (
+        CutError,
+        lambda: cut(Model, "Et|tttL", 0, names="layers"),
+        r"names is 'layers'; give Names\(layers=...\)",
+    ),
+    "a list of lists": (CutError, lambda: Names(["a", "b"]), "Names.layers is .* must be the dotted name of a list"),
+    "one part as text": (
+        CutError,
+        lambda: Names("layers", embedding="word"),
+        "Names.embedding is 'word'; it must be a list or tuple",
+    ),
+    "a part that is none": (
+        CutError,
+        lambda: cut(Model, "Et|tttL", 0, names=Names("layers", head=("norm",))),
+        "Names.head has 'norm', which Model has not",
+    ),
+    "a list that is none": (
+        CutError,
+        lambda: cut(Model, "Et|tttL", 0, names=Names("blocks")),
+        "Model has no list of modules 'blocks'; its lists are layers",
+    ),
+    "too many layers": (CutError, lambda: cut(Model, "Et*5|tL", 0), "has 6 decoder layers, the model 4; remove 2"),
+    "a key for an output": (CutError, lambda: stage_of(output="logits"), "output is 'logits'; give a function from"),
+    "no input": (CutError, lambda: run([None]), "stage 1 has received nothing; call set_input_tensor with the output"),
+    "modules without a name": (
+        CutError,
+        lambda: run({"images": torch.ones(1, 4)}),
+        r"has received from 'images', and its own module is None; give cut\(..., module=...\)",
+    ),
+    "another module's name": (
+        CutError,
+        lambda: run([{"images": torch.ones(1, 4)}], module="language"),
+        "has received from 'images', and its own module is 'language'",
+    ),
+    "a stage for its ties": (
+        CutError,
+        lambda: tie(stage_of(), stage_of(), HyperCommGrid([1, 1], ["dp", "pp"], world_size=1)),
+        "ties is a Stage; give the ties of a stage, stage.ties",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_first_mistake_is_a_typed_error_that_names_value_and_rule(what):
+    error, call, text = MISTAKES[what]
+    with pytest.raises(error, match=text):
+        call()

@@ -32,7 +32,7 @@ from pipegrid.planner.choice import Shape
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.report import results_table, to_json, why_slower
 from pipegrid.planner.script import training_script
-from pipegrid.planner.search import arrangements
+from pipegrid.planner.search import _Search, arrangements
 from pipegrid.schedules import (
     SCHEDULES,
     ActionKind,
@@ -165,6 +165,20 @@ def test_a_bound_is_never_above_the_step_it_bounds(frozen):
             shape = Shape(model, arrangement, stage_places(schedule, depth, chunks))
             choice = shape.choice(shape.plan(schedule, 4), schedule, 4)
             assert shape.lower_bound(4, split="zero" in schedule) <= choice.step * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_that_is_called_too_little_is_too_little(frozen):
+    """Candidates are left out by bounds of their memory, which are never above what they need."""
+    job = small_job(encoder=2, decoder=2, batch=4, flops=0.1, activations=4e9, frozen=frozen, schedules=("1f1b",))
+    search = _Search(CostModel(job), 4, 80e9, 30)
+    for arrangement in arrangements(job, 4):
+        for shape, microbatch, schedule in search._candidates(arrangement):
+            made, live = search._plan(shape, microbatch, schedule)
+            peak = shape.choice(made, schedule, microbatch).peak
+            assert search._static_bound(arrangement) <= peak
+            assert search._floor(shape, microbatch, live) <= peak
+            assert search._floor(shape, microbatch, search._live(shape, microbatch, schedule)) <= peak
 
 
 def test_positions_are_those_of_the_bridges():

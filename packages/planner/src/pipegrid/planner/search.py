@@ -191,12 +191,16 @@ class _Search:
     def _static_bound(self, arrangement: Arrangement) -> float:
         """Bytes of the fullest rank at least: the mean of its module's, with one microbatch of the fewest samples."""
         lanes = math.lcm(*(part.dp for part in arrangement.parts))
-        each = [
-            self.job.module(part.module).parameters / (part.tp * part.pp) * sum(self.model.parameter_bytes(part))
-            + self.job.module(part.module).activations * lanes / part.ranks
-            for part in arrangement.parts
-        ]
-        return self.job.device.reserved + (sum(each) if arrangement.colocated else max(each))
+        fixed, trained, running = [], [], []
+        for part in arrangement.parts:
+            module = self.job.module(part.module)
+            fixed.append(module.parameters / (part.tp * part.pp) * sum(self.model.parameter_bytes(part)))
+            held = module.activations * lanes / part.ranks
+            trained.append(0.0 if module.frozen else held)
+            running.append(held)  # a frozen module frees them at the end of its forward, before others run
+        if arrangement.colocated:
+            return self.job.device.reserved + sum(fixed) + max(sum(trained), *running)
+        return self.job.device.reserved + max(size + held for size, held in zip(fixed, running, strict=True))
 
     def _candidates(self, arrangement: Arrangement) -> Iterator[_Candidate]:
         """The candidates of an arrangement: microbatch sizes that all dp divide, and schedules that fit."""
@@ -244,7 +248,14 @@ class _Search:
         return self.plans[key]
 
     def _live(self, shape: Shape, microbatch: int, schedule: str) -> tuple[int, ...]:
-        """Per stage, microbatches that it holds at once, at least: of the schedule on a chain of a few microbatches."""
+        """Per stage, microbatches that it holds at once, at least: of the schedule on a chain of a few microbatches.
+
+        A frozen module frees each at the end of its forward.
+        """
+        held = zip(shape.part_of, self._trained_live(shape, microbatch, schedule), strict=True)
+        return tuple(1 if self.job.module(part.module).frozen else live for part, live in held)
+
+    def _trained_live(self, shape: Shape, microbatch: int, schedule: str) -> tuple[int, ...]:
         graph, microbatches = shape.wiring.graph, self.job.global_batch // microbatch
         if schedule == "1f1b":
             return tuple(min(microbatches, distance + 1) for distance in graph.distance_to_sink)

@@ -536,11 +536,30 @@ def test_reentrant_checkpointing_is_refused_by_name():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
-def test_a_compiled_module_is_refused_by_name():
-    model = made(Plain)
-    model.blocks[1] = torch.compile(model.blocks[1], backend="aot_eager")
-    with pytest.raises(SplitBackwardError, match=r"stage 3: module 'blocks.1' \(Block\) is compiled"):
-        refused(model)
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_a_compiled_region_runs_whole_at_i(part):
+    """Its backward may reuse what it saved, so nothing of its graph is kept: one run, and nothing is left for W."""
+    model, reference = made(Plain).eval(), made(Plain).eval()
+    if part == "whole":
+        model = torch.compile(model, backend="aot_eager")
+    else:
+        model.blocks[1].compile(backend="aot_eager")
+    outputs, gradients, inputs = forwarded(model)  # torch.compile's wrapper has the attributes of the model
+    compiled = []
+    found, half = backward_inputs(
+        [get_gradient_edge(tensor) for tensor in outputs],
+        gradients,
+        inputs,
+        on_compiled=lambda: compiled.append(True),
+    )
+    assert compiled
+    assert not half.calls
+    others, same, leaves = forwarded(reference)
+    torch.autograd.backward(others, same)
+    for mine, other in zip(found, leaves, strict=True):
+        torch.testing.assert_close(mine, other.grad, rtol=1e-12, atol=1e-14)
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_what_can_be_split_is_not_refused():

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.generators import gpipe, multi_module_1f1b, zero_bubble_h1
+from pipegrid.schedules.generators import gpipe, multi_module_1f1b, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import Action, ActionKind
@@ -314,6 +314,77 @@ def test_a_stage_that_cannot_be_split_is_refused_at_its_first_forward(network, m
     assert network.messages == 0
 
 
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_reentrant_checkpoint_that_would_train_nothing_is_an_error(reentrant):
+    """The part behind it has a graph, so nothing else would tell."""
+    plan = lower(gpipe(1, 1))
+    model = nn.Sequential(Wide(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(microbatch):
+        hidden = checkpoint(model[0], torch.ones(WIDTH), use_reentrant=reentrant)
+        return model[1](hidden).sum()
+
+    runtime = PipelineRuntime(plan, {0: Function(plan, 0, forward, model)}, None)
+    if reentrant:
+        with pytest.raises(PipelineError, match=r"stage 0: Linear \(its parameter 'weight' requires grad\) is checkp"):
+            runtime.step()
+        model[0].requires_grad_(False)
+        runtime = PipelineRuntime(plan, {0: Function(plan, 0, forward, model)}, None)
+    runtime.step()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
+def test_compiled_stages_run_whole_at_i_and_the_runtime_says_what_that_costs():
+    plan = lower(zero_bubble_v(1, 3))
+    torch.manual_seed(0)
+    models = [Wide(), Wide()]
+    models[1].compile(backend="aot_eager")
+    x = torch.ones(WIDTH)
+    stages = {
+        0: Function(plan, 0, lambda microbatch: models[0](x), models[0]),
+        1: Function(plan, 1, lambda microbatch, y: models[1](y).sum(), models[1]),
+    }
+    runtime = PipelineRuntime(plan, stages, None)
+    assert "compiled" not in runtime.describe()
+    runtime.step()
+    text = runtime.describe()
+    assert "stage 1: a compiled region runs whole at I ('the whole stage' (Wide)), and W computes nothing" in text
+    assert re.search(r"with whole backwards there, a step takes \S+ forwards in place of 9", text)
+    torch.manual_seed(0)
+    whole = nn.Sequential(Wide(), Wide())
+    (3 * whole(x).sum()).backward()
+    for mine, other in zip(nn.ModuleList(models).parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_messages_wait_longer_while_neighbours_compile(network, memory_communicator):
+    plan = lower(one_f_one_b(2, 1))
+    model = Wide()
+    model.compile(backend="eager")
+    waits = []
+
+    stage = Function(plan, 1, lambda m, x: model(x).sum(), model)
+    runtime = PipelineRuntime(plan, {1: stage}, memory_communicator(network, 2, 1), deadline=5.0)
+    (edge,) = plan.graph.stage_edges
+    queue = runtime._receives[edge, Direction.FORWARD]
+    queue.hooks = [type("Seen", (), {"completed": lambda self, action: waits.append(queue.deadline)})()]
+    for _ in range(2):
+        network.lane(edge, Direction.FORWARD).put(torch.ones(WIDTH, requires_grad=True))
+        runtime.step()
+    assert waits == [600.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -453,7 +524,9 @@ def test_the_verbs_of_a_subclass_and_of_a_wrapper_are_called():
 LOST = {
     "detached": lambda model, x: model(x).detach(),
     "under no_grad": lambda model, x: torch.no_grad()(model)(x),
-    "reentrant checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=True),
+    "reentrant checkpoint": lambda model, x: checkpoint(
+        torch.nn.functional.linear, x, model.weight.detach(), use_reentrant=True
+    ),
 }
 
 

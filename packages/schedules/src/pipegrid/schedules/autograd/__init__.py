@@ -4,13 +4,14 @@ from pipegrid.schedules.autograd.deallocate import free_storage, require_dealloc
 from pipegrid.schedules.autograd.engine import run_backward, shape_of_gradient
 from pipegrid.schedules.autograd.partition import input_path_of
 from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
-from pipegrid.schedules.autograd.unsplittable import SplitBackwardError, require_splittable
+from pipegrid.schedules.autograd.unsplittable import SplitBackwardError, compiled_modules, require_splittable
 
 __all__ = [
     "SplitBackwardError",
     "WeightHalf",
     "backward_inputs",
     "backward_weights",
+    "compiled_modules",
     "free_storage",
     "input_path_of",
     "require_deallocatable",

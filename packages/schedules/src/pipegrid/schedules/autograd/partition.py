@@ -16,7 +16,7 @@ from attrs import frozen
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node
 
-from pipegrid.schedules.autograd.unsplittable import UNSPLITTABLE
+from pipegrid.schedules.autograd.unsplittable import COMPILED, UNSPLITTABLE
 from pipegrid.schedules.fsdp import POST_BACKWARD
 
 # Remembered patterns; stages whose shapes or branches vary have several.
@@ -101,7 +101,8 @@ class Division:
         reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
         spent: nodes of the input path that W does not run again.
         unsplittable: nodes of the input path that cannot run while others are kept for later.
-        whole_graph: whether all of it runs at I, since ``fully_shard`` reduces its gradients there.
+        reduced: whether ``fully_shard`` reduces gradients in the graph, when those of a module's inputs are there.
+        compiled: whether a compiled region is on the input path, so that all of it runs at I.
         apart: which roots lie off the input path: their whole backward is weight half.
         apart_at_i: whether that runs at I, since it shares nodes with others that do.
     """
@@ -114,7 +115,8 @@ class Division:
     reruns: bool
     spent: tuple[int, ...]
     unsplittable: tuple[int, ...]
-    whole_graph: bool
+    reduced: bool
+    compiled: bool
     apart: tuple[int, ...]
     apart_at_i: bool
 
@@ -186,6 +188,7 @@ def divide(outline: Outline) -> Division:
     whole = tuple(Whole(node, tuple(entries[node]), node in custom) for node in entries if node not in waiting)
     # To have a node of `whole` compute its weight half, the engine is asked for the gradients at its entries. What lies
     # between two such entries (the norm of a weight, above the weight) then runs as well, ahead of its time.
+    names = [kind.__name__ for kind in outline.kinds]
     asks = any(not part.custom for part in whole)
     return Division(
         input_path=path,
@@ -195,8 +198,9 @@ def divide(outline: Outline) -> Division:
         levels=tuple(_levels(owners)),
         reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
         spent=tuple(node for node in path if node not in waiting),
-        unsplittable=tuple(node for node in path if outline.kinds[node].__name__ in UNSPLITTABLE),
-        whole_graph=any(outline.kinds[node].__name__ == POST_BACKWARD for node in path),
+        unsplittable=tuple(node for node in path if names[node] == UNSPLITTABLE),
+        reduced=any(names[node] == POST_BACKWARD for node in path),
+        compiled=any(names[node] == COMPILED for node in path),
         apart=apart,
         apart_at_i=_APART in sharing,
     )

@@ -22,7 +22,9 @@ Two kinds of owner cannot be run in halves, and run whole at I:
 - nodes that share a parameter: from the upper of the two, the engine would go down the input path to the other one.
 
 A stage that ``fully_shard`` has sharded runs whole at I: its gradients are reduced, and its weights freed, as soon as
-those of its inputs are there. Where the plan does both (``REDUCE_GRAD``, ``RESHARD``), it runs in halves.
+those of its inputs are there. Where the plan does both (``REDUCE_GRAD``, ``RESHARD``), it runs in halves. A stage with
+a compiled region between its outputs and its inputs runs whole at I, too: the region's backward is one node, which may
+reuse the memory of the tensors that it saved, so no part of that graph can be kept for W.
 
 A stage without inputs that need a gradient has no input path. No other stage waits for it, so all of it runs at W.
 
@@ -67,6 +69,7 @@ def backward_inputs(
     inputs: Sequence[torch.Tensor],
     *,
     on_unsplittable: Callable[[Iterable[Node]], None] | None = None,
+    on_compiled: Callable[[], None] | None = None,
     whole: bool | None = None,
 ) -> tuple[Sequence[torch.Tensor | None], WeightHalf]:
     """I: the gradients of ``inputs`` (None for an unused one), and the rest, for W.
@@ -76,6 +79,7 @@ def backward_inputs(
         gradients: one for each root.
         inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
         on_unsplittable: called before anything runs with the nodes that cannot run in halves; it raises.
+        on_compiled: called where a compiled region runs all at I.
         whole: whether all runs at I, where there is an input path; None: where ``fully_shard`` reduces in the graph.
     """
     if not inputs:
@@ -86,7 +90,9 @@ def backward_inputs(
         on_unsplittable([nodes[node] for node in parts.unsplittable])
     if not parts.input_path:
         return [None] * len(inputs), WeightHalf((Call(roots, gradients, ()),) if roots else ())
-    if parts.whole_graph if whole is None else whole:
+    if parts.compiled and on_compiled is not None:
+        on_compiled()
+    if parts.compiled or (parts.reduced if whole is None else whole):
         run_backward(roots, gradients)
         arrived_whole = [tensor.grad for tensor in inputs]
         for tensor in inputs:

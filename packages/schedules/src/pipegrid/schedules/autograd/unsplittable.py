@@ -1,4 +1,4 @@
-"""Graphs whose backward cannot be split: an error with the name of the module that makes them."""
+"""Graphs whose backward cannot be split: reentrant checkpoints, an error; compiled regions, which run whole at I."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _REMEDY = (
 )
 
 
-_REENTRANT, _COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward"
-UNSPLITTABLE = frozenset({_REENTRANT, _COMPILED})
-"""The kinds of node that cannot run while others of their graph are kept for later."""
+UNSPLITTABLE = "CheckpointFunctionBackward"
+"""A reentrant checkpoint: it cannot run while others of its graph are kept for later."""
+COMPILED = "CompiledFunctionBackward"
+"""A compiled region: both halves in one node, which may reuse the memory that it saved: nothing is kept for later."""
 
 
 class SplitBackwardError(ValueError):
@@ -32,20 +33,14 @@ def require_splittable(path: Iterable[Node], stage: int, model: Any) -> None:
         model: its module, for the names in the message; anything else has none.
 
     Raises:
-        SplitBackwardError: reentrant checkpointing, or a compiled module.
+        SplitBackwardError: reentrant checkpointing.
     """
     for node in path:
-        kind = node.name()
-        if kind == _REENTRANT:
+        if node.name() == UNSPLITTABLE:
             raise SplitBackwardError(
                 f"stage {stage}: {_checkpointed(node, model)} is checkpointed with use_reentrant=True, which runs a "
                 "whole backward of its own and cannot be split into I and W; checkpoint it with use_reentrant=False, "
                 f"{_REMEDY}"
-            )
-        if kind == _COMPILED:
-            raise SplitBackwardError(
-                f"stage {stage}: {_compiled(model)} is compiled, which makes its backward one node that cannot be "
-                f"split into I and W; leave it uncompiled, compile it with backend='eager', {_REMEDY}"
             )
 
 
@@ -67,14 +62,13 @@ def _named(module: torch.nn.Module, model: Any) -> str:
     return f"module {type(module).__name__}"
 
 
-def _compiled(model: Any) -> str:
-    """The compiled modules of a stage; `torch.compile` wraps a module, and `Module.compile` marks it."""
-    names = [
+def compiled_modules(model: Any) -> list[str]:
+    """The names of the compiled modules of a stage; `torch.compile` wraps a module, and `Module.compile` marks it."""
+    return [
         f"{name.removesuffix('_orig_mod').rstrip('.') or 'the whole stage'!r} ({type(module).__name__})"
         for name, module in _modules(model)
         if name.endswith("_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
     ]
-    return f"module {', '.join(names)}" if names else "a function or module"
 
 
 def _modules(model: Any) -> list[tuple[str, torch.nn.Module]]:

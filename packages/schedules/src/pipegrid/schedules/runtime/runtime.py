@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
+from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.schedules.plan import SHARDING, Action, ActionKind, actions_of
 from pipegrid.schedules.runtime.agreement import StepAgreement
@@ -34,6 +35,7 @@ from pipegrid.schedules.runtime.preflight import (
 from pipegrid.schedules.runtime.sharded import ShardedStage, in_evaluation, is_last_reduction, stages_sharded
 from pipegrid.schedules.runtime.stage import Forwarded, Stage
 from pipegrid.schedules.runtime.stage_runner import StageRunner
+from pipegrid.schedules.simulate import simulate, unit_costs
 from pipegrid.schedules.verify import Dataflow, Proof, dataflow_of
 from pipegrid.transport import streams
 from pipegrid.transport.edge import Direction, Edge
@@ -56,6 +58,8 @@ __all__ = [
 
 _ABORT_SECONDS = 0.3
 _DEADLINE = 300.0
+_COMPILATION = 600.0
+_COMPILING = 600.0
 
 
 class PipelineError(RuntimeError):
@@ -209,6 +213,8 @@ class PipelineRuntime:
         self._agreement = StepAgreement(
             plan, communicator, tuple(sorted(outside)), self._rank, deadline or deadline_of(communicator)
         )
+        self._deadline, self._patient = deadline, False
+        self._cold = [self._program, self._forwards]  # what has not run yet
         self._one_step = threading.Lock()
         self._stages, self._wrappers_checked = stages, False
         self._running = self._program
@@ -327,6 +333,31 @@ class PipelineRuntime:
         work = " ".join(map(str, self._running[self._cursor].actions))
         return f"position {self.position}, step {self._cursor + 1} of {len(self._running)}: {work}"
 
+    def describe(self) -> str:
+        """What is proved of the plan and, after a step, which stages do not run their backwards in halves as planned.
+
+        The cost of that is in forwards of a position, where ``F``, ``I`` and ``W`` take one each.
+        """
+        lines = [str(self.proof)]
+        whole = [number for number, runner in self._runners.items() if runner.compiled]
+        if whole:
+            costs, count = unit_costs(self.plan), self.plan.num_stages
+            shares = costs.per_stage("I", count)
+            changed = evolve(
+                costs,
+                I=[2 * share if stage in whole else share for stage, share in enumerate(shares)],
+                W=[0.0 if stage in whole else share for stage, share in enumerate(shares)],
+            )
+            before, after = (simulate(self.plan, each).makespan for each in (costs, changed))
+            lines += [
+                f"stage {number}: a compiled region runs whole at I ("
+                f"{', '.join(compiled_modules(getattr(self._stages[number], 'model', None))) or 'in the stage'}), and "
+                "W computes nothing"
+                for number in whole
+            ]
+            lines.append(f"with whole backwards there, a step takes {after:g} forwards in place of {before:g}")
+        return "\n".join(lines)
+
     def step(self, *, finish: Callable[[], None] | None = None, agree: str = "") -> None:
         """Run the plan once: every forward and every backward of this position.
 
@@ -412,9 +443,23 @@ class PipelineRuntime:
         if self._failure is not None:
             raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
         self._begin(grad=grad)
+        if self._cold or self._patient:
+            self._allow_compilation(program)
         self._running, self._cursor = program, -1
         if self._monitor is not None:
             self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
+
+    def _allow_compilation(self, program: tuple[_Step, ...]) -> None:
+        """Where stages are compiled, messages of the first step have at least 600 s: neighbours compile meanwhile."""
+        left = [each for each in self._cold if each is not program]
+        first, self._cold = len(left) < len(self._cold), left
+        patient = first and any(compiled_modules(getattr(stage, "model", None)) for stage in self._stages.values())
+        if patient or self._patient:
+            patience = max(self._deadline or deadline_of(self._communicator), _COMPILATION)
+            queues: list[RecvQueue | SendQueue] = [*self._receives.values(), *self._sends.values()]
+            for queue in queues:
+                queue.deadline = patience if patient else self._deadline
+            self._patient = patient
 
     def _begin(self, *, grad: bool) -> None:
         """Drop the state of an earlier step."""

@@ -24,6 +24,7 @@ from pipegrid.schedules.errors import PlanMismatchError, StageOutputError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.runtime.edge_queues import PendingFree, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.payloads import flatten, gradient_of, map_tensors
+from pipegrid.schedules.runtime.reentrant import reentrant_trap
 from pipegrid.schedules.runtime.stage import (
     Forwarded,
     Stage,
@@ -88,9 +89,12 @@ class StageRunner:
     reduced_by_plan: bool = False
     declared: AbstractSet[Edge] = frozenset()
     training: bool = False
+    compiled: bool = field(default=False, init=False)
+    """Whether a compiled region has made a backward in halves run whole at I."""
     live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     _looked_at: bool = field(default=False, init=False)
+    _trapped: bool = field(default=False, init=False)
     _whole: bool | None = field(init=False)
     _outputs: dict[int, weakref.ref[torch.Tensor]] = field(factory=dict, init=False)
     _rooted: bool = field(default=False, init=False)
@@ -123,7 +127,11 @@ class StageRunner:
             # Where no gradient goes back, none is computed either.
             inputs[edge] = take(microbatch) if differentiated else map_tensors(take(microbatch), _detached)
         try:
-            if self.training == torch.is_grad_enabled():
+            if self.training and not self._trapped:
+                self._trapped = True
+                with reentrant_trap(self.number, self.stage):
+                    produced = self.stage.forward(microbatch, inputs)
+            elif self.training == torch.is_grad_enabled():
                 produced = self.stage.forward(microbatch, inputs)
             else:  # a stage that runs no backward keeps no graph
                 with torch.set_grad_enabled(self.training):
@@ -227,7 +235,12 @@ class StageRunner:
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
         found, self.halves[microbatch] = backward_inputs(
-            roots, gradients, inputs, on_unsplittable=self._require_splittable, whole=self._whole
+            roots,
+            gradients,
+            inputs,
+            on_unsplittable=self._require_splittable,
+            on_compiled=self._note_compiled,
+            whole=self._whole,
         )
         by_input: dict[int, torch.Tensor] = {}
         for tensor, gradient in zip(inputs, found, strict=True):
@@ -236,6 +249,9 @@ class StageRunner:
             by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
             box.put(microbatch, map_tensors(payload, lambda tensor: by_input.get(id(tensor))))
+
+    def _note_compiled(self) -> None:
+        self.compiled = True
 
     def backward_weights(self, microbatch: int) -> None:
         """``W``."""

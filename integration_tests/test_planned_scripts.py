@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.planner import Device, Job, Layers, Module, Network, Training, plan
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.planner import Device, Job, Layers, Module, Network, Training, dry_run, plan
 from pipegrid.planner.script import training_script
+from pipegrid.schedules import PipelineConfig
+from pipegrid.topology import HyperCommGrid
 
 WIDTH, STEPS = 3, 2
 
@@ -87,4 +90,30 @@ def test_a_written_script_trains_every_arrangement(schedule):
         told = [each for each in found if each]
         assert told, f"no rank had the loss in {choice.arrangement}"
         assert all(len(each) == STEPS * choice.shape.job.global_batch // choice.microbatch for each in told)
+    assert seen
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_a_dry_run_counts_the_communicators_that_ranks_open(schedule):
+    seen = set()
+    for choice in plan(job(schedule), gpus=4).choices:
+        if choice.arrangement.gpus != dist.get_world_size() or str(choice.arrangement) in seen:
+            continue
+        seen.add(str(choice.arrangement))
+        found = dry_run(choice)
+        grids = {
+            name: HyperCommGrid(list(grid.shape), list(grid.dim_names), rank_offset=grid.rank_offset)
+            for name, grid in choice.arrangement.grids.items()
+        }
+        mine = [grid for grid in grids.values() if grid.is_current_rank_in_grid()]
+        config = PipelineConfig(pipeline_dtype=torch.float32)
+        places = choice.shape.stage_places
+        pipe = MultiModulePipelineCommunicator(
+            grids, {"images": ["language"]}, config, stage_placement=places, traffic=found.proof.plan.traffic
+        )
+        groups = sum(size > 1 for grid in mine for size in grid.shape)
+        opened = pipe.communicators + groups
+        pipe.destroy()
+        assert opened == found.communicators[dist.get_rank()], str(choice.arrangement)
     assert seen

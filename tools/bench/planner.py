@@ -1,10 +1,13 @@
 """Predicted step times against measured ones: the planner's choices of one job, with emulated compute on 2 to 4 ranks.
 
-    python tools/bench/planner.py [--quick]
+    python tools/bench/planner.py [--quick] [--scale]
 
 Each choice (grids x layout x schedule) is run by the script that the planner writes for it, on gloo; a layer sleeps for
 what the job says of it. Bounds: Kendall's tau between the predicted and the measured order at least 0.9, each
 prediction within 5% of the median step. The predictions are made before the first run and see none of it.
+
+With ``--scale``: the job of docs/examples/jobs/vlm.toml on 1,024 and 16,384 GPUs in place of that, with 4 samples for
+each GPU, and a dry run of the winner: everything that all ranks open. Bound: 10 minutes of one core.
 """
 
 from __future__ import annotations
@@ -23,11 +26,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.planner import Choice, Device, Job, Layers, Measured, Module, Network, Training
+from pipegrid.planner import (
+    Choice,
+    Device,
+    Job,
+    Layers,
+    Measured,
+    Module,
+    Network,
+    Training,
+    dry_run,
+    plan,
+    read_job,
+)
 from pipegrid.planner.choice import Arrangement, Shape
 from pipegrid.planner.model import CostModel, Part
 from pipegrid.planner.script import training_script
@@ -37,6 +53,8 @@ from runtime_parts.emulated import sleeping
 
 WIDTH = 8
 TAU, OFF = 0.9, 0.05
+SEARCH_SECONDS = 600
+JOB = Path(__file__).parents[2] / "docs" / "examples" / "jobs" / "vlm.toml"
 LATENCY = 0.0003  # of a hop between two of these ranks, which share the cores of one machine
 
 
@@ -199,13 +217,34 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return agreed / len(pairs) if pairs else 1.0
 
 
+def scale() -> int:
+    """Plan for many GPUs, run the winner dry, and print; 1 where a search takes more than 10 minutes."""
+    worst = 0.0
+    for gpus in (1024, 16384):
+        start = time.process_time()
+        of = evolve(read_job(JOB), global_batch=4 * gpus)
+        planned = plan(of, gpus=gpus, memory="80GB")
+        searched = time.process_time()
+        found = dry_run(planned.winner)
+        worst = max(worst, time.process_time() - start)
+        print(
+            f"{gpus} GPUs: {planned.winner.arrangement}, {planned.winner.schedule}, step {planned.winner.step:.3f} s, "
+            f"bubble {100 * planned.winner.bubble:.1f}%; searched in {searched - start:.1f} s of one core, dry run in "
+            f"{time.process_time() - searched:.1f} s\n{found}"
+        )
+    return 0 if worst <= SEARCH_SECONDS else 1
+
+
 def main() -> int:
     """Measure and print; 1 where a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one choice, short: shows that it works")
     parser.add_argument("--seconds", type=float, default=0.004, help="of a decoder layer's F, for one sample")
     parser.add_argument("--steps", type=int, default=4, help="of each choice; the first is not counted")
+    parser.add_argument("--scale", action="store_true", help="plan for 1,024 and 16,384 GPUs instead")
     options = parser.parse_args()
+    if options.scale:
+        return scale()
     if options.quick:
         options.seconds, options.steps = 0.001, 2
     os.environ["OMP_NUM_THREADS"] = "1"

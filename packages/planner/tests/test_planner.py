@@ -288,10 +288,11 @@ def test_the_command_line(tmp_path, capsys):
     path = tmp_path / "job.json"
     path.write_text(json.dumps(JOB))
     files = ["--svg", str(tmp_path / "t.svg"), "--code", str(tmp_path / "train.py")]
-    assert main(["plan", str(path), "--gpus", "2", "--explain", *files]) == 0
+    assert main(["plan", str(path), "--gpus", "2", "--explain", "--dry-run", *files]) == 0
     printed = capsys.readouterr().out
     assert "activations" in printed
     assert "no other is faster" in printed
+    assert "communicators of a rank: at most" in printed
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
     assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 2
@@ -319,8 +320,8 @@ def test_the_package_works_with_torch_blocked():
 
 def test_the_public_names_are_pinned():
     assert set(pipegrid.planner.__all__) == {
-        "Choice", "Device", "Job", "JobError", "Layers", "Measured", "Module", "Network", "NoFitError", "Planned",
-        "Training", "WhatIf", "parse_job", "plan", "read_job", "what_if",
+        "Choice", "Device", "DryRun", "Job", "JobError", "Layers", "Measured", "Module", "Network", "NoFitError",
+        "Planned", "Training", "WhatIf", "dry_run", "parse_job", "plan", "read_job", "what_if",
     }  # fmt: skip
 
 

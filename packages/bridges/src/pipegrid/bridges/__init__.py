@@ -27,7 +27,12 @@ from pipegrid.bridges.errors import (
     WrongSideError as WrongSideError,
 )
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError as ModuleGraphError
-from pipegrid.bridges.multimodule import EdgeOptions, Positions as Positions, positions_of
+from pipegrid.bridges.multimodule import (
+    EdgeOptions,
+    Positions as Positions,
+    collective_edges as collective_edges,
+    positions_of,
+)
 from pipegrid.bridges.reshard import (
     Box as Box,
     Completion as Completion,

@@ -1,6 +1,7 @@
 """The best grids, layout, schedule and microbatch size of a job, searched by prediction and proved. No torch."""
 
 from pipegrid.planner.choice import Choice, Memory as Memory
+from pipegrid.planner.dry_run import DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module, Network, Training
 from pipegrid.planner.reading import parse_job, read_job
@@ -10,6 +11,7 @@ from pipegrid.planner.what_if import WhatIf, what_if
 __all__ = [
     "Choice",
     "Device",
+    "DryRun",
     "Job",
     "JobError",
     "Layers",
@@ -20,6 +22,7 @@ __all__ = [
     "Planned",
     "Training",
     "WhatIf",
+    "dry_run",
     "parse_job",
     "plan",
     "read_job",

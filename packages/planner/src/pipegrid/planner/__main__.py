@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.reading import read_job
 from pipegrid.planner.report import explanation, results_table, summary, to_json, what_if_table
@@ -30,6 +31,8 @@ def plan_file(arguments: argparse.Namespace) -> int:
     else:
         print(results_table(planned, terminal=sys.stdout.isatty()), end="")
         print(explanation(planned) if arguments.explain else summary(planned), end="")
+    if arguments.dry_run:
+        print(dry_run(planned.winner))
     if arguments.svg:
         write_svg(timeline(planned.winner.simulation, unit="s"), arguments.svg)
     if arguments.code:
@@ -64,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--limit", type=int, default=200, help="candidates that are simulated at most")
     search.add_argument("--explain", action="store_true", help="layouts, memory per position, why the others lost")
     search.add_argument("--json", action="store_true", help="the choices as JSON")
+    search.add_argument("--dry-run", action="store_true", help="count and check what all ranks of the winner open")
     search.add_argument("--svg", type=Path, help="write the winner's timeline")
     search.add_argument("--code", type=Path, help="write a training script with the winner's sizes")
     search.set_defaults(run=plan_file)

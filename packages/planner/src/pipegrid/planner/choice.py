@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 
 from attrs import field, frozen
 
-from pipegrid.bridges import ModuleGraph
+from pipegrid.bridges import ModuleGraph, Side, boundary_side, collective_edges, positions_of
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.model import CostModel, Part, Stage, Times, bandwidth
 from pipegrid.schedules import ActionKind, Costs, Plan, Simulation, schedule_for, simulate
@@ -207,25 +207,45 @@ class Shape:
             found[edge] = self.part_of[edge.source], self.part_of[edge.destination]
         return found
 
+    @property
+    def stage_places(self) -> dict[str, tuple[int, ...]]:
+        """Per module, the pp rank of each stage."""
+        return {part.module: self.places if part is self.parts[-1] else tuple(range(part.pp)) for part in self.parts}
+
+    @property
+    def sides(self) -> Iterator[tuple[str, str, Side, Side]]:
+        """Each edge between modules with its two sides: source, destination, side of the one and of the other."""
+        grids, places = self.arrangement.grids, self.stage_places
+        for source, destination in self.job.edges:
+            yield (
+                source,
+                destination,
+                boundary_side(grids[source], "source", name=source, stage=places[source][-1]),
+                boundary_side(grids[destination], "destination", name=destination, stage=places[destination][0]),
+            )
+
     @cached_property
     def _collectives(self) -> dict[Edge, float]:
-        """Seconds per sample of each boundary between modules that share ranks."""
+        """Seconds per sample of each boundary that is a collective: some ranks are on both of its sides."""
         if not self.arrangement.colocated:
             return {}
-        ranks = self.arrangement.grids[self.parts[-1].module].ranks
+        graph, grids = self.wiring.graph, self.arrangement.grids
+        edges = collective_edges(graph, positions_of(graph, grids, self.stage_places), self.sides)
+        ranks = grids[self.parts[-1].module].ranks
         speed = bandwidth(self.job.links, ranks)
         return {
             edge: self.job.module(source.module).message / len(ranks) / speed
             for edge, (source, _) in self._boundaries.items()
+            if edge in edges
         }
 
     @property
     def collectives(self) -> dict[Edge, str]:
-        """The group of each boundary between modules that share ranks, for `lower`."""
+        """The group of each boundary that is a collective, for `lower`."""
         return {edge: f"{edge.source}-{edge.destination}" for edge in self._collectives}
 
     def message(self, edge: Edge) -> float:
-        """Bytes of a sample that each sending rank moves along ``edge``; none where ranks are shared."""
+        """Bytes of a sample that each sending rank moves along ``edge``; none where it is a collective."""
         if edge in self._collectives:
             return 0.0
         part = self.part_of[edge.source]

@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.bridges.multimodule.modules import EdgeOptions
-from pipegrid.bridges.multimodule.positions import Positions, positions_of
+from pipegrid.bridges.multimodule.positions import Positions, collective_edges, positions_of
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator
     from pipegrid.bridges.multimodule.rank_modules import RankModuleInfo
 
-__all__ = ["EdgeOptions", "MultiModulePipelineCommunicator", "Positions", "RankModuleInfo", "positions_of"]
+__all__ = [
+    "EdgeOptions",
+    "MultiModulePipelineCommunicator",
+    "Positions",
+    "RankModuleInfo",
+    "collective_edges",
+    "positions_of",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__, __all__, {"MultiModulePipelineCommunicator": "communicator", "RankModuleInfo": "rank_modules"}

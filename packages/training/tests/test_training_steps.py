@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import Names, cut, tie
+from pipegrid.training import cut, tie
 
-from .training_models import MAKERS, WORDS, batch_of, llama
+from .training_models import WORDS, batch_of, llama
+from .training_vlm import VISION, Tower, seen_and_text
 
 MICROBATCHES, ROWS = 5, 2
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
@@ -146,28 +147,6 @@ def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule, varian
     require_a_step(ranks, schedule, variant, ranks.world_size // 2)
 
 
-class Tower(nn.Module):
-    """A vision model and the projection of its tokens to the width of the language model."""
-
-    def __init__(self):
-        super().__init__()
-        self.clip = MAKERS["clip"]()
-        self.projection = nn.Linear(16, 16)
-
-    def forward(self, pixel_values):
-        return self.projection(self.clip(pixel_values=pixel_values).last_hidden_state)
-
-
-TOWER = Names("clip.encoder.layers", head=("projection",))
-
-
-def seen_and_text(embedding, seen, batch):
-    """Image tokens before text, as embeddings with their mask."""
-    embeds = torch.cat((seen, embedding(batch["input_ids"])), dim=1)
-    mask = torch.cat((torch.ones(seen.shape[:2], dtype=torch.long), batch["attention_mask"]), dim=1)
-    return {"inputs_embeds": embeds, "attention_mask": mask}
-
-
 def after_image(batch, output):
     output.logits = output.logits[:, -batch["input_ids"].shape[1] :]
     return next_word_loss(batch, output)
@@ -207,7 +186,7 @@ def test_a_vision_tower_before_a_language_model(ranks, schedule, frozen):
     language = llama()().double()
     place = grids[name].coords(dist.get_rank())["pp"]
     if name == "images":
-        stages = cut(tower, "Ee|e*3L", [place], names=TOWER, module=name, output=nn.Identity(), config=config)
+        stages = cut(tower, "Ee|e*3L", [place], names=VISION, module=name, output=nn.Identity(), config=config)
     else:
         numbers = [stage for stage, where in enumerate(places) if where == place]
         stages = cut(language, layout_for(len(places)), numbers, module=name, config=config)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.topology.lazy import lazy_names
-from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, CutError
+from pipegrid.training.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    CutError,
+    GenerationError,
+)
 
 if TYPE_CHECKING:
     from pipegrid.training.checkpoint import (
@@ -16,6 +22,7 @@ if TYPE_CHECKING:
         load_safetensors,
         whole_names,
     )
+    from pipegrid.training.generation import Sampling, generate
     from pipegrid.training.stages import Names, Stage, Tie, cut, tie, ties_of
 
 __all__ = [
@@ -24,13 +31,16 @@ __all__ = [
     "Checkpoints",
     "CorruptCheckpointError",
     "CutError",
+    "GenerationError",
     "LoadedCheckpoint",
     "Names",
+    "Sampling",
     "Stage",
     "Tie",
     "TrainingState",
     "cut",
     "export_safetensors",
+    "generate",
     "load_safetensors",
     "tie",
     "ties_of",
@@ -39,6 +49,7 @@ __all__ = [
 
 _LAZY = {
     "checkpoint": "Checkpoints LoadedCheckpoint TrainingState export_safetensors load_safetensors whole_names",
+    "generation": "Sampling generate",
     "stages": "Names Stage Tie cut tie ties_of",
 }
 

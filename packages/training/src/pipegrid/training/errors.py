@@ -17,3 +17,7 @@ class CorruptCheckpointError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """Names, shapes, steps or settings differ: between ranks, or between a checkpoint and the state to fill."""
+
+
+class GenerationError(ValueError):
+    """Tokens that cannot be generated: fixed shapes, a model without a cache, or an argument of another kind."""

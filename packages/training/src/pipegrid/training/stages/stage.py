@@ -16,7 +16,7 @@ from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assi
 from pipegrid.training.stages.build import build
 from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.shell import shell_of
-from pipegrid.training.stages.stubs import Leave, Run
+from pipegrid.training.stages.stubs import Leave, Run, first_tensor
 from pipegrid.training.stages.tree import adopt
 
 _DATA = ("input_ids", "pixel_values", "input_features")
@@ -135,6 +135,8 @@ class Stage(nn.Module):
         ties: the parameters of the model that are on several stages, of this one or not.
         config: read by the step functions.
         received: what arrived for the running microbatch: a payload, or payloads by source module.
+        memories: while tokens are generated, what the stage remembers of each microbatch.
+        current_microbatch: its number, set by the step functions.
     """
 
     whole: nn.Module
@@ -156,7 +158,9 @@ class Stage(nn.Module):
         adopt(self, whole)
         self.number, self.module, self.config = number, module, config
         self.received: Any = None
-        self._output, self._assignment = output, assignment
+        self.memories: Sequence[Any] | None = None
+        self.current_microbatch = 0
+        self._output, self.assignment = output, assignment
         self._flow = _Flow.of(whole, assignment, number)
         self.train(model.training)
 
@@ -168,17 +172,17 @@ class Stage(nn.Module):
     @property
     def is_last(self) -> bool:
         """Whether the stage has no stage after it."""
-        return self.number == self._assignment.num_stages - 1
+        return self.number == self.assignment.num_stages - 1
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the stage's layers."""
-        return self._assignment.held(self.number)
+        return self.assignment.held(self.number)
 
     @property
     def ties(self) -> tuple[Tie, ...]:
         """Parameters of the model on several stages."""
-        return self._assignment.ties
+        return self.assignment.ties
 
     def train(self, mode: bool = True) -> Stage:
         """Switch to training or to evaluation."""
@@ -208,12 +212,24 @@ class Stage(nn.Module):
                 f"stage {self.number} has received nothing; call set_input_tensor with the output of stage "
                 f"{self.number - 1} first (the step functions do)"
             )
+        if self.memories is not None:
+            kwargs = self._remembered(received, {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs})
+            args = ()
         result = self._flow.run(self._run, received, args, kwargs)
         if self.is_last and self._output is not None:
             result = self._output(result)
         elif self.is_last:
             return result
         return result if self.module is None else {self.module: result}
+
+    def _remembered(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward, with what the stage remembers of the microbatch."""
+        assert self.memories is not None
+        hidden = kwargs.get("inputs_embeds") if received is None else first_tensor(received)
+        tokens = kwargs["input_ids"] if hidden is None else hidden
+        batch, length = tokens.shape[:2]
+        inputs = self.memories[self.current_microbatch].inputs(kwargs, batch, length, tokens.device)
+        return {name: value for name, value in inputs.items() if name in self._flow.accepted}
 
 
 class _Flow:

@@ -1,0 +1,261 @@
+"""Generation over pipeline stages: a first pass over the whole graph, then one pass over one module per token."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch import Tensor
+
+from pipegrid.schedules import get_forward_backward_func
+from pipegrid.topology.fields import Count, checked
+from pipegrid.training.errors import GenerationError
+from pipegrid.training.generation.memory import Memory, cache_of
+from pipegrid.training.generation.part import ModulePart
+from pipegrid.training.generation.sampling import Sampling
+from pipegrid.training.stages import Stage
+
+
+@torch.no_grad()
+def generate(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    max_new_tokens: int,
+    p2p_communicator: Any,
+    pg_collection: Any,
+    module: str | None = None,
+    schedule: str = "1f1b",
+    sampling: Sampling | None = None,
+    eos_token_id: int | Iterable[int] = (),
+    pad_token_id: int = 0,
+) -> list[Tensor]:
+    """New tokens after the prompts of each microbatch, as ``generate`` of Hugging Face makes them. All ranks call it.
+
+    The first pass is a forward-only step of the whole graph with the prompts. Then each token is a forward-only step
+    of ``module`` alone: encoders rest. Every stage keeps the keys and values of its own layers, by microbatch; the last
+    one chooses tokens, and the first reads them in the next step. With as many microbatches as stages, every stage is
+    busy. Data lanes go on by themselves, each with its own prompts.
+
+    Args:
+        forward_step_func: as of the step functions: called for the first pass. On the last stage the output has
+            ``logits``; its loss function is not called.
+        data_iterator: as of the step functions.
+        model: as of the step functions; of ``module``, a `Stage` or a list of stages, made by `cut`.
+        num_microbatches: M.
+        max_new_tokens: passes, the first included; fewer where all rows have ended.
+        p2p_communicator: with ``variable_seq_lengths=True``: a prompt and a token have other shapes.
+        pg_collection: this rank's groups, by module where there are several; the ``pp`` group carries tokens.
+        module: whose tokens; None is the last of the graph.
+        schedule: of both kinds of step.
+        sampling: how to draw; None takes the greatest logit.
+        eos_token_id: tokens that end a row.
+        pad_token_id: what follows the end of a row that others outlast.
+
+    Returns:
+        On ranks of ``module``, tokens ``[batch, new]`` of each microbatch; elsewhere an empty list.
+
+    Raises:
+        GenerationError: shapes that are fixed, a module without stages made by `cut`, or a model without a cache.
+    """
+    checked(max_new_tokens, Count, "max_new_tokens", GenerationError)
+    checked(num_microbatches, Count, "num_microbatches", GenerationError)
+    graph = getattr(p2p_communicator, "graph", None)
+    several = graph is not None and len(graph.modules) > 1
+    name = module or (graph.sinks[-1] if graph is not None else "model")
+    if getattr(p2p_communicator.config, "shape_mode", "header") != "header":
+        raise GenerationError(
+            "generate() sends prompts and single tokens, whose shapes differ, over lanes with fixed shapes; open the "
+            "communicator with variable_seq_lengths=True"
+        )
+    own = _stages_of(model, name, several=several)
+    ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    step = get_forward_backward_func(schedule=schedule)
+    with _remembering(own, num_microbatches), _evaluating(model):
+        first = step(
+            forward_step_func=_choosing(forward_step_func, own),
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_only=True,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        )
+        if not own:
+            return []
+        group = getattr(pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection, "pp", None)
+        device = next(own[0].parameters()).device
+        texts = _Texts(
+            own, group, device, num_microbatches, sampling, ends, pad_token_id, deadline_of(p2p_communicator)
+        )
+        texts.append(first)
+        part = ModulePart(p2p_communicator, name) if several else p2p_communicator
+        for _ in range(max_new_tokens - 1):
+            if texts.ended:
+                break
+            texts.append(
+                step(
+                    forward_step_func=_choosing(texts.forward_step, own),
+                    data_iterator=[iter(range(num_microbatches)) for _ in own],
+                    model=list(own),
+                    num_microbatches=num_microbatches,
+                    forward_only=True,
+                    p2p_communicator=part,
+                )
+            )
+        return texts.tokens
+
+
+def deadline_of(communicator: Any) -> float:
+    """Seconds that a transfer of tokens may take."""
+    return float(getattr(communicator.config, "deadline", None) or 300.0)
+
+
+def _stages_of(model: Any, name: str, *, several: bool) -> list[Stage]:
+    """This rank's stages of the module that writes; none on ranks of others."""
+    if several:
+        held = model.get(name) if isinstance(model, Mapping) else model
+        others = not isinstance(model, Mapping) and getattr(_first(model), "module", name) != name
+        if held is None or others:
+            return []
+    else:
+        held = model
+    stages = list(held) if isinstance(held, (list, tuple)) else [held]
+    for stage in stages:
+        if not isinstance(stage, Stage):
+            raise GenerationError(
+                f"the model of module {name!r} is a {type(stage).__name__}; generate() keeps the cache of stages that "
+                "cut(...) has made"
+            )
+    return stages
+
+
+def _first(model: Any) -> Any:
+    return model[0] if isinstance(model, (list, tuple)) else model
+
+
+@contextlib.contextmanager
+def _remembering(stages: Sequence[Stage], microbatches: int) -> Iterator[None]:
+    """Give each stage a memory of every microbatch, and take it away."""
+    for stage in stages:
+        stage.memories = [Memory(cache_of(stage.whole, stage.assignment, stage.number)) for _ in range(microbatches)]
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.memories = None
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """All models of this rank in evaluation mode, and back in the mode that each had."""
+    flat = [
+        one
+        for held in (model.values() if isinstance(model, Mapping) else [model])
+        for one in (held if isinstance(held, (list, tuple)) else [held])
+    ]
+    training = [one.training for one in flat]
+    for one in flat:
+        one.eval()
+    try:
+        yield
+    finally:
+        for one, mode in zip(flat, training, strict=True):
+            one.train(mode)
+
+
+def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Callable[..., Any]:
+    """The forward step, with the last logits of each row in place of a loss."""
+
+    def forward_step(batches: Any, stage: Any) -> Any:
+        output, _ = forward_step_func(batches, stage)
+        if stage not in own or not stage.is_last:
+            return output, None
+        return output, lambda result: (0.0, result.logits[:, -1].float())
+
+    return forward_step
+
+
+@define(eq=False)
+class _Texts:
+    """The tokens of all microbatches of a data lane, the same on all stages of it."""
+
+    stages: Sequence[Stage]
+    group: dist.ProcessGroup | None
+    device: torch.device
+    microbatches: int
+    sampling: Sampling | None
+    ends: Sequence[int]
+    pad: int
+    deadline: float
+    _columns: list[list[Tensor]] = field(factory=list, init=False)
+    _going: list[Tensor] = field(factory=list, init=False)
+    _generators: list[torch.Generator] = field(factory=list, init=False)
+    _ends: Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._columns = [[] for _ in range(self.microbatches)]
+        self._ends = torch.tensor(self.ends, dtype=torch.long, device=self.device)
+        if self.sampling is not None:
+            self._generators = self.sampling.generators(self.microbatches, self.device)
+
+    def forward_step(self, numbers: Iterator[int], stage: Stage) -> tuple[Any, None]:
+        """Forward of the last token of each row."""
+        return stage(input_ids=self._columns[next(numbers)][-1].unsqueeze(1)), None
+
+    def append(self, logits: Sequence[Tensor]) -> None:
+        """Choose the next token of each row from ``logits``, one per microbatch on the last stage, for all stages."""
+        if not self._going:
+            self._going = [torch.ones(rows, dtype=torch.bool, device=self.device) for rows in self._rows()]
+        chosen = [self._choose(number, one) for number, one in enumerate(logits)] if len(logits) else None
+        told = torch.split(self._told(chosen), list(self._rows()))
+        for number, (tokens, going) in enumerate(zip(told, self._going, strict=True)):
+            if going.any():
+                kept = torch.where(going, tokens, self.pad)
+                self._columns[number].append(kept)
+                self._going[number] = going & ~torch.isin(kept, self._ends)
+
+    def _rows(self) -> Iterator[int]:
+        for memory in self.stages[0].memories or ():
+            assert memory.mask is not None  # the first pass has come
+            yield len(memory.mask)
+
+    def _choose(self, number: int, logits: Tensor) -> Tensor:
+        if self.sampling is None:
+            return logits.argmax(dim=-1)
+        return self.sampling.draw(logits, self._generators[number])
+
+    def _told(self, chosen: Sequence[Tensor] | None) -> Tensor:
+        """The tokens of the last stage, on every stage."""
+        tokens = (
+            torch.zeros(sum(self._rows()), dtype=torch.long, device=self.device)
+            if chosen is None
+            else torch.cat(list(chosen))
+        )
+        if self.group is not None and self.group.size() > 1:
+            work = dist.all_reduce(tokens, group=self.group, async_op=True)  # zeros elsewhere
+            try:
+                work.wait(timedelta(seconds=self.deadline))
+            except RuntimeError as error:
+                raise GenerationError(
+                    f"the stages did not exchange their tokens within {self.deadline:g} s: one of them has failed "
+                    f"({error})"
+                ) from error
+        return tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether every row has ended."""
+        return not any(bool(going.any()) for going in self._going)
+
+    @property
+    def tokens(self) -> list[Tensor]:
+        """Tokens ``[batch, new]`` by microbatch."""
+        return [torch.stack(columns, dim=1) for columns in self._columns]

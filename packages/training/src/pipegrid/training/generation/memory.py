@@ -1,0 +1,71 @@
+"""What a stage remembers of a text between tokens: the keys and values of its own layers, and the mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from pipegrid.training.errors import GenerationError
+from pipegrid.training.stages import Assignment
+
+
+@define(eq=False)
+class Memory:
+    """The memory of one microbatch on one stage.
+
+    Attributes:
+        cache: Hugging Face's, with entries for all layers of the model; only those of the stage are filled.
+        mask: ``[batch, length]``, 1 where a token counts; None before the first pass.
+    """
+
+    cache: Any
+    mask: Tensor | None = None
+
+    def inputs(self, given: dict[str, Any], batch: int, length: int, device: torch.device) -> dict[str, Any]:
+        """The arguments of a forward over ``length`` further tokens: those ``given``, with cache, mask and positions.
+
+        The mask of the first pass is the given one. Positions count tokens, so padding on the left takes none.
+        """
+        mask = given.get("attention_mask")
+        if self.mask is not None:
+            mask = torch.cat((self.mask, self.mask.new_ones(batch, length)), dim=1)
+        elif mask is None:
+            mask = torch.ones(batch, length, dtype=torch.long, device=device)
+        self.mask = mask
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        return {
+            "position_ids": positions,
+            **given,
+            "attention_mask": mask,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+
+def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
+    """A cache for the layers of a stage.
+
+    A model asks the entry of some layer, often the first, how many tokens the cache has; the entries of layers on other
+    stages stay empty. So each of them is an own layer's of the same kind (full or sliding), where there is one.
+
+    Raises:
+        GenerationError: the model is not one of Hugging Face's, or has an encoder and a decoder.
+    """
+    config = getattr(whole, "config", None)
+    if config is None or len(assignment.lists) != 1:
+        raise GenerationError(
+            f"{type(whole).__name__} has {'no config' if config is None else 'an encoder and a decoder'}; generate() "
+            "keeps the keys and values of one list of layers, as Hugging Face's decoders have"
+        )
+    from transformers import DynamicCache  # only here is Hugging Face needed
+
+    cache = DynamicCache(config=config)
+    own = [number for number, layer in enumerate(assignment.layers) if assignment.stage_of_layer[layer] == stage]
+    for number, entry in enumerate(cache.layers):
+        alike = next((cache.layers[one] for one in own if type(cache.layers[one]) is type(entry)), None)
+        if number not in own and alike is not None:
+            cache.layers[number] = alike
+    return cache

@@ -1,0 +1,197 @@
+"""Tokens of a pipeline are those of Hugging Face's own generate, greedy and drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.schedules import PipelineConfig, stage_places
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.training import GenerationError, Sampling, cut, generate
+
+from .training_models import MAKERS, WORDS
+from .training_vlm import VISION, Tower, image_batch, language_with, seen_and_text
+
+NEW, ROWS = 9, 3
+CASES = [
+    ("llama", "1f1b", None),
+    ("gpt2", "1f1b", Sampling(temperature=0.7, top_k=9, top_p=0.8, seed=5)),
+    ("llama tied", "zero_bubble_v", Sampling(seed=5)),
+]
+MORE = [
+    (name, schedule, sampling)
+    for name in ("llama", "gpt2", "qwen3", "mistral", "gemma3", "opt", "gpt_neox")
+    for schedule in ("1f1b", "interleaved_1f1b")
+    for sampling in (None, Sampling(temperature=0.7, top_k=9, top_p=0.8, seed=5))
+]
+
+
+def prompts(lane, number):
+    """Texts of unequal lengths, padded on the left as generation needs."""
+    generator = torch.Generator().manual_seed(10 * lane + number)
+    length = 4 + number
+    ids = torch.randint(1, WORDS, (ROWS, length), generator=generator)
+    mask = (torch.arange(length) >= torch.randint(0, length - 1, (ROWS, 1), generator=generator)).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def of_hugging_face(whole, batch, sampling, number, **options):
+    whole.eval()
+    drawn = {"do_sample": False}
+    if sampling is not None:
+        torch.manual_seed(sampling.seed + number)
+        drawn = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": sampling.top_p,
+        }
+    found = whole.generate(**batch, max_new_tokens=NEW, **drawn, **options)
+    return found if "input_ids" not in batch else found[:, batch["input_ids"].shape[1] :]
+
+
+def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
+    places = stage_places(schedule, 2)
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    coords = grid.coords(ranks.rank)
+    config = PipelineConfig(deadline=60.0, variable_seq_lengths=True, pipeline_dtype=torch.float64)
+    communicator = MultiModulePipelineCommunicator(
+        {"language": grid}, {"language": []}, config, stage_placement={"language": places}
+    )
+    torch.manual_seed(3)
+    whole = MAKERS[name]().double()
+    with torch.no_grad():  # words that follow from the prompt, not the same one at every place
+        for parameter in whole.parameters():
+            parameter.mul_(4)
+    layout = "Et|tttL" if len(places) == 2 else "Et|t|t|tL"
+    numbers = [stage for stage, place in enumerate(places) if place == coords["pp"]]
+    stages = cut(whole, layout, numbers, config=config)
+    end = of_hugging_face(whole, prompts(0, 0), None, 0, eos_token_id=None, pad_token_id=0)[0, 3].item()
+    found = generate(
+        forward_step_func=lambda batches, stage: (stage(**next(batches)), None),
+        data_iterator=[(prompts(coords["dp"], number) for number in range(microbatches)) for _ in stages],
+        model=stages,
+        num_microbatches=microbatches,
+        max_new_tokens=NEW,
+        p2p_communicator=communicator,
+        pg_collection=ProcessGroupCollection.from_grid(grid),
+        schedule=schedule,
+        sampling=sampling,
+        eos_token_id=end,
+    )
+    assert all(stage.training and stage.memories is None for stage in stages)
+    for number, tokens in enumerate(found):
+        batch = prompts(coords["dp"], number)
+        expected = of_hugging_face(whole, batch, sampling, number, eos_token_id=end, pad_token_id=0)
+        assert torch.equal(tokens, expected)
+        assert len(tokens.unique()) > 2
+    communicator.destroy()
+    dist.barrier()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("name", "schedule", "sampling"), CASES)
+def test_tokens_are_those_of_one_process(ranks, name, schedule, sampling):
+    require_the_same(ranks, name, schedule, sampling)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("name", "schedule", "sampling"), MORE)
+def test_tokens_of_every_family_are_those_of_one_process(ranks, name, schedule, sampling):
+    require_the_same(ranks, name, schedule, sampling, microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0; leave Sampling out for the greatest logit"),
+        ({"top_p": 1.5}, "top_p is 1.5; it is a probability above 0, at most 1"),
+        ({"top_k": 0}, "top_k is 0; it must be"),
+    ],
+)
+def test_a_way_to_draw_that_draws_nothing_is_a_clear_error(options, text):
+    with pytest.raises(GenerationError, match=text):
+        Sampling(**options)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
+    grid = HyperCommGrid([2], ["pp"])
+    grid.create_pgs(["pp"])
+    arguments = {
+        "forward_step_func": lambda batches, stage: (stage(**next(batches)), None),
+        "data_iterator": iter([prompts(0, 0)]),
+        "num_microbatches": 1,
+        "max_new_tokens": 2,
+        "pg_collection": ProcessGroupCollection.from_grid(grid),
+    }
+    for config, model, text in (
+        (PipelineConfig(deadline=10.0), cut(MAKERS["llama"], "Et|tttL", ranks.rank), "variable_seq_lengths=True"),
+        (PipelineConfig(deadline=10.0, variable_seq_lengths=True), torch.nn.Linear(2, 2), "that cut.* has made"),
+        (
+            PipelineConfig(deadline=10.0, variable_seq_lengths=True),
+            cut(MAKERS["t5"], "Eeee|ettttL", ranks.rank),
+            "encoder and a decoder",
+        ),
+    ):
+        communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
+        with pytest.raises(GenerationError, match=text) as failure:
+            generate(**arguments, model=model, p2p_communicator=communicator)
+        assert "\n" not in str(failure.value)
+        communicator.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_an_encoder_gives_its_images_once(ranks):
+    """Vision on one lane for two of a language model: the first token sees the images, later steps are its own."""
+    grids = {
+        "vision": HyperCommGrid([2, 1], ["dp", "pp"]),
+        "language": HyperCommGrid([1, 2], ["dp", "pp"], rank_offset=2),
+    }
+    name = "vision" if ranks.rank < 2 else "language"
+    grids[name].create_pgs(["dp", "pp"])
+    config = PipelineConfig(deadline=60.0, variable_seq_lengths=True, pipeline_dtype=torch.float64)
+    communicator = MultiModulePipelineCommunicator(grids, {"vision": ["language"]}, config)
+    torch.manual_seed(5)
+    tower, language = Tower().double(), language_with(5).double()
+    runs = []
+    if name == "vision":
+        tower.register_forward_hook(lambda *_: runs.append(1))
+        model = cut(tower, "EeeeeL", 0, names=VISION, module=name, output=torch.nn.Identity(), config=config)
+    else:
+        model = cut(language, "Et|tttL", grids[name].coords(ranks.rank)["pp"], module=name, config=config)
+    lane = grids[name].coords(ranks.rank)["dp"] if name == "vision" else slice(None)
+
+    def forward_step(batches, stage):
+        batch = next(batches)
+        if stage.module == "vision":
+            return stage(batch["pixel_values"].chunk(2)[lane]), None
+        text = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        if stage.is_first:
+            return stage(
+                **seen_and_text(stage.get_submodule("model.embed_tokens"), stage.received["vision"], text)
+            ), None
+        mask = torch.cat((torch.ones(4, 5, dtype=torch.long), text["attention_mask"]), dim=1)
+        return stage(attention_mask=mask), None
+
+    found = generate(
+        forward_step_func=forward_step,
+        data_iterator=iter([image_batch(number) for number in range(2)]),
+        model=model,
+        num_microbatches=2,
+        max_new_tokens=NEW,
+        p2p_communicator=communicator,
+        pg_collection=ProcessGroupCollection.from_grid(grids[name]),
+    )
+    assert len(found) == (2 if name == "language" else 0)
+    assert len(runs) == (2 if name == "vision" else 0)
+    for number, tokens in enumerate(found):
+        batch = image_batch(number)
+        inputs = seen_and_text(language.model.embed_tokens, tower(batch["pixel_values"]), batch)
+        assert torch.equal(tokens, of_hugging_face(language, inputs, None, number, pad_token_id=0))
+    communicator.destroy()
+    dist.barrier()

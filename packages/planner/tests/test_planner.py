@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import pipegrid.planner
 from pipegrid.bridges import ModuleGraph, positions_of
+from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner import (
     Device,
     Job,
@@ -22,6 +23,8 @@ from pipegrid.planner import (
     Network,
     NoFitError,
     Training,
+    layer_costs,
+    layers_toml,
     parse_job,
     plan,
     read_job,
@@ -321,7 +324,7 @@ def test_the_package_works_with_torch_blocked():
 def test_the_public_names_are_pinned():
     assert set(pipegrid.planner.__all__) == {
         "Choice", "Device", "DryRun", "Job", "JobError", "Layers", "Measured", "Module", "Network", "NoFitError",
-        "Planned", "Training", "WhatIf", "dry_run", "parse_job", "plan", "read_job", "what_if",
+        "Planned", "Training", "WhatIf", "dry_run", "layer_costs", "parse_job", "plan", "read_job", "what_if",
     }  # fmt: skip
 
 
@@ -399,3 +402,48 @@ def test_the_command_line_of_what_if(tmp_path, capsys):
     path.write_text('{"plan": 1}')
     assert main(["what-if", str(path), "--schedule", "1f1b"]) == 2
     assert capsys.readouterr().err.count("\n") == 4
+
+
+@given(
+    st.tuples(*[st.floats(0.1, 10)] * 9),
+    st.sampled_from(["Et|ttt|tL", "Et*3|t*4|ttL", "E|t|tt|L"]),
+    st.integers(1, 3),
+)
+def test_layers_of_a_recorded_run_are_those_that_its_stages_were_made_of(values, layout, samples):
+    times = {kind: values[3 * i : 3 * i + 3] for i, kind in enumerate(("embedding", "decoder", "loss"))}
+    stages = PipelineParallelLayerLayout(layout, layout.count("|") + 1).stages
+    each = [[samples * sum(times[layer.name][i] for layer in stage) for stage in stages] for i in range(3)]
+    costs = Costs(F=each[0], I=each[1], W=each[2])
+    found = layer_costs(recorded(lower(zero_bubble_h1(len(stages), 4)), costs), layout, samples=samples)
+    assert [layer.kind for layer in found] == ["embedding", "decoder", "loss"]
+    assert sum(layer.count for layer in found) == sum(map(len, stages))
+    for layer in found:
+        assert pytest.approx(times[layer.kind], rel=1e-6) == (layer.seconds.F, layer.seconds.I, layer.seconds.W)
+    assert parse_job(JOB_HEAD + layers_toml(found)).modules[0].layers[1].count == found[1].count
+
+
+JOB_HEAD = """
+global_batch = 4
+device = { flops = 1e12 }
+links = { inside = 1e9, between = 1e9 }
+[[modules]]
+name = "language"
+message = 1e6
+"""
+
+
+def test_kinds_that_stages_cannot_tell_apart_say_so(tmp_path, capsys):
+    recording = recorded(lower(one_f_one_b(2, 2)), Costs(F=(3.0, 5.0), B=(6.0, 10.0)))
+    with pytest.raises(JobError, match=r"cannot tell 'loss' from 'embedding', 'decoder'; record another layout"):
+        layer_costs(recording, "Et|ttL")
+    found = layer_costs(recording, "Et|ttL", free=["embedding"])
+    assert [layer.seconds.F for layer in found] == pytest.approx([0.0, 3.0, 0.0])  # the loss would be below 0
+    with pytest.raises(JobError, match="has 3 stages; 'model' was recorded with 2"):
+        layer_costs(recording, "E|t|L")
+    with pytest.raises(JobError, match="module is 'images'; the recorded modules are model"):
+        layer_costs(recording, "Et|tL", module="images")
+    path = tmp_path / "run.json"
+    path.write_text(recording_to_json(recording))
+    assert main(["layers", str(path), "--layout", "Et|ttL", "--free", "embedding"]) == 0
+    assert capsys.readouterr().out.count("[[modules.layers]]") == 3
+    assert main(["layers", str(path), "--layout", "Et|nonsense"]) == 2

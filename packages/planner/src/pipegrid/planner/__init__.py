@@ -4,6 +4,7 @@ from pipegrid.planner.choice import Choice, Memory as Memory
 from pipegrid.planner.dry_run import DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module, Network, Training
+from pipegrid.planner.layer_costs import layer_costs, layers_toml as layers_toml
 from pipegrid.planner.reading import parse_job, read_job
 from pipegrid.planner.search import Planned, plan
 from pipegrid.planner.what_if import WhatIf, what_if
@@ -23,6 +24,7 @@ __all__ = [
     "Training",
     "WhatIf",
     "dry_run",
+    "layer_costs",
     "parse_job",
     "plan",
     "read_job",

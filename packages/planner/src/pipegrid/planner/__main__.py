@@ -1,6 +1,7 @@
 """Plan a job: ``python -m pipegrid.planner plan job.toml --gpus 64 --memory 80GB``.
 
-Predict another schedule or cut of a recorded run: ``... what-if run.json --schedule zero_bubble_v --pp 8``.
+Predict another schedule or cut of a recorded run: ``... what-if run.json --schedule zero_bubble_v --pp 8``. Costs of
+its layers, for a job file: ``... layers run.json --layout "Et*3|t*4L"``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipegrid.layout import LayoutError
 from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
+from pipegrid.planner.layer_costs import layer_costs, layers_toml
 from pipegrid.planner.reading import read_job
 from pipegrid.planner.report import explanation, results_table, summary, to_json, what_if_table
 from pipegrid.planner.script import training_script
@@ -56,10 +59,24 @@ def what_if_file(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def layers_file(arguments: argparse.Namespace) -> int:
+    """Print the layers of a job's module, as a recorded run had them."""
+    layers = layer_costs(
+        recording_from_json(arguments.recording.read_text(encoding="utf-8")),
+        arguments.layout,
+        module=arguments.module,
+        samples=arguments.samples,
+        free=arguments.free,
+        input_share=arguments.input_share,
+    )
+    print(layers_toml(layers), end="")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m pipegrid.planner", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="plan | what-if")
+    commands = top.add_subparsers(required=True, metavar="plan | what-if | layers")
     search = commands.add_parser("plan", help="the best grids, layout, schedule and microbatch size of a job")
     search.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
     search.add_argument("--gpus", type=int, required=True, help="at most this many")
@@ -80,6 +97,14 @@ def parser() -> argparse.ArgumentParser:
     other.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
     other.add_argument("--svg", type=Path, help="write its timeline")
     other.set_defaults(run=what_if_file)
+    layers = commands.add_parser("layers", help="costs of a recorded run's layers, for a job file")
+    layers.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")
+    layers.add_argument("--layout", required=True, help='of the recorded module, such as "Et*3|t*4|t*3L"')
+    layers.add_argument("--module", help="its name, where there are several")
+    layers.add_argument("--samples", type=int, default=1, help="of a microbatch, on each rank")
+    layers.add_argument("--free", nargs="*", default=[], help="kinds of layers that take no time")
+    layers.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
+    layers.set_defaults(run=layers_file)
     return top
 
 
@@ -88,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     try:
         result: int = parsed.run(parsed)
-    except (JobError, PlanError, CostsError, TimelineError, OSError) as error:
+    except (JobError, LayoutError, PlanError, CostsError, TimelineError, OSError) as error:
         print(f"pipegrid.planner: {error}", file=sys.stderr)
         return NO_FIT if isinstance(error, NoFitError) else USAGE
     return result

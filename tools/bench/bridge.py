@@ -25,7 +25,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,8 +110,25 @@ class Paced:
         time.sleep(max(0.0, self._end - time.monotonic()))
 
     def is_completed(self) -> bool:
-        """Never before somebody has waited."""
+        """Whether the message is here and through the links."""
+        if self._end is None and self._handle.is_completed():
+            self.wait()
         return self._end is not None and time.monotonic() >= self._end
+
+    def on_done(self, callback: Callable[[Any], None]) -> None:
+        """See `Transfer.on_done`; on the lane's thread, which waits for the links."""
+
+        def through(_: Any) -> None:
+            self.wait()
+            callback(self)
+
+        self._handle.on_done(through)
+
+    @property
+    def note(self) -> str:
+        """See `ReceiveTransfer.note`."""
+        text: str = self._handle.note
+        return text
 
     def result(self) -> Any:
         """Wait, then the payload."""
@@ -130,10 +147,10 @@ class PacedLane:
     def __init__(self, lane: Lane, links: Buckets, *, out: int, into: int) -> None:
         self._lane, self._links, self._out, self._into = lane, links, out, into
 
-    def isend(self, payload: Any) -> Paced:
+    def isend(self, payload: Any, *, note: str | None = None) -> Paced:
         """Send, with the time at which the message is through the links."""
         end = self._links.reserve(self._out, self._into, _nbytes(payload))
-        return Paced(self._lane.isend([payload, torch.tensor(end, dtype=torch.float64)]), end=end)
+        return Paced(self._lane.isend([payload, torch.tensor(end, dtype=torch.float64)], note=note), end=end)
 
     def irecv(self) -> Paced:
         """Receive."""

@@ -1,7 +1,7 @@
 """The runtime beside torch.distributed.pipelining: the same stages, plans and machine, in one run, over gloo.
 
     python tools/bench/runtime.py [--quick] [--only overhead emulated real memory stepping reduction modules]
-                                  [--schedules 1f1b ...]
+                                  [--schedules 1f1b ...] [--backend gloo|nccl|staged|fake_nccl] [--device cpu|cuda]
 
 Four ranks on this machine. For each schedule our `PipelineRuntime` on our plan, and torch's own class of that name
 on the same modules, microbatches and loss; both start from the same point, and the gradients of both are compared
@@ -17,9 +17,12 @@ stand the quartiles, between which half of the rounds lie: far apart, they say t
 - memory: the peak of the bytes that autograd keeps; it is to be the plan's own figure.
 - stepping: an empty step by the step function, over the same by `PipelineRuntime.step`. Bound: 1.05.
 - reduction: a step of dp 2 x pp 2 whose gradients are reduced during the last backward, over one that reduces after
-  it. Bound: 1.0.
+  it. Bound: 1.0. Beside it the floor: the longer of the step without reductions, and the reductions alone.
 - modules: empty stages of two modules, an encoder on dp 2 that feeds a language model on pp 2 through a bridge, against
   a hand-written loop of the same messages. Bound: 1.3.
+
+On GPUs (nccl, staged) the ratios are what counts: ranks that share a GPU are time-sliced. Emulated compute sleeps on
+the host there, which holds up launches, not the device.
 
 Exits with 1 where a bound is missed.
 """
@@ -45,16 +48,22 @@ from runtime_parts import emulated, memory, overhead, real, reduction, stepping,
 from runtime_parts.rows import RANKS, ROWS, Row
 
 PATIENCE_SECONDS = 300.0
+BACKENDS = {
+    "gloo": "gloo",
+    "nccl": "cpu:gloo,cuda:nccl",
+    "staged": "cpu:gloo,cuda:gloo",
+    "fake_nccl": "cpu:fake_nccl",
+}
 
 
 @frozen
 class Part:
     """One of the tables.
 
-    ``measure(row, rank)`` runs on every rank, ``report(row, what the ranks measured)`` in the parent.
+    ``measure(row, rank, device)`` runs on every rank, ``report(row, what the ranks measured)`` in the parent.
     """
 
-    measure: Callable[[Row, int], Any]
+    measure: Callable[[Row, int, torch.device], Any]
     header: Callable[[], Iterator[str]]
     report: Callable[[Row, Sequence[Any]], tuple[bool, list[str]]]
 
@@ -66,45 +75,45 @@ def parts(quick: bool) -> dict[str, Part]:
     training = {"microbatches": 8, "rounds": 1 if quick else 15}
     calls = {"microbatches": 8, "rounds": 2 if quick else 300}
     reducing: dict[str, Any] = {
-        "microbatches": 2,
+        "microbatches": 1,
         "rounds": 1 if quick else 15,
         "layers": 3 if quick else 8,
         "elements": 10_000 if quick else 2_000_000,
-        "seconds": 0.001 if quick else 0.01,
+        "seconds": 0.001 if quick else 0.02,
     }
     return {
         "overhead": Part(
-            lambda row, rank: overhead.measure(row, rank, **empty),
+            lambda row, rank, device: overhead.measure(row, rank, device, **empty),
             lambda: overhead.header(**empty),
             lambda row, ranks: overhead.report(row, ranks, microbatches=empty["microbatches"]),
         ),
         "emulated": Part(
-            lambda row, rank: emulated.measure(row, rank, **sleeping),  # type: ignore[arg-type]
+            lambda row, rank, device: emulated.measure(row, rank, device, **sleeping),  # type: ignore[arg-type]
             lambda: emulated.header(**sleeping),  # type: ignore[arg-type]
             lambda row, ranks: emulated.report(row, ranks, microbatches=int(sleeping["microbatches"])),
         ),
         "real": Part(
-            lambda row, rank: real.measure(row, rank, **training),
+            lambda row, rank, device: real.measure(row, rank, device, **training),
             lambda: real.header(**training),
             real.report,
         ),
         "memory": Part(
-            lambda row, rank: memory.measure(row, rank, microbatches=12),
+            lambda row, rank, device: memory.measure(row, rank, device, microbatches=12),
             lambda: memory.header(microbatches=12),
             lambda row, ranks: memory.report(row, ranks, microbatches=12),
         ),
         "stepping": Part(
-            lambda row, rank: stepping.measure(row, rank, **calls),
+            lambda row, rank, device: stepping.measure(row, rank, device, **calls),
             lambda: stepping.header(**calls),
             stepping.report,
         ),
         "reduction": Part(
-            lambda row, rank: reduction.measure(row, rank, **reducing),
+            lambda row, rank, device: reduction.measure(row, rank, device, **reducing),
             lambda: reduction.header(**reducing),
             reduction.report,
         ),
         "modules": Part(
-            lambda row, rank: two_modules.measure(row, rank, **empty),
+            lambda row, rank, device: two_modules.measure(row, rank, device, **empty),
             lambda: two_modules.header(**empty),
             lambda row, ranks: two_modules.report(row, ranks, microbatches=empty["microbatches"]),
         ),
@@ -114,11 +123,20 @@ def parts(quick: bool) -> dict[str, Part]:
 def _run(rank: int, path: str, options: argparse.Namespace, results: Any) -> None:
     """One rank: everything that was asked for, in order."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(path, RANKS), rank=rank, world_size=RANKS)
+    device = torch.device(options.device)
+    if device.type == "cuda":  # ranks share GPUs where there are fewer
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if options.backend == "fake_nccl":
+        from pipegrid.testing.fake_nccl import FakeDevice, register  # pipegrid-testing is needed for this alone
+
+        register(FakeDevice())
+    store = FileStore(path, RANKS)
+    dist.init_process_group(BACKENDS[options.backend], store=store, rank=rank, world_size=RANKS)
     table = parts(options.quick)
     for name in options.only:
         for row in _rows(options):
-            results.put((rank, table[name].measure(row, rank)))
+            results.put((rank, table[name].measure(row, rank, device)))
     dist.destroy_process_group()
 
 
@@ -162,11 +180,19 @@ def main() -> int:
     names = [row.name for row in ROWS]
     parser.add_argument("--quick", action="store_true", help="a few small steps of everything; its figures say little")
     parser.add_argument("--only", nargs="+", choices=list(table), default=list(table), help="which tables")
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="gloo", help="fake_nccl is a dry run of nccl")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda for nccl and staged, else cpu")
     parser.add_argument("--schedules", nargs="+", choices=names, default=names, help="which rows")
     options = parser.parse_args()
+    options.device = options.device or ("cuda" if options.backend in ("nccl", "staged") else "cpu")
+    if options.backend in ("nccl", "staged") and options.device == "cpu":
+        parser.error(f"--backend {options.backend} moves tensors of GPUs; --device is cpu")
     table = parts(options.quick)
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}", flush=True)
+    print(
+        f"torch {torch.__version__}, {options.backend}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     good = True

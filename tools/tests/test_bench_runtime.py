@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300
@@ -60,6 +61,13 @@ def test_nobody_has_wrong_gradients(tables):
 def test_the_step_function_the_early_reduction_and_two_modules_have_a_ratio_each():
     table = bench("--only", "stepping", "reduction", "modules", "--schedules", "1f1b")
     assert re.search(r"^  1f1b( +\d+\.\d\d){3} (<=|> ) 1\.05 \[", table, re.MULTILINE), table
-    assert re.search(r"^  1f1b( +\d+\.\d){2} +\d+\.\d\d (<=|> ) 1 \[", table, re.MULTILINE), table
+    assert re.search(r"^  1f1b( +\d+\.\d){5} +\d+\.\d\d (<=|> ) 1 \[.*\] +(-?\d+%|-)$", table, re.MULTILINE), table
     assert re.search(r"^  1f1b( +\d+\.\d){2} +\d+\.\d\d (<=|> ) 1\.3 \[", table, re.MULTILINE), table
     assert "gradients differ" not in table
+
+
+def test_a_dry_run_of_nccl_runs_every_table_but_those_of_torch():
+    table = bench("--only", "overhead", "reduction", "modules", "--schedules", "1f1b", "--backend", "fake_nccl")
+    assert table.startswith(f"torch {torch.__version__}, fake_nccl")
+    assert re.search(r"^  1f1b +\d+ +\d+\.\d +- +\d+\.\d ", table, re.MULTILINE), table
+    assert len(re.findall(r"^  1f1b ", table, re.MULTILINE)) == 3, table

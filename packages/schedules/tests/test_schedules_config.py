@@ -15,6 +15,7 @@ COUNTS = {
     "num_microbatches_with_partial_activation_checkpoints": 0,
     "wgrad_deferral_limit": 0,
     "microbatch_group_size_per_vp_stage": 1,
+    "grad_bucket_bytes": 1,
 }
 
 

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
+from pipegrid.schedules.gradients import reduce
 from pipegrid.schedules.gradients.clip import clip_grad_norm_
-from pipegrid.schedules.gradients.reduce import GradientError, reduce_gradients
+from pipegrid.schedules.gradients.lanes import Waiting
+from pipegrid.schedules.gradients.reduce import GradientError, GradientReduction, reduce_gradients
 
 
 @frozen
@@ -94,6 +96,42 @@ def test_a_gradient_on_one_lane_only_counts_as_zero_on_the_other(ranks):
     reduce_gradients(module, Groups(dp=dist.group.WORLD), loss_lanes=1)
     assert torch.equal(module[0].weight.grad, torch.ones_like(module[0].weight))
     assert module[1].weight.grad is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("held", ["both", "one", "transposed"])
+def test_a_large_gradient_is_summed_where_it_is(ranks, held):
+    weight = nn.Parameter(torch.zeros(512, 512))  # 1 MB
+    module = nn.ParameterList([weight, nn.Parameter(torch.zeros(512, 512)), nn.Parameter(torch.zeros(3))])
+    values = torch.arange(512.0 * 512).view(512, 512)
+    if held != "one" or ranks.rank == 1:
+        weight.grad = values.clone().t() if held == "transposed" else values.clone()
+    module[2].grad = torch.full((3,), 2.0 * ranks.rank)
+    before = None if weight.grad is None else weight.grad.data_ptr()
+    reduce_gradients(module, Groups(dp=dist.group.WORLD), loss_lanes=4, bucket_bytes=2**20)
+    whole = values.t() if held == "transposed" else values
+    assert torch.equal(weight.grad, whole * (1 if held == "one" else 2) / 4)
+    assert before in (None, weight.grad.data_ptr())
+    assert module[1].grad is None
+    assert module[2].grad.tolist() == [0.5] * 3
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_become_whole_one_by_one_cost_one_look_at_each_bucket(ranks, monkeypatch):
+    module = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(60)])
+    reduction = GradientReduction.of(module, Groups(dp=dist.group.WORLD), bucket_bytes=40)
+    looks = []
+    fault = reduce._Bucket.fault
+    monkeypatch.setattr(reduce._Bucket, "fault", lambda bucket: looks.append(bucket) or fault(bucket))
+    for parameter in reversed(module):
+        parameter.grad = torch.ones(2)
+        reduction.ready([parameter])
+        reduction.ready([parameter])  # again, with the whole stage
+    assert len(reduction.buckets) == 12
+    assert looks == list(reduction.buckets)
+    assert all(bucket.started for bucket in reduction.buckets)
+    reduction.finish(None, Waiting(20.0))
+    assert all(parameter.grad.tolist() == [1.0, 1.0] for parameter in module)
 
 
 @pytest.mark.ranks(4)

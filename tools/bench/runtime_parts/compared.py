@@ -46,6 +46,9 @@ def compare(job: Job, *, floor: bool) -> Compared | Outcome:
         compared.runners["floor"] = loop = Floor(job, ours.communicator)
         found = difference(expected, _tried(job, loop))
         assert found < SAME, f"the hand-written loop's gradients differ from ours by {found:.2g}"
+    if dist.get_backend(dist.group.WORLD) == "fake_nccl":
+        compared.notes["torch"] = "not measured over the fake NCCL, whose groups batch no calls of torch's"
+        return compared
     try:
         peer = Torch(job)
         found = difference(expected, _tried(job, peer))

@@ -100,12 +100,12 @@ class Emulated:
     watched: Sequence[Sequence[tuple[Action, float, float]]] = ()
 
 
-def measure(row: Row, rank: int, *, microbatches: int, rounds: int, seconds: float) -> Emulated:
+def measure(row: Row, rank: int, device: torch.device, *, microbatches: int, rounds: int, seconds: float) -> Emulated:
     """On each rank. ``seconds``: of F, of I and of W, of all that one rank holds."""
     plan = row.plan(microbatches)
-    inputs, targets = torch.randn(2, microbatches, WIDTH, generator=torch.Generator().manual_seed(0))
-    modules = {stage: Sleeper(stage, seconds / plan.num_chunks) for stage in plan.stages_at[rank]}
-    job = Job(row, plan, rank, modules, inputs.split(1), targets.split(1), _loss, (1, WIDTH))
+    inputs, targets = torch.randn(2, microbatches, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    modules = {stage: Sleeper(stage, seconds / plan.num_chunks).to(device) for stage in plan.stages_at[rank]}
+    job = Job(row, plan, rank, modules, inputs.split(1), targets.split(1), _loss, (1, WIDTH), device)
     compared = compare(job, floor=False)
     if not isinstance(compared, Compared):
         return Emulated(compared)

@@ -30,6 +30,7 @@ class Job:
         targets: per microbatch, what the loss of the last stage reads.
         loss: of an output and a target.
         shape: of every activation.
+        device: of all tensors.
     """
 
     row: Row
@@ -40,6 +41,7 @@ class Job:
     targets: Sequence[Tensor]
     loss: Loss
     shape: tuple[int, ...]
+    device: torch.device
 
     @property
     def last(self) -> int:

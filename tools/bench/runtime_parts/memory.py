@@ -97,12 +97,12 @@ class Kept:
     stages: dict[int, int]
 
 
-def measure(row: Row, rank: int, *, microbatches: int) -> Kept:
+def measure(row: Row, rank: int, device: torch.device, *, microbatches: int) -> Kept:
     """On each rank."""
     plan = row.plan(microbatches)
-    inputs, targets = torch.randn(2, microbatches * SIZE, WIDTH, generator=torch.Generator().manual_seed(0))
-    modules = {stage: Layers(stage) for stage in plan.stages_at[rank]}
-    job = Job(row, plan, rank, modules, inputs.split(SIZE), targets.split(SIZE), _loss, (SIZE, WIDTH))
+    inputs, targets = torch.randn(2, microbatches * SIZE, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    modules = {stage: Layers(stage).to(device) for stage in plan.stages_at[rank]}
+    job = Job(row, plan, rank, modules, inputs.split(SIZE), targets.split(SIZE), _loss, (SIZE, WIDTH), device)
     stages = {stage: _of_one(job, stage) for stage in modules}
     compared = compare(job, floor=False)
     if not isinstance(compared, Compared):
@@ -115,7 +115,7 @@ def measure(row: Row, rank: int, *, microbatches: int) -> Kept:
 def _of_one(job: Job, stage: int) -> int:
     meter = Meter(job.parameters)
     with meter.watching():
-        y = job.modules[stage](torch.zeros(job.shape, requires_grad=stage > 0))
+        y = job.modules[stage](torch.zeros(job.shape, device=job.device, requires_grad=stage > 0))
     del y
     assert meter.live == 0, f"{meter.live} bytes of a forward are kept by nobody"
     return meter.peak

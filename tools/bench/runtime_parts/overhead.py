@@ -35,18 +35,18 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).sum()
 
 
-def job(row: Row, rank: int, microbatches: int) -> Job:
+def job(row: Row, rank: int, device: torch.device, microbatches: int) -> Job:
     """Empty stages; every microbatch with values of its own, so that one that was mistaken for another shows."""
     plan = row.plan(microbatches)
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(2, microbatches, WIDTH, generator=generator)
-    modules = {stage: Scale(stage) for stage in plan.stages_at[rank]}
-    return Job(row, plan, rank, modules, inputs.split(1), targets.split(1), _loss, (1, WIDTH))
+    inputs, targets = torch.randn(2, microbatches, WIDTH, generator=generator).to(device)
+    modules = {stage: Scale(stage).to(device) for stage in plan.stages_at[rank]}
+    return Job(row, plan, rank, modules, inputs.split(1), targets.split(1), _loss, (1, WIDTH), device)
 
 
-def measure(row: Row, rank: int, *, microbatches: int, rounds: int) -> Outcome:
+def measure(row: Row, rank: int, device: torch.device, *, microbatches: int, rounds: int) -> Outcome:
     """On each rank."""
-    compared = compare(job(row, rank, microbatches), floor=True)
+    compared = compare(job(row, rank, device, microbatches), floor=True)
     if not isinstance(compared, Compared):
         return compared
     outcome = compared.time(rounds)

@@ -47,14 +47,14 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def measure(row: Row, rank: int, *, microbatches: int, rounds: int) -> Outcome:
+def measure(row: Row, rank: int, device: torch.device, *, microbatches: int, rounds: int) -> Outcome:
     """On each rank."""
     plan = row.plan(microbatches)
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randint(0, WORDS, (2, microbatches, LENGTH), generator=generator)
+    inputs, targets = torch.randint(0, WORDS, (2, microbatches, LENGTH), generator=generator).to(device)
     depth = LAYERS // plan.num_stages
-    modules = {stage: Blocks(stage * depth, (stage + 1) * depth) for stage in plan.stages_at[rank]}
-    job = Job(row, plan, rank, modules, inputs.split(1), targets.split(1), _loss, (1, LENGTH, WIDTH))
+    modules = {stage: Blocks(stage * depth, (stage + 1) * depth).to(device) for stage in plan.stages_at[rank]}
+    job = Job(row, plan, rank, modules, inputs.split(1), targets.split(1), _loss, (1, LENGTH, WIDTH), device)
     compared = compare(job, floor=False)
     if not isinstance(compared, Compared):
         return compared

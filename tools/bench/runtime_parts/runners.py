@@ -65,6 +65,7 @@ class Ours:
             P2PConfig(pipeline_dtype=torch.float32, deadline=60.0, receives_ahead=AHEAD),
             placement=job.placement,
             tensor_shape=job.shape,
+            device=job.device,
         )
         self._runtime = self._made(())
         self.step = self._runtime.step
@@ -91,7 +92,7 @@ class Torch:
 
         group = dist.new_group(timeout=timedelta(seconds=TORCH_SECONDS))
         stages = [
-            PipelineStage(job.modules[stage], stage, job.plan.num_stages, torch.device("cpu"), group=group)
+            PipelineStage(job.modules[stage], stage, job.plan.num_stages, job.device, group=group)
             for stage in sorted(job.modules)
         ]
         schedules = importlib.import_module("torch.distributed.pipelining.schedules")
@@ -181,7 +182,7 @@ class Floor:
                 tensor = out.pop((stage, microbatch, forward))
                 sends.append((dist.isend(tensor, group=group, group_dst=peer), tensor))
             elif code == RECEIVE:
-                buffer = torch.empty(shape)
+                buffer = torch.empty(shape, device=job.device)
                 arriving[stage, microbatch, forward] = dist.irecv(buffer, group=group, group_src=peer), buffer
             elif code == F:
                 if stage == 0:

@@ -30,9 +30,9 @@ STEPS = ("step function", "runtime")
 class Model(nn.Module):
     """An empty stage, as a step function takes it: each element times a weight."""
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, WIDTH))
+        self.weight = nn.Parameter(torch.ones(1, WIDTH, device=device))
         self.config = config
         self.received: Tensor | None = None
 
@@ -48,12 +48,12 @@ class Model(nn.Module):
 class _Runner:
     """Both ways have the same config, model, shapes and messages, each on lanes of its own."""
 
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, device: torch.device) -> None:
         self.config = PipelineConfig(pipeline_dtype=torch.float32, deadline=60.0)
-        self.communicator = P2PCommunicator(dist.group.WORLD, self.config, tensor_shape=(1, WIDTH))
-        self.model = Model(self.config)
+        self.communicator = P2PCommunicator(dist.group.WORLD, self.config, tensor_shape=(1, WIDTH), device=device)
+        self.model = Model(self.config, device)
         self.microbatches = microbatches
-        self.input = torch.ones(1, WIDTH)
+        self.input = torch.ones(1, WIDTH, device=device)
 
 
 class StepFunction(_Runner):
@@ -80,8 +80,8 @@ class StepFunction(_Runner):
 class Runtime(_Runner):
     """The same plan and stage, written for the runtime."""
 
-    def __init__(self, microbatches: int) -> None:
-        super().__init__(microbatches)
+    def __init__(self, microbatches: int, device: torch.device) -> None:
+        super().__init__(microbatches, device)
         rank = dist.get_rank()
         self._into = None if rank == 0 else Edge(rank - 1, rank)
         self._out = None if rank == RANKS - 1 else Edge(rank, rank + 1)
@@ -102,12 +102,12 @@ class Runtime(_Runner):
         self._runtime.step()
 
 
-def measure(row: Row, rank: int, *, microbatches: int, rounds: int) -> Outcome | None:
+def measure(row: Row, rank: int, device: torch.device, *, microbatches: int, rounds: int) -> Outcome | None:
     """On each rank; the step function runs 1F1B."""
     del rank
     if row.name != "1f1b":
         return None
-    runners = {"step function": StepFunction(microbatches), "runtime": Runtime(microbatches)}
+    runners = {"step function": StepFunction(microbatches, device), "runtime": Runtime(microbatches, device)}
     by_turns(runners, 3)  # type: ignore[arg-type]  # a runtime's first step connects
     seconds = by_turns(runners, rounds)  # type: ignore[arg-type]
     for runner in runners.values():

@@ -29,6 +29,8 @@ def timed(runner: Runner) -> float:
     start = time.perf_counter()
     try:
         runner.step()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 -- the peer's own failures are what is reported
         failure = error
     elapsed = time.perf_counter() - start

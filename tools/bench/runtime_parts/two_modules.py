@@ -29,14 +29,18 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).sum()
 
 
-def _communicator() -> MultiModulePipelineCommunicator:
+def _communicator(device: torch.device) -> MultiModulePipelineCommunicator:
     grids = {
         "images": HyperCommGrid([LANES], ["dp"], world_size=RANKS),
         "language": HyperCommGrid([RANKS - LANES], ["pp"], rank_offset=LANES, world_size=RANKS),
     }
     config = P2PConfig(pipeline_dtype=torch.float32, deadline=60.0, receives_ahead=AHEAD)
     return MultiModulePipelineCommunicator(
-        grids, {"images": ["language"]}, config, module_output_ndim={"images": 2, "language": 2}
+        grids,
+        {"images": ["language"]},
+        config,
+        module_output_ndim={"images": 2, "language": 2},
+        device=device,
     )
 
 
@@ -45,10 +49,18 @@ def _job(row: Row, communicator: MultiModulePipelineCommunicator, microbatches: 
     plan = lower(multi_module_1f1b(communicator.graph, microbatches), receives="early")
     (stage,) = communicator.stages
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(2, microbatches, LANES, WIDTH, generator=generator)
+    inputs, targets = torch.randn(2, microbatches, LANES, WIDTH, generator=generator).to(communicator.device)
     lane = communicator.rank if stage == 0 else 0
     return Job(
-        row, plan, stage, {stage: Scale(stage)}, inputs[:, lane : lane + 1].unbind(), targets.unbind(), _loss, ()
+        row,
+        plan,
+        stage,
+        {stage: Scale(stage).to(communicator.device)},
+        inputs[:, lane : lane + 1].unbind(),
+        targets.unbind(),
+        _loss,
+        (),
+        communicator.device,
     )
 
 
@@ -88,7 +100,8 @@ class Floor:
                     sends.append((dist.isend(piece, group=group, group_dst=peer), piece))
             elif code == RECEIVE:
                 sources = self._ends[False, forward]
-                buffers = [torch.empty(self._rows // len(sources), WIDTH) for _ in sources]
+                rows = self._rows // len(sources)
+                buffers = [torch.empty(rows, WIDTH, device=job.device) for _ in sources]
                 arriving[microbatch, forward] = [
                     (dist.irecv(buffer, group=group, group_src=peer), buffer)
                     for (group, peer), buffer in zip(sources, buffers, strict=True)
@@ -119,12 +132,12 @@ def _joined(parts: Sequence[tuple[Any, Tensor]]) -> Tensor:
     return parts[0][1] if len(parts) == 1 else torch.cat([buffer for _, buffer in parts])
 
 
-def measure(row: Row, rank: int, *, microbatches: int, rounds: int) -> Outcome | None:
+def measure(row: Row, rank: int, device: torch.device, *, microbatches: int, rounds: int) -> Outcome | None:
     """On each rank."""
     del rank
     if row.name != "1f1b":
         return None
-    communicator = _communicator()
+    communicator = _communicator(device)
     job = _job(row, communicator, microbatches)
     stages = {number: ChainStage(job, number, module) for number, module in job.modules.items()}
     ours = PipelineRuntime(job.plan, stages, communicator)

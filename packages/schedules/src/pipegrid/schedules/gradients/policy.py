@@ -53,6 +53,7 @@ class GradientPolicy:
         loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own lanes.
         collections: process groups by module name.
         job_group: all ranks of the job.
+        bucket_bytes: gradients that are reduced together.
         finalize: the user's ``finalize_model_grads_func``, which is called in place of all this.
         models: by stage.
     """
@@ -63,6 +64,7 @@ class GradientPolicy:
     loss_factors: Mapping[int, float]
     collections: Mapping[str, Any]
     job_group: Any
+    bucket_bytes: int | None
     finalize: Callable[[list[torch.nn.Module], torch.Tensor | None], None] | None
     models: Mapping[int, torch.nn.Module]
     names: Mapping[int, str]
@@ -107,7 +109,11 @@ class GradientPolicy:
         if not self.reduced:
             return None
         return GradientReduction.of(
-            self.reduced, self.collections, loss_lanes=self.loss_lanes, job_group=self.job_group
+            self.reduced,
+            self.collections,
+            loss_lanes=self.loss_lanes,
+            job_group=self.job_group,
+            bucket_bytes=self.bucket_bytes,
         )
 
     def finish(self, counted: Counted, reduction: GradientReduction | None, waiting: Waiting) -> None:
@@ -181,6 +187,7 @@ def gradient_policy(
         loss_factors={stage: of_loss / lanes[name] for stage, name in names.items()} if scaled and of_loss else {},
         collections=collections,
         job_group=getattr(config, "job_group", None),
+        bucket_bytes=getattr(config, "grad_bucket_bytes", None),
         finalize=None if finalize is None else lambda held, tokens: finalize(held, tokens, pg_collection=pg_collection),
         models=models,
         names=names,

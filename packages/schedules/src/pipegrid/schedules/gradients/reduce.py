@@ -51,6 +51,7 @@ from pipegrid.topology.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
 
 BUCKET_BYTES = 32 * 2**20
+_AS_IT_IS_BYTES = 2**20  # from here on, a gradient alone in its bucket is not copied
 
 Divisor = torch.Tensor | float
 
@@ -101,7 +102,7 @@ def reduce_gradients(
             over all without ``fully_shard``, several modules without ``loss_lanes``, a module name without a
             collection, cp without dp_cp, a marked parameter without a tp group, a tied one that no ``REDUCE`` has
             summed. Nothing is sent then.
-        ReductionTimeoutError: past the deadline.
+        ReductionTimeoutError: past the deadline; gradients are undefined then, as partial sums may be among them.
     """
     reduction = GradientReduction.of(
         modules, collections, loss_lanes=loss_lanes, job_group=job_group, bucket_bytes=bucket_bytes
@@ -117,6 +118,9 @@ def reduce_gradients(
 @define(eq=False)
 class _Bucket:
     """Parameters whose gradients travel in one buffer, with one flag each that counts the lanes that had a gradient.
+
+    A large gradient that is alone travels as it is, in place, and its flag beside it: a copy there and back would be
+    computing that nothing overlaps.
 
     Attributes:
         module: name of the module, for errors.
@@ -134,9 +138,11 @@ class _Bucket:
     own_lanes: int
     divided: float = 1.0
     gradients: list[torch.Tensor | None] = field(factory=list)
-    flat: torch.Tensor | None = None
+    values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
+    flags: torch.Tensor | None = None
     started: bool = False
     wait: Callable[[Waiting], None] | None = None
+    _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``
 
     @property
     def first(self) -> dist.ProcessGroup | None:
@@ -177,26 +183,39 @@ class _Bucket:
         if first is None:
             return
         like = torch.empty(0, dtype=accumulation_dtype(self.parameters[0]), device=self.parameters[0].device)
+        sizes = [local_of(parameter).numel() for parameter in self.parameters]
+        flat = [
+            like.new_zeros(size) if gradient is None else gradient.reshape(-1)
+            for gradient, size in zip(self.gradients, sizes, strict=True)
+        ]
         ones, zeros = like.new_ones(1), like.new_zeros(1)
-        self.flat = torch.cat(
-            [
-                *(
-                    like.new_zeros(local_of(parameter).numel()) if gradient is None else gradient.reshape(-1)
-                    for parameter, gradient in zip(self.parameters, self.gradients, strict=True)
-                ),
-                *(zeros if gradient is None else ones for gradient in self.gradients),
-            ]
-        )
-        self.wait = all_reduce(self.flat, first)
+        flags = [zeros if gradient is None else ones for gradient in self.gradients]
+        if len(sizes) == 1 and sizes[0] * like.itemsize >= _AS_IT_IS_BYTES:
+            self.values, self.flags = flat[0].to(like.dtype), flags[0]
+            self._sums = [self.values, self.flags]
+        else:
+            together = torch.cat([*flat, *flags])
+            self.values, self.flags = together[: -len(sizes)], together[-len(sizes) :]
+            self._sums = [together]
+        self._sum_over(first)
+
+    def _sum_over(self, group: dist.ProcessGroup) -> None:
+        waits = [all_reduce(tensor, group) for tensor in self._sums]
+
+        def wait(waiting: Waiting) -> None:
+            for each in waits:
+                each(waiting)
+
+        self.wait = wait
 
     def proceed(self, waiting: Waiting) -> None:
         """Sum what is partial over its mesh; where the first sum was over tp, start the one over data lanes."""
         if self.perhaps_partial:
             self._sum_partial(waiting)
             self._start_sum()
-        if self.tensor is not None and self.lanes is not None and self.flat is not None and self.wait is not None:
+        if self.tensor is not None and self.lanes is not None and self.wait is not None:
             self.wait(waiting)
-            self.wait = all_reduce(self.flat, self.lanes)
+            self._sum_over(self.lanes)
 
     @torch.no_grad()
     def _sum_partial(self, waiting: Waiting) -> None:
@@ -218,25 +237,41 @@ class _Bucket:
                 replace_accumulated(parameter, summed_like(parameter, gradient, part))
 
     @property
-    def flags(self) -> torch.Tensor | None:
-        """On how many ranks each parameter had a gradient; None where this rank has them all, or there is no buffer."""
-        if self.flat is None or None not in self.gradients:
-            return None
-        return self.flat[-len(self.parameters) :]
+    def unknown(self) -> torch.Tensor | None:
+        """The flags, where this rank lacks a gradient; None where it has them all, or nothing is summed."""
+        return self.flags if None in self.gradients else None
 
     @torch.no_grad()
-    def store(self, divisor: Divisor, used: Sequence[bool]) -> None:
-        """Divide, and put the results where the gradients were; ``used`` says which parameters have one anywhere."""
+    def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
+        """Divide, and put the results where the gradients were.
+
+        Args:
+            divisor: of all gradients; None is the module's own number of data lanes.
+            used: which parameters have a gradient on any rank.
+        """
+        mark = mark_of(self.parameters[0])
+        if mark is not None:
+            mark.summed = False
+        if divisor is None:
+            divisor = self.own_lanes
         if self.divided != 1:
             divisor = divisor / self.divided
-        if self.flat is None:
+        if self.values is None:
             foreach.divide_([gradient for gradient in self.gradients if gradient is not None], divisor)
-            return
-        values = self.flat[: -len(self.parameters)]
+        else:
+            self._divide_and_copy(self.values, divisor, used)
+        self.values = self.flags = None
+        self.gradients, self._sums = [], []
+
+    def _divide_and_copy(self, values: torch.Tensor, divisor: Divisor, used: Sequence[bool]) -> None:
         foreach.divide_([values], divisor)
         sizes = [local_of(parameter).numel() for parameter in self.parameters]
         parts = list(zip(self.parameters, self.gradients, torch.split(values, sizes), strict=True))
-        here = [(gradient, part.view_as(gradient)) for _, gradient, part in parts if gradient is not None]
+        here = [
+            (gradient, part.view_as(gradient))
+            for _, gradient, part in parts
+            if gradient is not None and gradient.data_ptr() != part.data_ptr()
+        ]
         foreach.copy_([gradient for gradient, _ in here], [part for _, part in here])
         for (parameter, gradient, part), anywhere in zip(parts, used, strict=True):
             if gradient is None and anywhere:
@@ -251,7 +286,12 @@ class GradientReduction:
     buckets: tuple[_Bucket, ...]
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
-    _ready: set[int] = field(factory=set)
+    _bucket_of: dict[int, _Bucket] = field(init=False)
+    _missing: dict[int, int] = field(init=False)  # parameters of each bucket whose gradients are not whole
+
+    def __attrs_post_init__(self) -> None:
+        self._bucket_of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self._missing = {id(bucket): len(bucket.parameters) for bucket in self.buckets}
 
     @classmethod
     def of(
@@ -317,13 +357,22 @@ class GradientReduction:
         verified plan. So where a GPU plays kernels one by one, no all-reduce holds up a message that another rank needs
         to come to it.
         """
-        self._ready.update(map(id, parameters))
+        filled = False
+        for parameter in parameters:
+            bucket = self._bucket_of.pop(id(parameter), None)
+            if bucket is not None:
+                self._missing[id(bucket)] -= 1
+                filled = filled or self._missing[id(bucket)] == 0
+        if filled:
+            self._start_filled()
+
+    def _start_filled(self) -> None:
         behind: set[int] = set()  # groups with a bucket that is not whole
         for bucket in self.buckets:
             if bucket.started or id(bucket.first) in behind:
                 continue
-            early = mark_of(bucket.parameters[0]) is None and bucket.fault() is None
-            if early and all(id(parameter) in self._ready for parameter in bucket.parameters):
+            whole = self._missing[id(bucket)] == 0 and mark_of(bucket.parameters[0]) is None
+            if whole and bucket.fault() is None:
                 bucket.start()
             elif bucket.first is not None:
                 behind.add(id(bucket.first))
@@ -350,15 +399,17 @@ class GradientReduction:
             bucket.start()
         for bucket in self.buckets:
             bucket.proceed(waiting)
+        divisor = tokens if tokens is not None else self.loss_lanes
+        unknown: list[_Bucket] = []
         for bucket in self.buckets:
             if bucket.wait is not None:
                 bucket.wait(waiting)
-        for bucket, used in zip(self.buckets, _used(self.buckets), strict=True):
-            own = bucket.own_lanes if self.loss_lanes is None else self.loss_lanes
-            bucket.store(own if tokens is None else tokens, used)
-            mark = mark_of(bucket.parameters[0])
-            if mark is not None:
-                mark.summed = False
+            if bucket.unknown is None:  # stored while later buckets are under way
+                bucket.finish(divisor, (True,) * len(bucket.parameters))
+            else:
+                unknown.append(bucket)
+        for bucket, used in zip(unknown, _used(unknown), strict=True):
+            bucket.finish(divisor, used)
 
 
 def partial_over_tp(parameter: torch.nn.Parameter) -> bool:
@@ -384,14 +435,10 @@ def global_tokens(
 
 
 def _used(buckets: Sequence[_Bucket]) -> list[list[bool]]:
-    """Per bucket which parameters have a gradient on any rank; one read of the device for all buckets."""
-    flags = [bucket.flags for bucket in buckets]
-    unknown = [found.double() for found in flags if found is not None]
-    counts = iter(torch.cat(unknown).tolist() if unknown else ())
-    return [
-        [True] * len(bucket.parameters) if found is None else [next(counts) > 0 for _ in bucket.parameters]
-        for bucket, found in zip(buckets, flags, strict=True)
-    ]
+    """Per bucket with flags which parameters have a gradient on any rank; one read of the device for all buckets."""
+    flags = [bucket.unknown.double() for bucket in buckets if bucket.unknown is not None]
+    counts = iter(torch.cat(flags).tolist() if flags else ())
+    return [[next(counts) > 0 for _ in bucket.parameters] for bucket in buckets]
 
 
 def _alike(

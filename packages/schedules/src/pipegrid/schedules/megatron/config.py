@@ -74,6 +74,7 @@ class PipelineConfig(P2PConfig):
             notices before a step that ranks would run different numbers of microbatches.
         overlap_grad_reduce: start the reduction of a bucket in the last backward that touches it, where the step
             function reduces; False starts all after the last backward.
+        grad_bucket_bytes: about the bytes of gradients that are reduced together, where the step function reduces.
         check_replicas: after each reduction, compare replicas of parameters and gradients over data lanes and tp
             (`require_equal_replicas`): for debug runs.
 
@@ -104,6 +105,7 @@ class PipelineConfig(P2PConfig):
     hooks: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     monitor: Any = None
     overlap_grad_reduce: bool = True
+    grad_bucket_bytes: Count = 32 * 2**20
     check_replicas: bool = False
 
 

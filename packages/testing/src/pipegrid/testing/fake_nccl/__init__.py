@@ -5,7 +5,8 @@ from __future__ import annotations
 from pipegrid.testing.fake_nccl.device import FakeDevice, Launch, Mark, Moment, Operation
 from pipegrid.testing.fake_nccl.group import FakeGroup, FakeWork, register
 from pipegrid.testing.fake_nccl.late import LateRun
-from pipegrid.testing.fake_nccl.streams import HostSync, Streams, VirtualEvent, VirtualStream
+from pipegrid.testing.fake_nccl.streams import HostSync, Streams
+from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
 
 __all__ = [
     "FakeDevice",

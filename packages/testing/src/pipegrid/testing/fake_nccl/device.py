@@ -26,8 +26,10 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.late import LateRun
+from pipegrid.testing.fake_nccl.memory import Clock
 from pipegrid.testing.fake_nccl.player import DONE, PATIENCE_SECONDS, Player, Signal
-from pipegrid.testing.fake_nccl.streams import Clock, Streams, VirtualStream
+from pipegrid.testing.fake_nccl.streams import Streams
+from pipegrid.testing.fake_nccl.virtual import VirtualStream
 
 What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "reached"]
 _WATCHDOG_SECONDS = 0.05

@@ -8,8 +8,6 @@ a violation, whatever the run happened to do. Entries of the fake NCCL are work 
 
 Also recorded: reads by the host, which would hold it up on a GPU, and how far the host is ahead of the work that it
 knows to be done. With a `LateRun` the work is late indeed: see `pipegrid.testing.fake_nccl.late`.
-
-Source: the vector clocks of data race detectors, Mattern 1989, "Virtual Time and Global States of Distributed Systems".
 """
 
 from __future__ import annotations
@@ -17,15 +15,14 @@ from __future__ import annotations
 import itertools
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import frozen
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from pipegrid.testing.fake_nccl.late import (
     LateRun,
@@ -36,27 +33,14 @@ from pipegrid.testing.fake_nccl.late import (
     results_of,
     seen_through,
 )
+from pipegrid.testing.fake_nccl.memory import Access, Clock, Memory, extent, merge
 from pipegrid.testing.fake_nccl.player import DONE, Signal
-from pipegrid.testing.fake_nccl.torch_compat import (
-    TorchDispatchMode,
-    WeakStorage,
-    arguments_of,
-    is_view,
-    living,
-    name_of,
-    reads_values,
-    tensors_in,
-    tree_map,
-    written_by,
-)
-
-Clock = dict[int, int]
+from pipegrid.testing.fake_nccl.torch_compat import WeakStorage, is_empty, living, name_of, tensors_in, tree_map
+from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
+from pipegrid.testing.fake_nccl.watching import Calls, Operations
 
 _MOST_RACES = 20
-_EMPTY = ("empty", "new_empty")  # memory without values
 _FREES = 0  # on a late device: the stream of nothing else, as no stream waits for a free
-# Reads of a tensor by the host that no operation shows.
-_HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})
 
 
 @frozen
@@ -69,108 +53,6 @@ class HostSync:
 
     def __str__(self) -> str:
         return f"{self.what} at {self.where}"
-
-
-@frozen
-class _Access:
-    stream: int
-    tick: int
-    begin: int
-    end: int
-    writes: bool
-    what: str
-
-
-@define(eq=False)
-class _Memory:
-    """One storage: the stream it was allocated on, and the accesses that later ones have to come after.
-
-    ``block`` is its memory on a late device, ``nbytes`` what counts of it as live.
-    """
-
-    reference: Any
-    home: int
-    accesses: list[_Access] = field(factory=list)
-    recorded: set[int] = field(factory=set)
-    block: Tensor | None = None
-    nbytes: int = 0
-
-
-# As Any: a virtual stream's events and device are of other types than torch's.
-_Stream: Any = torch.Stream
-
-
-class VirtualStream(_Stream):  # type: ignore[misc]
-    """A stream without a GPU; a subclass of torch's, since `Tensor.record_stream` takes no other."""
-
-    streams: Streams
-    name: str
-
-    def __new__(cls, streams: Streams, number: int, name: str) -> Self:
-        """A stream of that number."""
-        made: Self = super().__new__(cls, stream_id=number, device_index=0, device_type=0)
-        made.streams, made.name = streams, name
-        return made
-
-    def __init__(self, *_: object) -> None:
-        """Everything is set by ``__new__``, which torch's stream has instead."""
-
-    def __repr__(self) -> str:
-        return self.name
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU, which the fake GPU computes on."""
-        return torch.device("cpu")
-
-    def record_event(self, event: Any = None) -> VirtualEvent:
-        """Record the stream's work so far."""
-        made: VirtualEvent = event or VirtualEvent(self.streams)
-        made.record(self)
-        return made
-
-    def wait_event(self, event: Any) -> None:
-        """Order later work after the event."""
-        self.streams.order(self, event.clock, event.signal)
-
-    def wait_stream(self, stream: Any) -> None:
-        """Order later work after the other stream's work so far."""
-        self.wait_event(stream.record_event())
-
-    def query(self) -> bool:
-        """Whether its work is done. A poll orders nothing, since on a GPU it might have found the work under way."""
-        return self.streams.poll(self.streams.here(self))
-
-    def synchronize(self) -> None:
-        """Wait on the host."""
-        event = self.record_event()
-        self.streams.host_waits("Stream.synchronize", event.clock, event.signal)
-
-
-class VirtualEvent:
-    """An event: a stream's work up to a point."""
-
-    def __init__(self, streams: Streams, **_: object) -> None:
-        self._streams = streams
-        self.clock: Clock = {}
-        self.signal = DONE
-
-    def record(self, stream: VirtualStream | None = None) -> None:
-        """Record the work so far of ``stream``, else of the current stream."""
-        here = stream or self._streams.current_stream()
-        self.clock, self.signal = self._streams.record(here), self._streams.here(here)
-
-    def wait(self, stream: VirtualStream | None = None) -> None:
-        """Order later work of ``stream``, else of the current stream, after the event."""
-        self._streams.order(stream or self._streams.current_stream(), self.clock, self.signal)
-
-    def query(self) -> bool:
-        """Whether the work is done. A poll orders nothing, since on a GPU it might have found the work under way."""
-        return self._streams.poll(self.signal)
-
-    def synchronize(self) -> None:
-        """Wait on the host."""
-        self._streams.host_waits("Event.synchronize", self.clock, self.signal)
 
 
 class Streams:
@@ -194,7 +76,7 @@ class Streams:
         self._numbers = itertools.count(1)
         self._made: list[VirtualStream] = []
         self._clocks: dict[int, Clock] = {}
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, Memory] = {}
         self._names: dict[int, str] = {}
         self._kept: set[tuple[int, int]] = set()
         self._local = threading.local()
@@ -272,7 +154,7 @@ class Streams:
         """The clock of a new piece of work on ``stream``."""
         with self.lock:
             clock = self._clocks[stream.stream_id]
-            _merge(clock, self._host)
+            merge(clock, self._host)
             clock[stream.stream_id] = clock.get(stream.stream_id, 0) + 1
             return dict(clock)
 
@@ -288,14 +170,14 @@ class Streams:
         On a late device ``signal`` is the end of that work.
         """
         with self.lock:
-            _merge(self._clocks[stream.stream_id], clock)
+            merge(self._clocks[stream.stream_id], clock)
             if self.late is not None:
                 self.late.player.put(stream.stream_id, after=[signal], reached=reached)
 
     def host_knows(self, clock: Clock) -> None:
         """What ``clock`` holds is done as far as this thread knows; everything that it starts comes after it."""
         with self.lock:
-            _merge(self._host, clock)
+            merge(self._host, clock)
 
     def host_waits(self, what: str, clock: Clock, signal: Signal = DONE) -> None:
         """The host waits for what ``clock`` holds, whose end on a late device is ``signal``."""
@@ -395,7 +277,7 @@ class Streams:
         new = [tensor for tensor in tensors_in(made) if id(tensor) not in given]
         for tensor in new:
             self.allocate(tensor)
-        if name_of(operation).startswith(_EMPTY):
+        if is_empty(operation):
             return made, DONE
         task = computation(operation, inputs, options, [self.on_device(tensor) for tensor in new])
         return made, late.player.put(stream, task)
@@ -414,32 +296,24 @@ class Streams:
         with self.lock:
             self._memory(tensor).recorded.add(stream.stream_id)
 
-    def _memory(self, tensor: Tensor) -> _Memory:
+    def _memory(self, tensor: Tensor) -> Memory:
         reference: Any = WeakStorage(tensor.untyped_storage())
         memory = self._memories.get(reference.cdata)
         if memory is None:
-            memory = self._memories[reference.cdata] = _Memory(reference, self.current_stream().stream_id)
+            memory = self._memories[reference.cdata] = Memory(reference, self.current_stream().stream_id)
         return memory
 
     def _touch(self, stream: VirtualStream, clock: Clock, tensor: Tensor, what: str, *, writes: bool) -> None:
-        begin, end = _extent(tensor)
+        begin, end = extent(tensor)
         if begin == end:
             return
-        memory, here = self._memory(tensor), stream.stream_id
-        kept, raced = [], False
-        for old in memory.accesses:
-            ordered = old.tick <= clock.get(old.stream, 0)
-            apart = old.end <= begin or end <= old.begin
-            if not (ordered or apart or raced) and (writes or old.writes):
-                raced = True
-                self._race(
-                    f"{what} on {stream.name} {'writes' if writes else 'reads'} memory that {old.what} on "
-                    f"{self._names[old.stream]} {'writes' if old.writes else 'reads'}: no event orders the two"
-                )
-            covered = begin <= old.begin and old.end <= end
-            if not (ordered and covered and (writes or (old.stream == here and not old.writes))):
-                kept.append(old)
-        memory.accesses = [*kept, _Access(here, clock[here], begin, end, writes, what)]
+        here = stream.stream_id
+        old = self._memory(tensor).add(Access(here, clock[here], begin, end, writes, what), clock)
+        if old is not None:
+            self._race(
+                f"{what} on {stream.name} {'writes' if writes else 'reads'} memory that {old.what} on "
+                f"{self._names[old.stream]} {'writes' if old.writes else 'reads'}: no event orders the two"
+            )
 
     def sweep(self) -> None:
         """Find memory that was freed, and uses of it that could still run.
@@ -453,7 +327,7 @@ class Streams:
                 memory = self._memories.pop(key)
                 known = {**self._clocks[memory.home]}
                 for clock in (self._host, *(self._clocks[stream] for stream in memory.recorded)):
-                    _merge(known, clock)
+                    merge(known, clock)
                 for access in memory.accesses:
                     kept = (access.stream, access.tick) in self._kept
                     if access.stream != memory.home and not kept and known.get(access.stream, 0) < access.tick:
@@ -472,7 +346,7 @@ class Streams:
             for key in [key for key, memory in self._memories.items() if memory.reference.expired()]:
                 del self._memories[key]
 
-    def _free(self, late: LateRun, memory: _Memory, block: Tensor) -> None:
+    def _free(self, late: LateRun, memory: Memory, block: Tensor) -> None:
         """Overwrite freed memory of a late device, which another tensor might have by then."""
         recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]
         home = late.player.put(memory.home)
@@ -492,7 +366,7 @@ class Streams:
         before = len(self.host_syncs)
         seen: list[HostSync] = []
         try:
-            with _Calls(self), _Operations(self):
+            with Calls(self), Operations(self):
                 yield seen
         finally:
             self.sweep()
@@ -512,75 +386,6 @@ class Streams:
     def is_paused(self) -> bool:
         """Whether this thread is inside `paused`."""
         return bool(self._local.__dict__.get("paused"))
-
-
-class _Calls(TorchFunctionMode):
-    """Calls that no operation shows: reads to Python values, and `record_stream`."""
-
-    def __init__(self, streams: Streams) -> None:
-        super().__init__()
-        self._streams = streams
-
-    def __torch_function__(self, call: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        del types
-        name = getattr(call, "__name__", "")
-        if name == "record_stream":
-            self._streams.record_use(*args)
-            return None
-        streams = self._streams
-        if name in _HOST_CALLS and not streams.is_paused:
-            here = streams.current_stream()
-            clock = streams.work(here, name, reads=args[:1])
-            streams.host_waits(name, clock, streams.here(here))
-            if streams.late is not None and name != "cpu":
-                with streams.paused():
-                    return call(streams.on_device(args[0]).clone(), *args[1:], **(kwargs or {}))
-        return call(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation, those of a backward included, as work on the current stream."""
-
-    def __init__(self, streams: Streams) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._streams = streams
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        del types
-        streams, kwargs, name = self._streams, kwargs or {}, name_of(operation)
-        if streams.is_paused or is_view(operation):  # a view touches no memory
-            return operation(*args, **kwargs)
-        streams.sweep()
-        arguments = arguments_of(operation, args, kwargs)
-        waits = reads_values(operation, arguments)
-        made, signal = streams.compute(operation, args, kwargs, waits=waits)
-        new = tensors_in(made)
-        if name.startswith(_EMPTY):
-            for tensor in new:
-                streams.allocate(tensor)
-            return made
-        stream = streams.current_stream()
-        written = [*written_by(operation, arguments), *new]
-        clock = streams.work(stream, name, reads=tensors_in(list(arguments.values())), writes=written)
-        if waits:
-            streams.host_waits(name, clock, signal)
-        return made
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans, those between its rows included."""
-    if tensor.numel() == 0:
-        return 0, 0
-    size = tensor.element_size()
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset())
-    return first * size, (first + last + 1) * size
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, tick in other.items():
-        if tick > clock.get(stream, 0):
-            clock[stream] = tick
 
 
 _NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parent))

@@ -37,6 +37,11 @@ def is_view(operation: Any) -> bool:
     return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
+def is_empty(operation: Any) -> bool:
+    """Whether an operation makes memory without values."""
+    return name_of(operation).startswith(("empty", "new_empty"))
+
+
 def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names of the operation's schema."""
     schema = operation._schema  # noqa: SLF001 (has no public name)
@@ -71,6 +76,7 @@ __all__ = [
     "WeakStorage",
     "WorkBase",
     "arguments_of",
+    "is_empty",
     "is_view",
     "living",
     "name_of",

@@ -224,6 +224,14 @@ import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.ranks(2, backend="fake_nccl")
+TURNS = []
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_makes_many_groups(ranks, turn):
+    for _ in range(10):
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
+    TURNS.append(turn)
+    assert TURNS == [0, 1][: turn + 1]
 
 def test_a_send_buffer_is_reused_too_early(ranks):
     x = torch.ones(4)
@@ -279,6 +287,12 @@ def test_a_broken_rule_fails_the_test(broken, name, text):
 
 def test_other_tests_of_the_session_pass(broken):
     for name in ("test_keeps_the_rules", "test_is_serial"):
+        assert broken.outcomes[name] == "passed", broken.texts[name]
+
+
+def test_groups_are_gone_with_their_test_so_that_the_worker_is_kept(broken):
+    for turn in range(2):
+        name = f"test_makes_many_groups[{turn}]"
         assert broken.outcomes[name] == "passed", broken.texts[name]
 
 

@@ -326,6 +326,7 @@ class FakeDevice:
             line.thread.put(None)
         for thread in self._threads:
             thread.join()
+        self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
 
     def _note(self, what: What, of: Launch | Mark) -> None:
         self.timeline.append(Moment(what, of))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -41,7 +42,8 @@ class Job:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with reached():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, what: str, function: Callable[[], Result]) -> list[Result]:
@@ -72,6 +74,19 @@ class Job:
         """Destroy the group."""
         if self.group is not None:
             destroy_groups([self.group])
+
+
+@contextmanager
+def reached() -> Iterator[None]:
+    """A rank that is gone, or does not come within the timeout, is an error of the checkpoint."""
+    try:
+        yield
+    except RuntimeError as error:  # of the process group
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"a rank of the job is gone, or does not save and load as the others do: {error}"
+        ) from error
 
 
 def _told(error: Exception) -> tuple[type[CheckpointError], str]:

@@ -66,10 +66,11 @@ def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> L
             if step is not None:
                 raise
             skipped.append(str(error))
-            if job.is_first:
-                warnings.warn(f"skipped: {error}", stacklevel=3)
             continue
-        return _fill(job, state, path, found, tuple(skipped))
+        loaded = _fill(job, state, path, found, tuple(skipped))
+        for text in skipped if job.is_first else ():  # last: a filter may make it an error, on this rank alone
+            warnings.warn(f"skipped: {text}", stacklevel=3)
+        return loaded
     if skipped:
         raise CorruptCheckpointError(f"{directory} has no good checkpoint: {'; '.join(skipped)}")
     return None

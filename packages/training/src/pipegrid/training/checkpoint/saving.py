@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from pipegrid.training.checkpoint import agreement
-from pipegrid.training.checkpoint.job import Job
+from pipegrid.training.checkpoint.job import Job, reached
 from pipegrid.training.checkpoint.state import optimizer, random_state
 from pipegrid.training.checkpoint.state.shot import Shot, stages_of
 from pipegrid.training.checkpoint.state.snapshot import SnapshotPlanner
@@ -83,7 +83,8 @@ class Saver:
         randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(shot.random).items()}
         planner = SnapshotPlanner(shot.snapshot, randoms)
         try:
-            metadata = dcp.save(path, planner, self._job.group)
+            with reached():
+                metadata = dcp.save(path, planner, self._job.group)
         except CheckpointError as error:
             raise CheckpointError(f"{what}: {error}") from error
         written = self._job.together(

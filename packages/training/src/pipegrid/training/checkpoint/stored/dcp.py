@@ -15,10 +15,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from pipegrid.training.checkpoint.stored.manifest import Chunk, checksum_of
 from pipegrid.training.errors import CheckpointError
+
+
+class _Writer(FileSystemWriter):
+    """Says what failed on the disk, which `torch.save` hides behind an error of its zip writer."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As torch's."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise cause from None
+
 
 METADATA = ".metadata"
 """The file with torch's own metadata."""
@@ -32,7 +51,7 @@ def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> M
     """
     with _alone(group), _told():
         written: Any = state_dict_saver.save(
-            {}, storage_writer=FileSystemWriter(path), planner=planner, process_group=group, no_dist=group is None
+            {}, storage_writer=_Writer(path), planner=planner, process_group=group, no_dist=group is None
         )
     metadata: Metadata = written
     return metadata

@@ -100,7 +100,7 @@ class Manifest:
 def write(path: Path, manifest: Manifest) -> None:
     """Write the manifest of the checkpoint in the folder ``path``."""
     content = cattrs.unstructure(manifest)
-    folder.write(path / folder.MANIFEST, json.dumps({"checksum": _checksum(content), "content": content}))
+    folder.write(path / folder.MANIFEST, _short({"checksum": _checksum(content), "content": content}))
 
 
 def read(path: Path) -> Manifest:
@@ -122,8 +122,12 @@ def read(path: Path) -> Manifest:
     return cattrs.structure(content, Manifest)
 
 
+def _short(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"), sort_keys=True)
+
+
 def _checksum(content: Any) -> int:
-    return zlib.crc32(json.dumps(content, separators=(",", ":"), sort_keys=True).encode())
+    return zlib.crc32(_short(content).encode())
 
 
 def checksum_of(path: Path, start: int, length: int) -> int:

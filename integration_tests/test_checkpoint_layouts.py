@@ -1,0 +1,135 @@
+"""Checkpoints across layouts: every tensor and optimizer state, and the losses that follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipegrid.training import Checkpoints
+
+from .checkpoint_jobs import Job, Layout, Whole, values_of
+
+SCHEDULES = {1: ("1f1b",), 2: ("interleaved_1f1b", "zero_bubble_v", "dualpipe_v")}
+MATRIX = [
+    Layout(pp, vpp, dp, schedule, placement, tied, frozen)
+    for pp in (1, 2, 4)
+    for vpp in (1, 2)
+    for dp in (1, 2)
+    for schedule in SCHEDULES[vpp]
+    for placement in ("separate", "colocated")
+    for tied in (False, True)
+    for frozen in (False, True)
+]
+REPRESENTATIVE = [
+    Layout(2, 2, 2, "zero_bubble_v", "colocated", tied=True, frozen=False),
+    Layout(2, 1, 1, "1f1b", "separate", tied=True, frozen=True),
+    Layout(2, 2, 1, "interleaved_1f1b", "separate", tied=False, frozen=False),
+]
+
+
+def on_ranks(layouts, *marks):
+    return [pytest.param(one, id=str(one), marks=[pytest.mark.ranks(one.ranks), *marks]) for one in layouts]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def require_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def require_a_round_trip(ranks, layout):
+    """A layout to the whole model on one process and back, bit for bit; and the next step is that of the run."""
+    job, reference = Job(layout, plan=True), Whole(layout)
+    for number in range(2):
+        assert job.step(number) == pytest.approx(reference.step(number), rel=1e-10)
+    checkpoints = Checkpoints(ranks.shared_path / "run")
+    checkpoints.save(job.state, step=2)
+    trained = job.values()
+    whole = Whole(layout, seed=2)
+    assert checkpoints.load(whole.state).step == 2
+    loaded = values_of(whole.state)
+    expected = values_of(reference.state)
+    assert loaded.keys() == expected.keys()
+    for key, value in loaded.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-12)
+    require_equal({key: loaded[key] for key in trained}, trained)
+    checkpoints.save(whole.state, step=3)
+    for step in (2, 3):
+        again = Job(layout, seed=3)
+        found = checkpoints.load(again.state, step=step)
+        assert found.same_layout or step == 3
+        require_equal(again.values(), trained)
+        if step == 3:
+            assert again.step(2) == job.step(2)
+            require_equal(again.values(), job.values())
+        again.close()
+    checkpoints.close()
+    job.close()
+
+
+@pytest.mark.parametrize("layout", on_ranks(REPRESENTATIVE))
+def test_a_layout_and_the_whole_model_load_from_each_other(ranks, layout):
+    require_a_round_trip(ranks, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", on_ranks(MATRIX))
+def test_every_layout_and_the_whole_model_load_from_each_other(ranks, layout):
+    require_a_round_trip(ranks, layout)
+
+
+@pytest.mark.ranks(4)
+def test_twenty_steps_through_four_layouts_are_those_of_one_process(ranks):
+    """Stopped every five steps, and resumed with other grids, another schedule and another cut."""
+    layouts = [
+        Layout(2, 2, 2, "zero_bubble_v"),
+        Layout(4, 1, 1, "1f1b"),
+        Layout(1, 1, 4, "1f1b"),
+        Layout(4, 2, 1, "dualpipe_v"),
+    ]
+    reference = Whole(layouts[0])
+    checkpoints = Checkpoints(ranks.shared_path / "run", keep=1)
+    number = 0
+    for layout in layouts:
+        job = Job(layout, seed=4 if number else 1)
+        found = checkpoints.load(job.state)
+        assert (0 if found is None else found.step) == number
+        for _ in range(5):
+            assert job.step(number) == pytest.approx(reference.step(number), rel=1e-10)
+            number += 1
+        checkpoints.save(job.state, step=number, blocking=layout.pp > 1)
+        checkpoints.wait()
+        job.close()
+    assert number == 20
+    expected = values_of(reference.state)
+    for key, value in job.values().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-12)
+    checkpoints.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_run_interrupted_in_the_same_layout_is_bit_equal(ranks):
+    layout = Layout(2, 2, 2, "dualpipe_v")
+    run = Job(layout)
+    losses = [run.step(number) for number in range(6)]
+    first = Job(layout)
+    checkpoints = Checkpoints(ranks.shared_path / "run")
+    found = [first.step(number) for number in range(3)]
+    checkpoints.save(first.state, step=3, blocking=False)
+    found.append(first.step(3))  # while the save goes on
+    checkpoints.wait()
+    second = Job(layout, seed=7)
+    assert checkpoints.load(second.state).same_layout
+    assert [*found[:3], *(second.step(number) for number in range(3, 6))] == losses
+    assert found[3] == losses[3]
+    require_equal(second.values(), run.values())
+    for job in (run, first, second):
+        job.close()
+    checkpoints.close()

@@ -1,18 +1,44 @@
-"""ARCHITECTURE.md names files that exist, and every folder of the packages."""
+"""ARCHITECTURE.md names files that exist, and every folder of the packages; links of all pages lead somewhere."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+FOLDERS = ("", "docs", "packages", "tools")
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for folder in FOLDERS
+    for path in (ROOT / folder).glob("**/*.md" if folder else "*.md")
+    if not {"node_modules", ".nox", "site"} & set(path.parts)
+)
 
 
-def test_every_link_leads_to_a_file():
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE)
-    assert len(links) > 30
-    assert [link for link in links if not (ROOT / link).is_file()] == []
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_relative_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+
+
+def test_architecture_links_its_files():
+    assert len(re.findall(r"\]\(([^)#]+)\)", PAGE)) > 30
 
 
 def test_the_tree_has_every_folder():
@@ -25,7 +51,21 @@ def test_the_tree_has_every_folder():
     assert {name for name in folders if f"{name}/ " not in tree} == set()
 
 
+def test_the_reading_order_has_the_lines_that_it_says():
+    text = PAGE.split("## A reading order")[1].split("## ")[0]
+    said = int(re.search(r"About ([\d,]+) lines", text)[1].replace(",", ""))
+    links = re.findall(r"\]\((packages/[^)]+\.py)\)", text)
+    lines = sum((ROOT / link).read_text(encoding="utf-8").count("\n") for link in links)
+    assert abs(lines - said) < 0.1 * said, lines
+
+
 def test_the_names_on_the_page_are_in_the_packages():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "packages").glob("*/src/**/*.py"))
     names = set(re.findall(r"`([A-Za-z_]+(?:Error|Runtime|Proof|Plan)|[a-z]+_[a-z_]+)`", PAGE))
     assert {name for name in names if name not in sources} == set()
+
+
+def test_the_tests_on_the_page_exist():
+    tests = set(re.findall(r"`(test_[a-z_]+\.py)`", PAGE))
+    there = {path.name for path in ROOT.glob("packages/*/tests/*.py")}
+    assert tests <= there

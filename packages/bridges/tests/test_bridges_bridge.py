@@ -316,6 +316,26 @@ def test_with_auto_a_second_receive_is_posted_as_soon_as_the_first_has_landed():
     bridge.destroy()
 
 
+@pytest.mark.ranks(3)
+def test_a_tensor_that_was_received_is_freed_when_the_caller_drops_it():
+    bridge = whole_world(grid(dp=1), grid(1, tp=2))
+    gc.collect()
+    gc.disable()  # on a GPU, memory would grow until the next collection
+    try:
+        for value in range(3):
+            if bridge.is_source:
+                bridge.send_forward(torch.full((1, 2, 2), float(value)))
+            else:
+                tensor = bridge.recv_forward()
+                held = weakref.ref(tensor)
+                assert tensor.sum().item() == 4.0 * value
+                del tensor
+                assert held() is None
+    finally:
+        gc.enable()
+    bridge.destroy()
+
+
 @pytest.mark.ranks(2)
 def test_bridges_between_the_same_ranks_do_not_block_each_other():
     first = whole_world(grid(dp=1), grid(1, dp=1), label="first")

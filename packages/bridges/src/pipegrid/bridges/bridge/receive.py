@@ -316,17 +316,18 @@ class BridgeReceive:
 
     def is_posted(self) -> bool:
         """Whether the backend has all messages, and landing them holds no host."""
-        if not self.post() or (self._blocks is not None and self._blocks()):
+        if self._landed or not self.post() or (self._blocks is not None and self._blocks()):
             return False
         handles: Iterable[Any] = (self._handles or {}).values()  # lanes' own
-        return not self._landed and all(handle.ticket is not None for handle in handles)
+        return all(handle.ticket is not None for handle in handles)
 
     def land_in_order(self) -> None:
         """Land on the landing stream, behind the messages. An error of theirs is kept for the thread that waits."""
         try:
             self._wait_for_messages(_no_limit)
         except Exception as error:  # noqa: BLE001 -- the thread that posts goes on, and the one that waits raises it
-            self._error, self._handles, self._landed = error, {}, True
+            self._error = error
+            self._drop_messages()
         else:
             self.land()
 
@@ -366,10 +367,14 @@ class BridgeReceive:
         except Exception as error:  # noqa: BLE001 -- this may be a lane's thread: the thread that waits raises it
             self._error = error
         finally:
-            self._handles = {}
-            self._landed = True
+            self._drop_messages()
             if queue.waiting:
                 queue.post_waiting()
+
+    def _drop_messages(self) -> None:
+        """Landed: hold nothing that may hold this receive, and with it the tensor, until the next collection."""
+        self._handles, self._landed = {}, True
+        del self._post, self._land, self._blocks
 
     def _land_on_stream(self, handles: PostedReceives) -> None:
         queue = self._queue

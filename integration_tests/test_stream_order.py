@@ -1,0 +1,160 @@
+"""Each order between streams that docs/concepts/gpus.md names is there, and without it virtual streams find a race."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.bridges import BridgeCommunicator
+from pipegrid.bridges.bridge import receive
+from pipegrid.schedules import reduce_gradients
+from pipegrid.schedules.gradients import lanes as collectives
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.transport import LaneSpec, P2PConfig, completion, open_lanes, payload, streams
+from pipegrid.transport.backends import NcclTicket, local, staged
+
+SIZE = 64
+DEADLINES = {"deadline": 30.0, "open_deadline": 30.0}
+THERE, HERE = LaneSpec(0, 1, "there"), LaneSpec(1, 1, "here")
+
+
+def nothing(*_, **__):
+    """In place of an order."""
+
+
+def messages(ranks, device, lanes, *, reuse):
+    """Rank 0 computes what it sends; rank 1 computes with what it receives."""
+    del device
+    lane = lanes[THERE]
+    for n in range(4):
+        if ranks.rank == 0:
+            lane.isend(torch.ones(SIZE) * n).wait()
+        else:
+            handle = lane.irecv()
+            handle.wait()
+            handle.result().detach() * 2
+            if reuse:
+                handle.release()
+            del handle
+            torch.ones(1)  # memory that was freed is looked at
+
+
+def copies_on_one_rank(ranks, device, lanes, *, reuse):
+    """One stream sends and changes what it sent, another one receives."""
+    del reuse
+    sender, receiver = device.streams.Stream(), device.streams.Stream()
+    for _ in range(3 if ranks.rank else 0):
+        with device.streams.stream(sender):
+            tensor = torch.ones(SIZE)
+            lanes[HERE].isend(tensor).wait()
+            tensor.zero_()
+        with device.streams.stream(receiver):
+            lanes[HERE].irecv().result().detach() * 2
+            torch.ones(1)
+
+
+def landings(ranks, device, bridge, *, reuse):
+    """What arrives is another dtype, and is copied into its place on the landing stream."""
+    del device, reuse
+    for n in range(3):
+        if ranks.rank == 0:
+            bridge.send_forward(torch.ones(2, 4, 8) * n)
+        else:
+            bridge.recv_forward().detach() * 2
+            torch.ones(1)
+
+
+def reductions(ranks, device, groups, *, reuse):
+    """Gradients of two buckets: one is summed in place, one is copied."""
+    del device, reuse
+    module = nn.ParameterList(
+        [nn.Parameter(torch.ones(2**18)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    )
+    for parameter in module:
+        parameter.grad = torch.ones_like(parameter) * ranks.rank
+    reduce_gradients(module, groups, loss_lanes=2, bucket_bytes=2**20)
+
+
+def lanes_of(specs, **settings):
+    def make():
+        made = open_lanes(
+            specs, config=P2PConfig(**DEADLINES, **settings), standing=dict.fromkeys(specs, torch.ones(SIZE))
+        )
+        return made, made.close
+
+    return make
+
+
+def a_bridge():
+    grids = (HyperCommGrid([1], ["dp"], rank_offset=rank, world_size=2) for rank in range(2))
+    made = BridgeCommunicator(*grids, comm_dtype=torch.bfloat16, config=P2PConfig(**DEADLINES))
+    return made, made.destroy
+
+
+def data_lanes():
+    grid = HyperCommGrid([2], ["dp"])
+    grid.create_pgs(["dp"])
+    return ProcessGroupCollection.from_grid(grid), grid.destroy
+
+
+# What is made, what uses it, whether buffers are used again; and the orders, each with the part of the text of a race.
+CASES = {
+    "NCCL": (
+        lanes_of([THERE]),
+        messages,
+        False,
+        [(NcclTicket, "order", "no event orders the two"), (completion, "used_here", "was freed while")],
+    ),
+    "NCCL, buffers used again": (lanes_of([THERE]), messages, True, [(payload, "follow", "no event orders the two")]),
+    "staged": (
+        lanes_of([THERE], staged=True),
+        messages,
+        False,
+        [(staged.StagedTicket, "order", "no event orders the two"), (completion, "used_here", "was freed while")],
+    ),
+    "one rank": (
+        lanes_of([HERE]),
+        copies_on_one_rank,
+        False,
+        [(local, "follow", "no event orders the two"), (local, "used_here", "was freed while")],
+    ),
+    "landing": (
+        a_bridge,
+        landings,
+        False,
+        [(receive, "follow", "no event orders the two"), (receive, "used_here", "was freed while")],
+    ),
+    "reductions": (data_lanes, reductions, False, [(collectives.Waiting, "wait", "no event orders the two")]),
+}
+
+
+@pytest.mark.ranks(2, backend="fake_nccl")
+@pytest.mark.parametrize("case", CASES)
+def test_an_order_between_streams_is_there_and_a_race_without_it(ranks, monkeypatch, case):
+    make, use, reuse, orders = CASES[case]
+    device = ranks.fake_device
+    monkeypatch.setattr(streams, "cuda", device.streams)
+    monkeypatch.setattr(streams, "types", {"cpu"})
+    monkeypatch.setattr(staged, "pinned_like", torch.empty_like)  # there is no pinned memory here
+    made, end = make()
+    for _ in range(2):  # the first time, shapes are agreed
+        with device.streams.watch():
+            use(ranks, device, made, reuse=reuse)
+        assert device.violations == []
+    for where, name, text in orders:
+        ranks.barrier()
+        with monkeypatch.context() as planted, device.streams.watch():
+            planted.setattr(where, name, nothing)
+            use(ranks, device, made, reuse=reuse)
+        found = [violation for violation in device.violations if text in violation]
+        device.violations.clear()
+        assert found or not concerns(case, ranks.rank), (name, device.violations)
+    device.streams.synchronize()
+    end()
+    device.violations.clear()
+
+
+def concerns(case, rank):
+    """Whether the rank is the one that waits."""
+    return rank == 1 or case == "reductions"

@@ -88,7 +88,7 @@ def test_who_comes_second_to_a_step_computes_nothing_of_it(ranks, late):
     with pipeline() as communicator:
         mine = runtime(ranks, communicator, 2 + ranks.rank)
         disagreement(ranks, mine.step, late=late)
-        (stage,) = (runner.stage for runner in mine._runners.values())
+        (stage,) = (runner.stage for runner in mine._bound.runners.values())
         if ranks.rank == late:
             assert stage.seen == []
 
@@ -176,5 +176,5 @@ def test_ranks_that_agree_are_left_alone(ranks):
         three, four = (runtime(ranks, communicator, count) for count in (3, 4))
         for verb in (three.eval, three.step, four.step, three.step, three.step, four.eval, four.eval, four.step):
             verb()
-        (stage,) = (runner.stage for runner in four._runners.values())
+        (stage,) = (runner.stage for runner in four._bound.runners.values())
         assert len(stage.seen) == 4 * 4

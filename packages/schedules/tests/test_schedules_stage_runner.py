@@ -377,7 +377,7 @@ def test_messages_wait_longer_while_neighbours_compile(network, memory_communica
     stage = Function(plan, 1, lambda m, x: model(x).sum(), model)
     runtime = PipelineRuntime(plan, {1: stage}, memory_communicator(network, 2, 1), deadline=5.0)
     (edge,) = plan.graph.stage_edges
-    queue = runtime._receives[edge, Direction.FORWARD]
+    queue = runtime._bound.receives[edge, Direction.FORWARD]
     queue.hooks = [type("Seen", (), {"completed": lambda self, action: waits.append(queue.deadline)})()]
     for _ in range(2):
         network.lane(edge, Direction.FORWARD).put(torch.ones(WIDTH, requires_grad=True))

@@ -67,6 +67,11 @@ class Submitter:
         self._shared = config.communicators == "shared"
         self._strict = config.strict
 
+    @property
+    def batches(self) -> bool:
+        """Whether the transfers of a batch always start together: in strict mode and on shared communicators."""
+        return self._strict or self._shared
+
     def batch(self, *, together: bool = True) -> Batch:
         """Collect the transfers of the block, and start them together at its end; none of them if the block raises.
 
@@ -76,7 +81,7 @@ class Submitter:
             together: as one batch; else one by one in the order of calls, except where two ranks would then wait for
                 each other: in strict mode and on shared communicators.
         """
-        return Batch(self, together=together or self._strict or self._shared)
+        return Batch(self, together=together or self.batches)
 
     def when_started(self, call: Callable[[], None]) -> None:
         """Call ``call`` when what this thread has submitted is started: now, or after the batch that it is in.

@@ -149,6 +149,11 @@ class P2PCommunicator:
         """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
         return self.lanes.batch()
 
+    @property
+    def batches(self) -> bool:
+        """Whether a batch is more than its messages one by one. See `Lanes.batches`."""
+        return self.lanes.batches
+
     def in_order(self) -> AbstractContextManager[None]:
         """Start transfers of device groups in the order of calls inside the block. See `Lanes.in_order`."""
         return self.lanes.in_order()

@@ -94,6 +94,15 @@ class Lanes(dict[LaneSpec, Lane]):
         """
         return self._submitter.batch(together=together)
 
+    @property
+    def batches(self) -> bool:
+        """Whether a batch is more than its transfers one by one, in order of calls.
+
+        It is on shared communicators and in strict mode, where two ranks that both send first would wait for each
+        other, and on device groups, where it is one launch.
+        """
+        return self._submitter.batches or any(lane.mover.streams for lane in self.values())
+
     @contextmanager
     def in_order(self) -> Iterator[None]:
         """Start transfers of device groups in the order of calls inside the block: for the execution of a plan.

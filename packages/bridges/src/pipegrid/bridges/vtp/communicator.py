@@ -220,6 +220,11 @@ class VTPCommunicator:
         """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
         return self.lanes.batch()
 
+    @property
+    def batches(self) -> bool:
+        """Whether a batch is more than its messages one by one. See `Lanes.batches`."""
+        return self.lanes.batches
+
     def in_order(self) -> AbstractContextManager[None]:
         """Start transfers of device groups in the order of calls inside the block: a step of a plan."""
         return self.lanes.in_order()

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pipegrid.schedules.runtime.hooks import MessageHook
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
-_SENDS_UNDER_WAY = 2
+_UNDER_WAY = 2
+_SMALL_UNDER_WAY = 16
+_SMALL_BYTES = 64 * 1024
 
 
 @define(eq=False)
@@ -75,22 +77,27 @@ class RecvQueue:
 
     def wait(self, microbatch: int) -> None:
         """Wait until the payload has arrived, up to the deadline."""
-        action, handle = self._posted.pop(microbatch)
-        if self.deadline is not None:
-            handle.wait(self.deadline)
-        self._arrived[microbatch] = handle.result()  # without a deadline, the communicator's own holds
-        for hook in self.hooks:
-            hook.completed(action)
-        if self.lends and isinstance(handle, ReusableReceive):
-            self._lent[microbatch] = handle
+        self._arrived[microbatch] = self.take(microbatch)
 
     def put(self, microbatch: int, payload: Payload) -> None:
         """Take the payload of a stage on the same position."""
         self._arrived[microbatch] = payload
 
     def take(self, microbatch: int) -> Payload:
-        """The payload of ``microbatch``, once."""
-        return self._arrived.pop(microbatch)
+        """The payload of ``microbatch``, once: waits for it where `wait` has not."""
+        posted = self._posted.pop(microbatch, None)
+        if posted is None:
+            return self._arrived.pop(microbatch)
+        action, handle = posted
+        if self.deadline is not None:
+            handle.wait(self.deadline)
+        payload = handle.result()  # without a deadline, the communicator's own holds
+        if self.hooks:
+            for hook in self.hooks:
+                hook.completed(action)
+        if self.lends and isinstance(handle, ReusableReceive):
+            self._lent[microbatch] = handle
+        return payload
 
     def give_back(self, microbatch: int) -> None:
         """Return the buffers of ``microbatch`` to the communicator."""
@@ -105,6 +112,8 @@ class SendQueue:
 
     At most two sends per edge are outstanding. Waiting for the older one never deadlocks (`verify` proves the plan even
     for sends that block until received) and bounds the memory that messages hold, so completion needs no polling.
+    A wait costs about as much as moving a small message, and several in a row little more than one; so up to 16 sends
+    of at most 64 KB are outstanding where no hook asks for their ends.
     Computing on a device with streams (``in_streams``) waits for no send before the end of the step: the host's lead
     bounds those under way, and a lane keeps what it sends.
     """
@@ -119,6 +128,10 @@ class SendQueue:
     _isend: Callable[[Payload], Handle] | None = field(default=None, init=False)
     _kept: dict[int, tuple[Payload, PendingFree | None]] = field(factory=dict, init=False)
     _sent: deque[tuple[Action, Handle, PendingFree | None]] = field(factory=deque, init=False)
+    _room: int = field(init=False)  # sends that may be under way before the next one
+
+    def __attrs_post_init__(self) -> None:
+        self._room = 0 if self.in_streams else _UNDER_WAY
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
@@ -133,21 +146,30 @@ class SendQueue:
             self.local.put(microbatch, unpacked(map_tensors(payload, _as_leaf)))
 
     def send(self, microbatch: int, action: Action) -> None:
-        """``SEND_F`` or ``SEND_B``: post the send."""
+        """``SEND_F`` or ``SEND_B``: post the send, as soon as there is room for it."""
+        outstanding = self._sent
+        if len(outstanding) >= self._room:
+            self.make_room()
         payload, pending = self._kept.pop(microbatch)
-        detached = _detached(payload) if isinstance(payload, torch.Tensor) else map_tensors(payload, _detached)
         isend = self._isend
         if isend is None:
             isend = self._isend = _verb(self.communicator, "isend", self.edge, self.direction)
-        self._sent.append((action, isend(detached), pending))
+        if isinstance(payload, torch.Tensor):
+            outstanding.append((action, isend(payload.detach() if payload.requires_grad else payload), pending))
+            if not self.hooks and not self.in_streams:
+                self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
+        else:
+            outstanding.append((action, isend(map_tensors(payload, _detached)), pending))
 
     def make_room(self) -> None:
         """Wait until one more send may be posted."""
+        outstanding = self._sent
         if self.in_streams:
-            while self._sent and self._sent[0][1].is_completed():
+            while outstanding and outstanding[0][1].is_completed():
                 self._complete_oldest()
-        elif len(self._sent) >= _SENDS_UNDER_WAY:
-            self._complete_oldest()
+        elif len(outstanding) >= self._room:
+            while len(outstanding) >= _UNDER_WAY:
+                self._complete_oldest()
 
     def settle(self) -> None:
         """Wait until every message has left."""
@@ -181,7 +203,10 @@ def exchange(
     at once. Every position of both leaves the action with its data, as the proof of the plan assumes: a later wait
     could hold up another member at an action behind this one.
     """
-    payload, pending = (None, None) if sends is None else sends.take(microbatch)
+    payload, pending = None, None
+    if sends is not None:
+        sends.make_room()
+        payload, pending = sends.take(microbatch)
     sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
     if receiving is not None:
         receiving.wait(None if receives is None else receives.deadline)

@@ -85,6 +85,7 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
     Zeros if it requires grad but was not used, so that gradients have the same form for every microbatch.
     """
-    if not tensor.requires_grad:
-        return None
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    gradient = tensor.grad
+    if gradient is None and tensor.requires_grad:
+        return torch.zeros_like(tensor)
+    return gradient

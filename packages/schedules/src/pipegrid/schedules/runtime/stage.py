@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,33 +43,41 @@ class Stage(Protocol):
         ...
 
 
-def check_outputs(
-    produced: Any, outgoing: AbstractSet[Edge], stage: int, microbatch: int, declared: AbstractSet[Edge] = frozenset()
-) -> None:
-    """Raise unless a forward returned a `Forwarded` with a payload for each outgoing edge.
+def payloads_of(
+    produced: Any, edges: Sequence[Edge], stage: int, microbatch: int, declared: AbstractSet[Edge] = frozenset()
+) -> Sequence[Payload]:
+    """The payloads that a forward returned, one for each of ``edges``, in their order.
 
     The payloads of edges that are ``declared`` are checked against the declaration, by their communicator.
 
     Raises:
-        StageOutputError: another type, or a payload that is not made of tensors.
+        StageOutputError: another type than `Forwarded`, or a payload that is not made of tensors.
         PlanMismatchError: payloads for other edges than the plan's.
     """
-    # A dict is the common case, and a Mapping takes longer to recognize.
-    if not isinstance(produced, Forwarded) or not isinstance(produced.outputs, (dict, Mapping)):
-        found = produced.outputs if isinstance(produced, Forwarded) else produced
-        what = "outputs that are " if isinstance(produced, Forwarded) else ""
+    outputs = produced.outputs if isinstance(produced, Forwarded) else None
+    # The common case, one tensor or none, without a lookup: an edge has no fast hash.
+    if type(outputs) is dict and len(outputs) == len(edges) < 2:
+        for edge, payload in outputs.items():
+            if isinstance(payload, torch.Tensor) and (edge is edges[0] or edge == edges[0]):
+                return (payload,)
+        if not edges:
+            return ()
+    if not isinstance(outputs, Mapping):
+        found = produced if outputs is None else outputs
+        what = "" if outputs is None else "outputs that are "
         raise StageOutputError(
             f"the forward of stage {stage} returned {what}{_described(found)} for microbatch {microbatch}; return "
             "Forwarded({edge: payload, ...}, loss), with a payload for each outgoing edge, or no edge and the loss"
         )
-    if produced.outputs.keys() != outgoing:
+    if outputs.keys() != set(edges):
         raise PlanMismatchError(
-            f"the forward of stage {stage} returned outputs for {sorted(map(str, produced.outputs))} for microbatch "
-            f"{microbatch}; the plan has edges {sorted(map(str, outgoing))}"
+            f"the forward of stage {stage} returned outputs for {sorted(map(str, outputs))} for microbatch "
+            f"{microbatch}; the plan has edges {sorted(map(str, edges))}"
         )
-    for edge, payload in produced.outputs.items():
+    for edge, payload in outputs.items():
         if not isinstance(payload, (torch.Tensor, Packed)) and edge not in declared:
             _check_payload(payload, edge, stage, microbatch)
+    return [outputs[edge] for edge in edges]
 
 
 def _check_payload(payload: Any, edge: Edge, stage: int, microbatch: int) -> None:

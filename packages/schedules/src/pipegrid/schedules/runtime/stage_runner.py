@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,13 +26,12 @@ from pipegrid.schedules.runtime.edge_queues import PendingFree, RecvQueue, SendQ
 from pipegrid.schedules.runtime.payloads import flatten, gradient_of, map_tensors
 from pipegrid.schedules.runtime.reentrant import reentrant_trap
 from pipegrid.schedules.runtime.stage import (
-    Forwarded,
     Stage,
     changed_in_place,
     check_loss,
-    check_outputs,
     ended,
     modules_of,
+    payloads_of,
     trainable,
 )
 
@@ -48,15 +47,19 @@ class Root(NamedTuple):
     shape: torch.Size
 
 
-@define
-class InFlight:
+class InFlight(NamedTuple):
     """A microbatch between its forward and its backward: the start and the end of the backward.
 
     Without the outputs: the graph keeps those that it needs, and the others go after their send.
+
+    Attributes:
+        inputs: per edge that carries a gradient back, what has come along it.
+        roots: per edge by which a gradient comes, the starts in what has left along it.
+        loss: of the stage itself.
     """
 
-    inputs: list[Payload]
-    roots: list[list[Root | None]]
+    inputs: Sequence[Payload]
+    roots: Sequence[Sequence[Root | None]]
     loss: torch.Tensor | None
 
 
@@ -100,13 +103,19 @@ class StageRunner:
     _rooted: bool = field(default=False, init=False)
     _rootless: int = field(default=0, init=False)
     _inputs: tuple[tuple[Edge, Callable[[int], Payload], bool], ...] = field(init=False)
-    _outgoing: frozenset[Edge] = field(init=False)
+    _outgoing: tuple[Edge, ...] = field(init=False)
+    _answered: tuple[int, ...] = field(init=False)  # of those, by which gradients come
     _lending: tuple[RecvQueue, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        edges = [box.edge for box in self.arriving]
+        self._outgoing = tuple(box.edge for box in self.leaving)
+        # The queues of gradients in the order of those of activations.
+        self.gradients_out = sorted(self.gradients_out, key=lambda box: edges.index(box.edge))
+        self.gradients_in = sorted(self.gradients_in, key=lambda box: self._outgoing.index(box.edge))
         differentiated = {box.edge for box in self.gradients_out}
         self._inputs = tuple((box.edge, box.take, box.edge in differentiated) for box in self.arriving)
-        self._outgoing = frozenset(box.edge for box in self.leaving)
+        self._answered = tuple(self._outgoing.index(box.edge) for box in self.gradients_in)
         # Where FSDP2 reduces in each backward, at the gradients of a module's inputs, all of it runs at I.
         sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
         self._whole = False if self.reduced_by_plan else True if sharded else None
@@ -122,10 +131,15 @@ class StageRunner:
 
     def forward(self, microbatch: int) -> None:
         """``F``."""
-        inputs = {}
+        inputs: dict[Edge, Payload] = {}
+        kept: list[Payload] = []
         for edge, take, differentiated in self._inputs:
-            # Where no gradient goes back, none is computed either.
-            inputs[edge] = take(microbatch) if differentiated else map_tensors(take(microbatch), _detached)
+            payload = take(microbatch)
+            if differentiated:
+                kept.append(payload)
+            else:  # where no gradient goes back, none is computed either
+                payload = map_tensors(payload, _detached)
+            inputs[edge] = payload
         try:
             if self.training and not self._trapped:
                 self._trapped = True
@@ -143,37 +157,40 @@ class StageRunner:
             if found is None:
                 raise
             raise found from error
-        check_outputs(produced, self._outgoing, self.number, microbatch, self.declared)
+        payloads = payloads_of(produced, self._outgoing, self.number, microbatch, self.declared)
+        pending = None
         if self.training:
-            self._keep(microbatch, inputs, produced)
-        pending = self._pending_free(produced) if self.training and self.deallocate else None
-        for sends in self.leaving:
-            sends.put(microbatch, produced.outputs[sends.edge], pending)
+            self._keep(microbatch, kept, payloads, produced.loss)
+            if self.deallocate:
+                pending = self._pending_free(payloads, produced.loss)
+        for sends, payload in zip(self.leaving, payloads, strict=True):
+            sends.put(microbatch, payload, pending)
 
-    def _keep(self, microbatch: int, inputs: Mapping[Edge, Payload], produced: Forwarded) -> None:
-        if not self.leaving and produced.loss is None:
+    def _keep(
+        self, microbatch: int, inputs: Sequence[Payload], payloads: Sequence[Payload], loss: torch.Tensor | None
+    ) -> None:
+        if loss is not None:
+            check_loss(loss, self.number, microbatch)
+        elif not payloads:
             raise PlanMismatchError(
                 f"the forward of stage {self.number} returned no loss for microbatch {microbatch}, and nothing "
                 "consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
             )
-        if produced.loss is not None:
-            check_loss(produced.loss, self.number, microbatch)
-        live = InFlight(
-            [inputs[box.edge] for box in self.gradients_out],
-            [_roots(produced.outputs[box.edge]) for box in self.gradients_in],
-            produced.loss,
-        )
-        self.live[microbatch] = live
+        roots: list[Sequence[Root | None]] = []
+        for index in self._answered:
+            payload = payloads[index]
+            roots.append((_root(payload),) if isinstance(payload, torch.Tensor) else [*map(_root, flatten(payload))])
+        live = self.live[microbatch] = InFlight(inputs, roots, loss)
         if not self._rooted:
-            self._require_root(live, produced)
+            self._require_root(live, payloads)
         if self.splits and not self._looked_at:
             self._looked_at = True
-            roots = [root.edge for part in live.roots for root in part if root is not None]
-            if live.loss is not None:
-                roots.append(get_gradient_edge(live.loss))
-            self._require_splittable(input_path_of(roots, _differentiable(live.inputs)))
+            starts = [root.edge for part in live.roots for root in part if root is not None]
+            if loss is not None:
+                starts.append(get_gradient_edge(loss))
+            self._require_splittable(input_path_of(starts, _differentiable(live.inputs)))
 
-    def _require_root(self, live: InFlight, produced: Forwarded) -> None:
+    def _require_root(self, live: InFlight, payloads: Sequence[Payload]) -> None:
         """Raise if no output of the first step has a graph, although the stage has parameters to train.
 
         Judged at the last forward: one microbatch alone may well need no gradient (a text without images).
@@ -181,7 +198,7 @@ class StageRunner:
         if live.loss is not None or any(root is not None for part in live.roots for root in part):
             self._rooted = True
             return
-        sent = flatten([produced.outputs[queue.edge] for queue in self.gradients_in])
+        sent = flatten([payloads[index] for index in self._answered])
         self._rootless += any(tensor is not None for tensor in sent)
         if self._rootless == self.num_microbatches and (name := trainable(self.stage)) is not None:
             edges = ", ".join(str(queue.edge) for queue in self.gradients_in)
@@ -196,15 +213,15 @@ class StageRunner:
         """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""
         require_splittable(path, self.number, getattr(self.stage, "model", None))
 
-    def _pending_free(self, produced: Forwarded) -> PendingFree | None:
+    def _pending_free(self, payloads: Sequence[Payload], loss: torch.Tensor | None) -> PendingFree:
         """The outputs that leave by message, whose storage goes when they have left."""
-        sent = [produced.outputs[box.edge] for box in self.leaving if box.local is None]
+        sent = [payload for box, payload in zip(self.leaving, payloads, strict=True) if box.local is None]
         # An input passed straight on is a leaf: its storage is not ours.
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
         for tensor in tensors.values():
             require_deallocatable(tensor)
             self._require_new(tensor)
-        roots = {id(root) for root in flatten([*produced.outputs.values(), produced.loss]) if _differentiated(root)}
+        roots = {id(root) for root in flatten([*payloads, loss]) if _differentiated(root)}
         # With several roots the graph of one may have saved another, so none is freed.
         return PendingFree(len(sent), list(tensors.values()) if len(roots) == 1 else [])
 
@@ -225,7 +242,8 @@ class StageRunner:
         if roots:
             run_backward(roots, gradients)
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
-            box.put(microbatch, map_tensors(payload, gradient_of))
+            is_one = isinstance(payload, torch.Tensor)
+            box.put(microbatch, gradient_of(payload) if is_one else map_tensors(payload, gradient_of))
         for queue in self._lending:
             queue.give_back(microbatch)
 
@@ -248,7 +266,10 @@ class StageRunner:
             # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
             by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
-            box.put(microbatch, map_tensors(payload, lambda tensor: by_input.get(id(tensor))))
+            if isinstance(payload, torch.Tensor):
+                box.put(microbatch, by_input.get(id(payload)))
+            else:
+                box.put(microbatch, map_tensors(payload, lambda tensor: by_input.get(id(tensor))))
 
     def _note_compiled(self) -> None:
         self.compiled = True
@@ -271,7 +292,8 @@ class StageRunner:
             roots.append(get_gradient_edge(loss))
             gradients.append(torch.ones_like(loss))
         for box, ends in zip(self.gradients_in, live.roots, strict=True):
-            arrived = flatten(box.take(microbatch))
+            payload = box.take(microbatch)
+            arrived = (payload,) if isinstance(payload, torch.Tensor) else flatten(payload)
             if len(arrived) != len(ends):
                 raise PlanMismatchError(
                     f"edge {box.edge} carried {len(ends)} tensors forward, but {len(arrived)} gradients came back"
@@ -299,12 +321,6 @@ def _root(tensor: torch.Tensor | None) -> Root | None:
     node = tensor.grad_fn
     edge = get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
     return Root(edge, tensor.shape)
-
-
-def _roots(payload: Payload) -> list[Root | None]:
-    if isinstance(payload, torch.Tensor):
-        return [_root(payload)]
-    return [_root(tensor) for tensor in flatten(payload)]
 
 
 def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:

@@ -204,13 +204,14 @@ def install_as_written(session: nox.Session) -> None:
 def train(session: nox.Session) -> None:
     """The main job: train the digit reader on 4 processes. Options go after `--`."""
     install(session, ALL, "rich", "matplotlib", "scikit-learn")
-    session.run("python", "docs/examples/digit_reader/train.py", *session.posargs)
+    # After Ctrl-C the ranks finish their step and save.
+    session.run("python", "docs/examples/digit_reader/train.py", *session.posargs, interrupt_timeout=60.0)
 
 
 @nox.session
 def example(session: nox.Session) -> None:
     """Run an example by its folder's name: `nox -s example -- edge_cloud`. Its own options go after the name."""
-    install(session, ALL, "scikit-learn")
+    install(session, ALL, "rich", "scikit-learn")
     name, *options = session.posargs or [""]
     script = ROOT / "docs" / "examples" / name / "run.py"
     if not script.is_file():

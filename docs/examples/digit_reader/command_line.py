@@ -53,6 +53,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
         deadline=given.deadline,
         backend=given.backend,
         check=given.check,
+        checkpoint_every=given.checkpoint_every,
+        checkpoints=given.checkpoints or given.out / "checkpoints",
+        resume=given.resume,
         out=given.out,
         control=given.control,
     )
@@ -93,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--deadline", type=float, default=60.0, help="seconds that a rank may stand still (default: %(default)s)")
     add("--backend", choices=BACKENDS, help="of the processes (default: NCCL with a GPU for each, else gloo)")
     add("--check", action="store_true", help="compare the first step's gradients with one process, then stop")
+    add("--checkpoint-every", type=int, default=0, metavar="N", help="save every N steps (default: nothing is saved)")
+    add("--checkpoints", type=Path, metavar="DIR", help="directory of the checkpoints (default: checkpoints in --out)")
+    add("--resume", default="never", metavar="auto|never|PATH", help="auto: from the newest of --checkpoints, if any")
     add("--out", type=Path, default=Path("runs/digit_reader"), help="where files are written (default: %(default)s)")
     add("--control", help=argparse.SUPPRESS)
     return parser

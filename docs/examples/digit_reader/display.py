@@ -17,13 +17,17 @@ PLAIN_EVERY = 10.0
 
 @frozen(kw_only=True)
 class Figures:
-    """Where the training stands. ``accuracy`` and ``bubble`` are shares; None where not measured yet."""
+    """Where the training is. ``accuracy`` and ``bubble`` are shares; None where not measured yet.
+
+    ``attempt`` counts the starts of the run: more than 1 where it was resumed.
+    """
 
     step: int
     loss: float
     samples_per_second: float
     accuracy: float | None
     bubble: float | None
+    attempt: int = 1
 
     def __str__(self) -> str:
         parts = [f"loss {self.loss:.4f}", f"{self.samples_per_second:.0f} samples/s"]

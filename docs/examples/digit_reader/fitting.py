@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from digit_reader.modules import LANGUAGE, PLACEMENTS, SIGNAL, SIGNAL_LAYERS, together
 from digit_reader.options import Options, OptionsError, num_stages
@@ -23,6 +24,7 @@ def require_fitting(options: Options) -> None:
     _require_schedule(options)
     _require_grids(options)
     _require_numbers(options)
+    _require_checkpoints(options)
 
 
 def _require_graph(options: Options) -> None:
@@ -105,6 +107,8 @@ def _require_numbers(options: Options) -> None:
     for name in ("microbatches", "steps", "batch"):
         if getattr(options, name) < 1:
             raise OptionsError(f"--{name} {getattr(options, name)}: must be at least 1")
+    if options.checkpoint_every < 0:
+        raise OptionsError(f"--checkpoint-every {options.checkpoint_every}: must be at least 0")
     if options.seed < 0:
         raise OptionsError(f"--seed {options.seed}: must be at least 0")
     if not options.deadline > 0:
@@ -115,6 +119,16 @@ def _require_numbers(options: Options) -> None:
         raise OptionsError(
             f"--batch {options.batch}: {options.microbatches} microbatches over {lanes} data lanes need a multiple of "
             f"{share}; {options.batch // share * share or share} or {-(-options.batch // share) * share} would do"
+        )
+
+
+def _require_checkpoints(options: Options) -> None:
+    if options.resume not in ("auto", "never") and not Path(options.resume).is_dir():
+        raise OptionsError(f"--resume {options.resume}: no such directory; use auto, never, or one with checkpoints")
+    if options.resume == "never" and options.checkpoint_every and any(options.checkpoints.glob("save-*")):
+        raise OptionsError(
+            f"--resume never: {options.checkpoints} has checkpoints of a run, which would be mixed with this one's; "
+            "use --resume auto, or another directory (--checkpoints)"
         )
 
 

@@ -10,24 +10,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipegrid.schedules.monitor import Control, where_all_stand
+from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, read_attempts
 
 CONTROL = "digit_reader"
 """Prefix of what ranks tell each other on the control store."""
 
 
-def launch(script: Path, arguments: Sequence[str], *, processes: int) -> int:
+def launch(script: Path, arguments: Sequence[str], *, processes: int, checkpoints: Path | None) -> int:
     """Run ``script`` with ``arguments`` on ``processes`` ranks of this machine.
 
     The first rank that dies ends the others within seconds. Ranks say where they stand on a store that lives here,
     so what they said outlives them, rank 0 included.
 
+    Args:
+        script: what each rank runs.
+        arguments: of the script.
+        processes: how many ranks.
+        checkpoints: directory of a run that is saved, else None.
+
     Returns:
-        The exit code for this process: 0, or 1 after lines that name the rank that failed first and say where in
-        their plan all ranks stood.
+        The exit code for this process: 0; `PREEMPTED` after a signal that the ranks have answered by saving; or 1 after
+        lines that name the rank that failed first and say where in their plan all ranks were.
     """
     # torchrun tells at length how it kills the other ranks; the lines below say what matters.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -46,7 +54,13 @@ def launch(script: Path, arguments: Sequence[str], *, processes: int) -> int:
     )
     try:
         elastic_launch(config, sys.executable)("-u", str(script), *arguments, "--control", f"localhost:{store.port}")
+    except SignalException as error:  # which the ranks were sent as well, and had time to answer
+        attempts = [] if checkpoints is None else read_attempts(checkpoints)
+        return PREEMPTED if attempts and attempts[-1].end == "preempted" else 128 + error.sigval
     except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if codes & {PREEMPTED, NO_PROGRESS}:  # the ranks have said why
+            return PREEMPTED if PREEMPTED in codes else NO_PROGRESS
         print(_what_happened(error, Control(PrefixStore(CONTROL, store), -1, tuple(range(processes)))), file=sys.stderr)
         return 1
     return 0

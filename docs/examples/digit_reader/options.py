@@ -40,6 +40,7 @@ class Options:
     ``grids`` has a size per dimension and module, the encoders first; ``layout`` and ``vpp`` are the language
     model's: how it is cut into stages, and how many of them each place of its pipeline holds. ``batch`` samples
     make a step, shared by ``microbatches``. ``deadline`` is in seconds. ``backend`` None leaves it to the machine.
+    ``checkpoint_every`` is in steps, 0 saves nothing; ``resume`` is ``auto``, ``never``, or a directory of checkpoints.
     ``control`` is where the launcher keeps the store on which ranks say where they stand; None is torchrun's own.
     """
 
@@ -58,8 +59,16 @@ class Options:
     deadline: float
     backend: str | None
     check: bool
+    checkpoint_every: int
+    checkpoints: Path
+    resume: str
     out: Path
     control: str | None
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the run is saved or resumed."""
+        return self.checkpoint_every > 0 or self.resume != "never"
 
     @property
     def encoders(self) -> tuple[str, ...]:

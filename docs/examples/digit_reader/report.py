@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -41,19 +42,32 @@ SHOWN = 4
 
 @define
 class Metrics:
-    """The figures of a run, in order."""
+    """The figures of a run, in order; a run that was resumed goes on with those of before."""
 
+    out: Path
     rows: list[Figures] = field(factory=list)
+    attempt: int = 1
+
+    @classmethod
+    def after(cls, step: int, out: Path) -> Metrics:
+        """Those of the first ``step`` steps, where an earlier attempt has written them to ``out``."""
+        path = out / "metrics.jsonl"
+        lines = path.read_text().splitlines() if step > 0 and path.exists() else []
+        rows = [Figures(**json.loads(line)) for line in lines]
+        attempt = 1 + max((row.attempt for row in rows), default=0)
+        return cls(out, [row for row in rows if row.step <= step], attempt)
 
     def add(self, figures: Figures) -> None:
-        """Keep one row."""
-        self.rows.append(figures)
+        """Keep one row, and write ``metrics.jsonl``: an attempt that is killed has written its own."""
+        self.rows.append(evolve(figures, attempt=self.attempt))
+        self.out.mkdir(parents=True, exist_ok=True)
+        aside = self.out / ".metrics.jsonl"
+        aside.write_text("".join(f"{json.dumps(asdict(row))}\n" for row in self.rows))
+        aside.replace(self.out / "metrics.jsonl")
 
-    def write(self, out: Path) -> list[str]:
-        """Write ``metrics.jsonl`` and ``loss.png``; returns their names."""
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "metrics.jsonl").write_text("".join(f"{json.dumps(asdict(row))}\n" for row in self.rows))
-        self._draw(out / "loss.png")
+    def draw(self) -> list[str]:
+        """Draw ``loss.png``; returns the names of both files."""
+        self._draw(self.out / "loss.png")
         return ["metrics.jsonl", "loss.png"]
 
     def _draw(self, path: Path) -> None:
@@ -68,9 +82,13 @@ class Metrics:
         left.set(xlabel="step", ylabel="training loss per word", title="Digit reader")
         right = left.twinx()
         tested = [(row.step, 100 * row.accuracy) for row in self.rows if row.accuracy is not None]
-        right.plot([step for step, _ in tested], [share for _, share in tested], color="tab:orange")
+        right.plot([step for step, _ in tested], [share for _, share in tested], "tab:orange", label="exact match")
         right.set(ylabel="exact match on unseen strips, %", ylim=(0, 101))
-        left.legend([*left.get_lines(), *right.get_lines()], ["loss per word", "exact match"], loc="center right")
+        for before, row in itertools.pairwise(self.rows):
+            if row.attempt != before.attempt:
+                left.axvline(before.step, color="tab:gray", linestyle=":", label="resumed")
+        labelled = {str(line.get_label()): line for line in (*left.get_lines(), *right.get_lines())}
+        left.legend(list(labelled.values()), list(labelled), loc="center right")
         figure.savefig(path, dpi=120)
         plt.close(figure)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 from torch import Tensor
 
 from digit_reader import vocabulary
@@ -22,11 +22,10 @@ class Samples:
     texts: Tensor | None = None
     """What the language model is given for sample 0, 1, ..., where that is not the right words."""
 
-    def microbatches(self, step: int, *, batch: int, microbatches: int) -> Iterator[range]:
-        """The samples of each microbatch of a step, in order."""
+    def microbatches(self, first: int, *, batch: int, microbatches: int) -> Iterator[range]:
+        """The samples of each microbatch of the batch from sample ``first``, in order."""
         size = batch // microbatches
-        start = step * batch
-        return iter(range(start + index * size, start + (index + 1) * size) for index in range(microbatches))
+        return iter(range(first + index * size, first + (index + 1) * size) for index in range(microbatches))
 
     def numbers(self, indices: range) -> list[int]:
         """What the strips show."""
@@ -54,3 +53,29 @@ class Samples:
     def targets(self, indices: range) -> Tensor:
         """Token ids ``[samples, TEXT_LENGTH]`` that it should write."""
         return torch.tensor([vocabulary.targets_of(number) for number in self.numbers(indices)])
+
+
+@define
+class Position:
+    """The data position: the first sample that no step has seen yet. The same on every rank, whatever its grids.
+
+    Which samples of a batch a rank reads follows from their numbers and its data lane, so a run that goes on in other
+    grids reads the same samples in the same order.
+    """
+
+    seed: int
+    next: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint stores."""
+        return {"seed": self.seed, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where a checkpoint was saved.
+
+        Raises:
+            ValueError: its samples were those of another seed.
+        """
+        if state["seed"] != self.seed:
+            raise ValueError(f"--seed {self.seed}: the checkpoint's samples are of seed {state['seed']}; use that")
+        self.next = state["next"]

@@ -14,8 +14,12 @@ from pipegrid.schedules import get_forward_backward_func
 Info = dict[str, Tensor]
 
 
-def run_step(job: Job, samples: Samples, number: int, *, forward_only: bool = False) -> list[Info]:
-    """One step through the pipeline; on a rank with the loss, what each microbatch's loss function told."""
+def run_step(job: Job, samples: Samples, first: int, *, forward_only: bool = False) -> list[Info]:
+    """One step through the pipeline, on the batch from sample ``first``.
+
+    Returns:
+        On a rank with the loss, the ``info`` of each microbatch's loss function.
+    """
     graph, options = job.communicator.graph, job.options
 
     def forward_step(batches: Iterator[range], stage: RankStage) -> tuple[Any, Any]:
@@ -30,7 +34,7 @@ def run_step(job: Job, samples: Samples, number: int, *, forward_only: bool = Fa
     for number_of_stage, stage in job.stages.items():
         models.setdefault(graph.module_of(number_of_stage)[0], []).append(stage)
     batches = {
-        name: [samples.microbatches(number, batch=options.batch, microbatches=options.microbatches) for _ in stages]
+        name: [samples.microbatches(first, batch=options.batch, microbatches=options.microbatches) for _ in stages]
         for name, stages in models.items()
     }
     return get_forward_backward_func(schedule=options.schedule)(

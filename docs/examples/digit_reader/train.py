@@ -27,7 +27,8 @@ def main(arguments: list[str]) -> int:
     if not is_rank:
         from digit_reader.launch import launch  # torch loads only now: a refusal should not have to wait for it
 
-        return launch(Path(__file__).resolve(), arguments, processes=options.processes)
+        checkpoints = options.checkpoints if options.guarded else None
+        return launch(Path(__file__).resolve(), arguments, processes=options.processes, checkpoints=checkpoints)
     from digit_reader.training import train
 
     return train(options)

@@ -19,9 +19,11 @@ from digit_reader.job import Job, build_job
 from digit_reader.options import Options
 from digit_reader.report import Metrics, show_strips, write_timelines
 from digit_reader.samples import Samples
+from digit_reader.saving import SavedRun, saved_run
 from digit_reader.stepping import run_step
 from digit_reader.strips import Split, load_scans
 from pipegrid.schedules import DisagreementError, JobFailedError, PipelineError, clip_grad_norm_
+from pipegrid.training import RestartError
 
 LEARNING_RATE = 2e-3
 BETAS = (0.9, 0.98)
@@ -40,7 +42,7 @@ def train(options: Options) -> int:
     # Comparable with one process to float32: no TensorFloat-32 behind its name.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
-    with process_group(options.backend) as device:
+    with process_group(options.backend, deadline=options.deadline) as device:
         grids = options.place()
         needs_scans = options.check or any(dist.get_rank() in grids[name].ranks for name in options.encoders)
         samples, unseen = (Samples(split, options.seed, load_scans(split) if needs_scans else None) for split in Split)
@@ -48,6 +50,10 @@ def train(options: Options) -> int:
         with contextlib.closing(job.monitor):
             try:
                 code = _check(job, samples) if options.check else _train(job, unseen)
+            except RestartError as error:
+                if dist.get_rank() == 0:
+                    print(error, file=sys.stderr, flush=True)
+                return error.exit_code
             except Exception as error:
                 if _is_own(error, job):
                     raise
@@ -83,50 +89,61 @@ def _check(job: Job, samples: Samples) -> int:
 
 
 def _train(job: Job, unseen: Samples) -> int:
-    options = job.options
+    """Train to the last step, or until a signal stops the run; the exit code."""
     optimizer = torch.optim.AdamW(_parameter_groups(job), lr=LEARNING_RATE, betas=BETAS)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
-    metrics, files = Metrics(), list[str]()
+    with saved_run(job, optimizer) as run:
+        code = _loop(job, unseen, optimizer, run)
+    return code if run.attempt is None else run.attempt.exit_code
+
+
+def _loop(job: Job, unseen: Samples, optimizer: torch.optim.Optimizer, run: SavedRun) -> int:
+    options = job.options
+    metrics, files = Metrics.after(run.first, options.out), list[str]()
+    accuracy: float | None = None
     with _shown(job) as shown:
-        accuracy: float | None = None
-        since, tallies = time.perf_counter(), torch.zeros(4, dtype=torch.float64)
-        for number in range(options.steps):
-            step = number + 1
-            job.recorder.start(_common_now(job) if step == options.steps else None)
-            tallies += _one_step(job, optimizer, number)
-            scheduler.step()
-            if step == options.steps:
+        since, tallies, counted = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 0
+        for step in range(run.first + 1, options.steps + 1):
+            last = step == options.steps
+            job.recorder.start(_common_now(job) if last else None)
+            tallies, counted = tallies + _one_step(job, optimizer, step, run), counted + 1
+            if last:
                 files = write_timelines(job)
-            if step % TEST_EVERY == 0 or step == options.steps:
-                accuracy = measure(job, unseen, TEST_STEPS if step == options.steps else TEST_STEPS // 4)
-            if step % REPORT_EVERY == 0 or step == options.steps:
+            if step % TEST_EVERY == 0 or last:
+                accuracy = measure(job, unseen, TEST_STEPS if last else TEST_STEPS // 4)
+            if step % REPORT_EVERY == 0 or last:
                 loss, tokens, busy, whole = _over_job(tallies, job)
-                elapsed = time.perf_counter() - since
                 figures = Figures(
                     step=step,
                     loss=loss / max(tokens, 1.0),
-                    samples_per_second=((number % REPORT_EVERY) + 1) * options.batch / elapsed,
+                    samples_per_second=counted * options.batch / (time.perf_counter() - since),
                     accuracy=accuracy,
                     # On a GPU the recorder sees when the host issued an action, not how long it ran.
                     bubble=None if job.device.type == "cuda" else 1.0 - busy / whole,
                 )
-                metrics.add(figures)
                 if shown is not None:
+                    metrics.add(figures)
                     shown.show(figures)
-                since, tallies = time.perf_counter(), torch.zeros(4, dtype=torch.float64)
+                since, tallies, counted = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 0
+            if run.completed(step):
+                return 0
+    if accuracy is None:
+        accuracy = measure(job, unseen, TEST_STEPS)  # all steps were done before
     if dist.get_rank() == job.teller:
-        files += metrics.write(options.out)
+        files += metrics.draw()
     show_strips(job, unseen)
     if dist.get_rank() == job.teller:
-        print(f"exact match on {TEST_STEPS * options.batch} strips of unseen scans: {100 * (accuracy or 0.0):.1f}%")
+        print(f"exact match on {TEST_STEPS * options.batch} strips of unseen scans: {100 * accuracy:.1f}%")
         print(f"written to {options.out}: {', '.join(sorted(files))}", flush=True)
     return 0
 
 
-def _one_step(job: Job, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
-    """Train on one batch; loss, tokens, seconds computing and seconds in the pipeline, of this rank."""
+def _one_step(job: Job, optimizer: torch.optim.Optimizer, step: int, run: SavedRun) -> torch.Tensor:
+    """Train on the next batch; loss, tokens, seconds computing and seconds in the pipeline, of this rank."""
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE * _rate(step - 1, job.options.steps)
     start = job.recorder.now
-    infos = run_step(job, job.samples, number)
+    infos = run_step(job, job.samples, run.position.next)
+    run.position.next += job.options.batch
     whole, busy = job.recorder.now - start, job.recorder.computing
     with job.recorder.aside("optimizer"):
         clip_grad_norm_(job.modules, job.groups, MAX_NORM)
@@ -163,7 +180,7 @@ def measure(job: Job, unseen: Samples, steps: int) -> float:
     job.train(training=False)
     found = torch.zeros(2, dtype=torch.float64)
     for number in range(steps):
-        for info in run_step(job, unseen, number, forward_only=True):
+        for info in run_step(job, unseen, number * job.options.batch, forward_only=True):
             found += torch.stack((info["exact"], info["samples"].to(info["exact"].device))).double().cpu()
     job.train(training=True)
     exact, all_of_them = _over_job(found, job)

@@ -27,6 +27,7 @@ NAMES = {
     "tie",
     "ties_of",
     "whole_names",
+    *{"NO_PROGRESS", "PREEMPTED", "Attempt", "RestartError", "attempt_store", "stop_restarts"},
 }
 
 

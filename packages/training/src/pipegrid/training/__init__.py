@@ -23,9 +23,13 @@ if TYPE_CHECKING:
         whole_names,
     )
     from pipegrid.training.generation import Sampling, generate
+    from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, Attempt, RestartError, attempt_store, stop_restarts
     from pipegrid.training.stages import Names, Stage, Tie, cut, tie, ties_of
 
 __all__ = [
+    "NO_PROGRESS",
+    "PREEMPTED",
+    "Attempt",
     "CheckpointError",
     "CheckpointMismatchError",
     "Checkpoints",
@@ -34,14 +38,17 @@ __all__ = [
     "GenerationError",
     "LoadedCheckpoint",
     "Names",
+    "RestartError",
     "Sampling",
     "Stage",
     "Tie",
     "TrainingState",
+    "attempt_store",
     "cut",
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "stop_restarts",
     "tie",
     "ties_of",
     "whole_names",
@@ -50,6 +57,7 @@ __all__ = [
 _LAZY = {
     "checkpoint": "Checkpoints LoadedCheckpoint TrainingState export_safetensors load_safetensors whole_names",
     "generation": "Sampling generate",
+    "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
     "stages": "Names Stage Tie cut tie ties_of",
 }
 

@@ -1,0 +1,179 @@
+"""One attempt of a run: from its start, or its restart, to its end by success, failure or a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, PipelineError
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology.fields import Count, Index, Seconds, checked
+from pipegrid.training.restart.exits import PREEMPTED, RestartError
+from pipegrid.training.restart.record import AttemptLine, AttemptRecord, read_attempts, reason_to_stop
+from pipegrid.training.restart.signals import StopSignals
+from pipegrid.training.restart.torchelastic import launch_name, restart_count, stop_restarts
+
+_KNOWN = (PipelineError, DisagreementError, JobFailedError)  # errors of which the monitors of all ranks know already
+
+
+class Attempt:
+    """Guards the training loop of a run that is saved and restarted. All ranks of the job use it together.
+
+    ::
+
+        with Attempt("runs/a", monitor=monitor) as attempt:
+            found = checkpoints.load(state)
+            first = attempt.begin(found.step if found else 0)
+            for step in range(first + 1, steps + 1):
+                train(step)
+                stopping = attempt.completed(step)
+                if stopping or step % 100 == 0:
+                    checkpoints.save(state, step=step)
+                if stopping:
+                    break
+        sys.exit(attempt.exit_code)
+
+    - **Signals.** After SIGTERM or SIGINT on any rank, `completed` is True on all ranks after the same step. A second
+      signal after SIGINT ends the process at once.
+    - **Progress.** A run that fails at one step ``limit`` times without getting further is not tried again by the
+      launcher's restarts: entering raises `RestartError` on every rank, and torchrun ends.
+    - **Failures.** With a monitor, an exception of any kind in the block is the job's: the other ranks leave with a
+      `JobFailedError` that starts with it.
+
+    Args:
+        directory: the record is ``attempts.jsonl`` in it, such as the checkpoints' directory; all nodes share it.
+        monitor: the job's, which relays failures between ranks and bounds the wait for all ranks after a step.
+        limit: failures at one step after which the run ends.
+        timeout: seconds that ranks wait for each other after a step; None is the default process group's.
+
+    Raises:
+        RestartError: from entering the block; the launcher's restart must end.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        monitor: Monitor | None = None,
+        limit: int = 2,
+        timeout: float | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.stopping = False
+        self._monitor = monitor
+        self._limit = checked(limit, Count, "limit", ValueError)
+        seconds = checked(timeout, Seconds | None, "timeout", ValueError)
+        self._timeout = None if seconds is None else timedelta(seconds=seconds)
+        self._line: AttemptLine | None = None  # on rank 0
+        self._signals: StopSignals | None = None
+        self._stopped_by = ""
+        self._step = 0
+
+    @property
+    def exit_code(self) -> int:
+        """For `sys.exit` after the block: 0, or `PREEMPTED` after a signal."""
+        return PREEMPTED if self.stopping else 0
+
+    def __enter__(self) -> Self:
+        # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
+        spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
+        self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
+        self._signals = StopSignals(self._failure)
+        reason: list[RestartError | None] = [None]
+        if dist.get_rank() == 0:
+            attempts, now = read_attempts(self.directory), AttemptRecord(launch=launch_name(), restart=restart_count())
+            reason = [reason_to_stop(attempts, now, limit=self._limit)]
+            if reason[0] is None:
+                self._line = AttemptLine.append(self.directory, now)
+        said = [None if reason[0] is None else (str(reason[0]), reason[0].exit_code)]
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        if said[0] is not None:
+            text, exit_code = said[0]
+            self._close(for_good=True)
+            raise RestartError(text, exit_code=exit_code)
+        return self
+
+    def begin(self, step: int) -> int:
+        """Note that the first ``step`` steps are done, as the checkpoint says; returns ``step``."""
+        self._step = checked(step, Index, "step", ValueError)
+        if self._line is not None:
+            self._line.update(step=step)
+        return step
+
+    def completed(self, step: int) -> bool:
+        """Note that step number ``step`` is done, and agree with all ranks whether a signal asks to stop.
+
+        A collective of all ranks on the host. The device is not waited for.
+
+        Raises:
+            JobFailedError: another rank failed first, or did not come before the monitor's deadline.
+        """
+        received = None if self._signals is None else self._signals.received
+        # The highest rank that was asked, and by which signal; 0 if none was.
+        asked = torch.tensor([0 if received is None else (dist.get_rank() << 8) + received])
+        work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        if self._monitor is not None:
+            self._monitor.wait(work, f"the agreement after step {step}")
+        else:
+            work.wait()
+        self._step = checked(step, Index, "step", ValueError)
+        if self._line is not None:
+            self._line.update(step=step)
+        rank, number = divmod(int(asked.item()), 1 << 8)
+        if number:
+            self.stopping = True
+            self._stopped_by = f"{signal.Signals(number).name} on rank {rank}"
+        return self.stopping
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            if self._line is not None:
+                self._line.update(end="preempted" if self.stopping else "finished")
+            if self.stopping and dist.get_rank() == 0:
+                print(  # noqa: T201 -- the line that a person looks for
+                    f"stopped by {self._stopped_by} after step {self._step}; exit code {PREEMPTED}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._close(for_good=self.stopping)
+            return
+        try:
+            if isinstance(error, Exception) and not isinstance(error, _KNOWN) and self._monitor is not None:
+                first = self._monitor.failed(f"{type(error).__name__}: {error}").first
+                if first.rank != dist.get_rank():
+                    text = f"rank {first.rank} failed first: {first.text.splitlines()[0]}"
+                    raise JobFailedError(text) from error
+        finally:
+            self._close(for_good=False)
+
+    def _close(self, *, for_good: bool) -> None:
+        """End the attempt here; ``for_good`` on all ranks and with torchrun, which is not to start them again."""
+        assert self._signals is not None
+        signalled = self._signals.received is not None
+        self._signals.close(ignore=for_good)
+        if self._line is not None:
+            self._line.close()
+        if for_good:
+            dist.barrier(group=self._group)  # all ranks ignore torchrun's SIGTERM before one of them causes it
+            if not signalled:  # else the signal was torchrun's own, most likely; a restart would find the record
+                stop_restarts()
+        destroy_groups([self._group])
+
+    def _failure(self) -> str | None:
+        try:
+            if self._monitor is not None:
+                self._monitor.check()
+        except JobFailedError as error:
+            return str(error)
+        return None

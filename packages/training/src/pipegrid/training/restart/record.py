@@ -1,0 +1,112 @@
+"""The record of a run's attempts: a line for each in a file beside the checkpoints. No torch.
+
+A line has a fixed width and is written in place, so that a step costs one small write, and a rank that is killed has
+already said how far it came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from attrs import asdict, define, evolve, frozen
+
+from pipegrid.training.restart.exits import NO_PROGRESS, PREEMPTED, RestartError
+
+FILE: Final = "attempts.jsonl"
+_WIDTH: Final = 160  # bytes of a line
+
+End = Literal["", "preempted", "finished"]
+"""How an attempt ended; empty: it runs, or it failed."""
+
+
+@frozen(kw_only=True)
+class AttemptRecord:
+    """One attempt.
+
+    Attributes:
+        launch: of which start of the launcher; its restarts have the same.
+        restart: how often the launcher had restarted the ranks before.
+        step: steps that all ranks have completed, those before the attempt included; -1 before the state is loaded.
+        end: how it ended.
+    """
+
+    launch: str
+    restart: int
+    step: int = -1
+    end: End = ""
+
+
+def read_attempts(directory: Path) -> list[AttemptRecord]:
+    """The attempts so far, oldest first; without a line that a power failure has cut."""
+    try:
+        data = (directory / FILE).read_bytes()
+    except FileNotFoundError:
+        return []
+    found = []
+    for start in range(0, len(data), _WIDTH):
+        try:
+            found.append(AttemptRecord(**json.loads(data[start : start + _WIDTH])))
+        except (ValueError, TypeError):
+            continue  # cut by a power failure: what it said is lost, the others count
+    return found
+
+
+def reason_to_stop(attempts: Sequence[AttemptRecord], now: AttemptRecord, *, limit: int) -> RestartError | None:
+    """Why ``now``, a restart after ``attempts``, must not run; None if it may.
+
+    The first attempt of a launch may always run: a person or a scheduler has decided so.
+    """
+    if now.restart == 0 or not attempts:
+        return None
+    last = attempts[-1]
+    if last.end == "preempted" and last.launch == now.launch:
+        return RestartError(
+            f"the run was stopped by a signal and saved after step {last.step}; this restart ends at once. "
+            "Start the launcher again to resume",
+            exit_code=PREEMPTED,
+        )
+    failures = 0
+    for attempt in reversed(attempts):
+        if attempt.end or attempt.step > last.step:
+            break
+        failures += attempt.step == last.step
+    if last.end or failures < limit:
+        return None
+    where = "before its first step" if last.step < 0 else f"at step {last.step + 1}"
+    return RestartError(
+        f"the run has failed {where} in {failures} attempts without getting further (limit {limit}); it is not tried "
+        "again. Look at the first failure of the last attempt; once its cause is gone, start the launcher again",
+        exit_code=NO_PROGRESS,
+    )
+
+
+@define
+class AttemptLine:
+    """The line of the attempt that runs, on the one rank that writes it."""
+
+    record: AttemptRecord
+    descriptor: int
+    offset: int
+
+    @classmethod
+    def append(cls, directory: Path, record: AttemptRecord) -> AttemptLine:
+        """Add a line for an attempt that starts."""
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / FILE, os.O_WRONLY | os.O_CREAT, 0o666)
+        line = cls(record, descriptor, -(-os.fstat(descriptor).st_size // _WIDTH) * _WIDTH)
+        line.update(step=record.step)
+        return line
+
+    def update(self, *, step: int | None = None, end: End = "") -> None:
+        """Write how far the attempt is, or how it ended."""
+        self.record = evolve(self.record, step=self.record.step if step is None else step, end=end)
+        text = json.dumps(asdict(self.record)).ljust(_WIDTH - 1) + "\n"
+        os.pwrite(self.descriptor, text.encode(), self.offset)
+
+    def close(self) -> None:
+        """Write no more."""
+        os.close(self.descriptor)

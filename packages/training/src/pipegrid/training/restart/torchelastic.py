@@ -1,0 +1,99 @@
+"""What a rank and torchrun tell each other: which attempt this is, a store of its own, and that no other is wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import time
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public, untyped
+
+_POLL_SECONDS = 0.01
+
+
+def restart_count() -> int:
+    """How often torchrun has restarted the ranks of this node; 0 under any other launcher."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch_name() -> str:
+    """Names the start of torchrun that this attempt belongs to, as this node sees it."""
+    text = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{socket.gethostname()}/{os.getppid()}"
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def stop_restarts() -> None:
+    """End this node's torchrun, which would otherwise start its ranks again. Every rank calls it.
+
+    torchrun has no exit code for that (https://github.com/pytorch/pytorch/issues/133877). On SIGTERM it ends its ranks
+    and does not start them again, so the first rank of each node sends it that. Nothing happens under another launcher,
+    or when no restart is left.
+    """
+    environment = os.environ
+    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart_count()
+    if restarts > 0 and environment.get("LOCAL_RANK") == "0" and os.getppid() > 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def attempt_store(*, timeout: float = 60.0) -> Store | None:
+    """A store with the keys of this attempt alone, for `torch.distributed.init_process_group`; every rank calls it.
+
+    torchrun keeps one store over its restarts. Ranks that are started again would find the addresses of dead ones in
+    it, and torchrun's count of restarts may differ between nodes: so ranks agree on a prefix.
+
+    Args:
+        timeout: seconds for all ranks to come.
+
+    Returns:
+        None where the launcher keeps no store; `init_process_group` makes a new one then.
+
+    Raises:
+        TimeoutError: ranks did not come.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
+
+    seconds = timedelta(seconds=timeout)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=seconds)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    name = agree_on_name(PrefixStore("pipegrid/attempts", store), rank, world_size, timeout=timeout)
+    made: Store = PrefixStore(f"pipegrid/attempt/{name}", store)
+    return made
+
+
+def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -> str:
+    """A name that no attempt before had, the same on all ranks, over a store that keeps what dead ranks wrote.
+
+    Rank 0 chooses it. Each other rank asks with a number of its own, and takes only the answer to that; rank 0 answers
+    all it finds, questions of dead ranks included, until every rank has confirmed this name.
+
+    Raises:
+        TimeoutError: ranks did not come.
+    """
+    name, end = uuid.uuid4().hex, time.monotonic() + timeout
+    if rank > 0:
+        store.set(f"question/{rank}", name)
+        while not store.check([f"answer/{name}"]):
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank {rank} has waited {timeout:g} s for rank 0, which has not come")
+            time.sleep(_POLL_SECONDS)
+        name = store.get(f"answer/{name}").decode()
+        store.set(f"confirmed/{name}/{rank}", "")
+        return name
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"question/{other}"]):
+                store.set(f"answer/{store.get(f'question/{other}').decode()}", name)
+        missing -= {other for other in missing if store.check([f"confirmed/{name}/{other}"])}
+        if missing and time.monotonic() > end:
+            raise TimeoutError(f"rank 0 has waited {timeout:g} s; ranks {sorted(missing)} have not come")
+        time.sleep(_POLL_SECONDS)
+    return name

@@ -1,0 +1,219 @@
+"""Restarts: the record of attempts and its rule, signals, and the name that ranks of one attempt agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, AttemptRecord, read_attempts, torchelastic
+from pipegrid.training.restart.record import FILE, AttemptLine, reason_to_stop
+
+
+def attempts(*ends, launch="a"):
+    """Attempts of one launch that ended so: at a step by a failure, or after one as ``(step, end)``."""
+    pairs = [end if isinstance(end, tuple) else (end, "") for end in ends]
+    return [AttemptRecord(launch=launch, restart=n, step=step, end=end) for n, (step, end) in enumerate(pairs)]
+
+
+def restarted(before, launch="a"):
+    return AttemptRecord(launch=launch, restart=len(before))
+
+
+@pytest.mark.parametrize(
+    ("before", "stops"),
+    [
+        ([], False),
+        ([7], False),
+        ([7, 7], True),
+        ([7, 9], False),
+        ([7, 5], False),
+        ([7, 5, 7], True),  # the one between failed earlier, and got nowhere
+        ([7, 9, 7], False),  # the one between got past the step
+        ([7, 9, 7, 7], True),
+        ([-1, -1], True),  # before the first step
+        ([7, (7, "preempted"), 7], False),
+        ([7, 7, (12, "finished")], False),
+    ],
+)
+def test_a_run_ends_at_the_second_failure_at_one_step_without_progress(before, stops):
+    before = attempts(*before)
+    reason = reason_to_stop(before, restarted(before), limit=2)
+    assert (reason is not None) == stops
+    if reason is not None:
+        assert reason.exit_code == NO_PROGRESS
+        where = "before its first step" if before[-1].step < 0 else f"at step {before[-1].step + 1}"
+        assert f"the run has failed {where} in 2 attempts without getting further (limit 2)" in str(reason)
+
+
+def test_the_first_attempt_of_a_launch_always_runs():
+    before = attempts(7, 7, 7)
+    assert reason_to_stop(before, AttemptRecord(launch="b", restart=0), limit=2) is None
+    after = [*before, AttemptRecord(launch="b", restart=0, step=7)]
+    assert reason_to_stop(after, AttemptRecord(launch="b", restart=1), limit=2) is not None
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
+def test_a_run_with_one_cause_ends_after_exactly_limit_failures_at_its_step(before, limit):
+    """Whatever happened before, a failure that repeats at a step past all others is tried ``limit`` times."""
+    history = attempts(*before)
+    for tried in range(limit):
+        assert tried == 0 or reason_to_stop(history, restarted(history), limit=limit) is None
+        history = [*history, AttemptRecord(launch="a", restart=len(history), step=4)]
+    assert reason_to_stop(history, restarted(history), limit=limit) is not None
+
+
+def test_a_restart_after_a_signal_ends_at_once_but_a_new_launch_goes_on():
+    before = attempts((7, "preempted"))
+    reason = reason_to_stop(before, restarted(before), limit=2)
+    assert reason.exit_code == PREEMPTED
+    assert "saved after step 7" in str(reason)
+    assert reason_to_stop(before, restarted(before, launch="b"), limit=2) is None
+
+
+def test_the_record_says_how_far_each_attempt_came(tmp_path):
+    assert read_attempts(tmp_path / "none") == []
+    for number in range(3):
+        line = AttemptLine.append(tmp_path / "run", AttemptRecord(launch="a" * 12, restart=number))
+        for step in (0, 9, 10**12):
+            line.update(step=step + number)
+            assert read_attempts(tmp_path / "run")[-1].step == step + number
+    line.update(end="preempted")
+    line.close()
+    found = read_attempts(tmp_path / "run")
+    assert [(one.restart, one.step, one.end) for one in found] == [
+        (0, 10**12, ""),
+        (1, 10**12 + 1, ""),
+        (2, 10**12 + 2, "preempted"),
+    ]
+    lines = (tmp_path / "run" / FILE).read_text().splitlines()
+    assert [json.loads(one)["restart"] for one in lines] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 159])
+def test_a_line_that_a_power_failure_has_cut_costs_that_line_alone(tmp_path, cut):
+    AttemptLine.append(tmp_path, AttemptRecord(launch="a", restart=0, step=4)).close()
+    AttemptLine.append(tmp_path, AttemptRecord(launch="a", restart=1, step=4)).close()
+    path = tmp_path / FILE
+    path.write_bytes(path.read_bytes()[: 160 + cut])
+    assert [one.restart for one in read_attempts(tmp_path)] == ([0, 1] if cut == 159 else [0])
+    AttemptLine.append(tmp_path, AttemptRecord(launch="b", restart=0, step=5)).close()
+    assert read_attempts(tmp_path)[-1] == AttemptRecord(launch="b", restart=0, step=5)
+
+
+SIGNALLED = """
+import signal, sys, threading, time
+from pipegrid.training.restart.signals import StopSignals
+failed = []
+signals = StopSignals(lambda: failed[0] if failed else None)
+print("ready", flush=True)
+how = sys.argv[1]
+if how == "stuck":
+    # As an extension that holds the interpreter back: no Python handler runs in the main thread meanwhile.
+    threading.Timer(0.5, lambda: failed.append("rank 3 failed first")).start()
+    threading.Event().wait(60)
+while not signals.received:
+    time.sleep(0.01)
+print(signals.received.name, flush=True)
+if how == "again":
+    time.sleep(60)
+signals.close()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+
+
+def signalled(how, *numbers):
+    with subprocess.Popen(
+        [sys.executable, "-c", SIGNALLED, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            lines = []
+            for number in numbers:
+                process.send_signal(number)
+                if how != "stuck" and not lines:
+                    lines.append(process.stdout.readline())
+            began = time.monotonic()
+            _, errors = process.communicate(timeout=40)
+            return process.returncode, "".join(lines), errors, time.monotonic() - began
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_and_the_process_goes_on(number):
+    assert signalled("once", number)[:3] == (0, f"{number.name}\n", "")
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_after_sigint_ends_the_process_at_once(second):
+    code, said, errors, seconds = signalled("again", signal.SIGINT, second)
+    assert (code, said, errors) == (130, "SIGINT\n", "")
+    assert seconds < 20
+
+
+def test_a_process_that_is_stuck_ends_once_the_job_has_failed():
+    code, _, errors, seconds = signalled("stuck", signal.SIGTERM)
+    assert code == 1
+    assert "stuck after SIGTERM in a job that has failed: rank 3 failed first" in errors
+    assert seconds < 25
+
+
+def agreed(store, ranks, world_size=4, timeout=20.0):
+    """What each rank of ``ranks`` gets: a name, or None where the others did not come."""
+    found = {}
+
+    def ask(rank):
+        try:
+            found[rank] = torchelastic.agree_on_name(store, rank, world_size, timeout=timeout)
+        except TimeoutError:
+            found[rank] = None
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_of_one_attempt_agree_on_a_name_whatever_dead_attempts_have_left():
+    store, names = HashStore(), set()
+    for dead in ([], [1, 3], [0], [0, 1, 2], [2]):
+        if dead:  # an attempt of which only these ranks came
+            assert set(agreed(store, dead, timeout=0.05).values()) == {None} or dead == [0, 1, 2]
+        found = agreed(store, range(4))
+        assert len(set(found.values())) == 1
+        assert found[0] is not None
+        assert found[0] not in names
+        names.add(found[0])
+
+
+def test_under_another_launcher_there_is_no_store_and_nothing_to_stop(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(os, "kill", lambda *arguments: pytest.fail(f"killed {arguments}"))
+    assert torchelastic.attempt_store() is None
+    assert torchelastic.restart_count() == 0
+    torchelastic.stop_restarts()
+
+
+@pytest.mark.parametrize(("count", "local_rank", "told"), [("0", "0", True), ("2", "0", False), ("0", "1", False)])
+def test_the_first_rank_of_a_node_ends_torchrun_where_a_restart_is_left(monkeypatch, count, local_rank, told):
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
+    for name, value in (("RESTART_COUNT", count), ("MAX_RESTARTS", "2")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    torchelastic.stop_restarts()
+    assert killed == ([(os.getppid(), signal.SIGTERM)] if told else [])

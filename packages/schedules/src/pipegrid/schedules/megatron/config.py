@@ -6,21 +6,38 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from attrs import field, fields, frozen
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import Count, Index, checked, checked_fields
+from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, shown
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PConfigError
 
-_NoSyncs: TypeAlias = (
-    Callable[[], AbstractContextManager[Any]] | Sequence[Callable[[], AbstractContextManager[Any]]] | None
-)
-_Syncs: TypeAlias = Callable[[Any], None] | Sequence[Callable[[Any], None] | None] | None
+
+def _function(value: Any) -> Any:
+    if not callable(value):
+        raise ValueError  # noqa: TRY004 -- a rule's one signal
+    return value
+
+
+def _functions(value: Any) -> Any:
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if each is not None:
+            _function(each)
+    return value
+
+
+_FUNCTION = Rule(_function, "a function or None")
+_FUNCTIONS = Rule(_functions, "a function, a list with one for each chunk, or None")
+
+_NoSync: TypeAlias = Callable[[], AbstractContextManager[Any]]
+_Sync: TypeAlias = Callable[[Any], None]
+_NoSyncs: TypeAlias = Annotated[_NoSync | Sequence[_NoSync], _FUNCTIONS] | None
+_Syncs: TypeAlias = Annotated[_Sync | Sequence[_Sync | None], _FUNCTIONS] | None
 """One function for all chunks, or with interleaving a list with one for each."""
 
 
@@ -79,7 +96,7 @@ class PipelineConfig(P2PConfig):
             (`require_equal_replicas`): for debug runs.
 
     Raises:
-        P2PConfigError: a count outside its range; or as `P2PConfig`.
+        P2PConfigError: a count outside its range, a value for a function; or as `P2PConfig`.
     """
 
     hidden_size: Count | None = None
@@ -89,11 +106,11 @@ class PipelineConfig(P2PConfig):
     num_microbatches_with_partial_activation_checkpoints: Index | None = None
     enable_autocast: bool = False
     autocast_dtype: Any = None
-    grad_scale_func: Callable[[Any], Any] | None = None
+    grad_scale_func: Annotated[Callable[[Any], Any], _FUNCTION] | None = None
     no_sync_func: _NoSyncs = None
     grad_sync_func: _Syncs = None
     param_sync_func: _Syncs = None
-    finalize_model_grads_func: Callable[..., None] | None = None
+    finalize_model_grads_func: Annotated[Callable[..., None], _FUNCTION] | None = None
     tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: Index = 0
@@ -131,11 +148,16 @@ def config_of(model: Any) -> Any:
     """The ``config`` of a model, looked up through wrappers (``.module``).
 
     Raises:
-        StepArgumentError: neither the model nor anything it wraps has a ``config``.
+        StepArgumentError: neither the model nor anything it wraps has a ``config``, or it is a dict.
     """
     inner = model
     while inner is not None:
         config = getattr(inner, "config", None)
+        if isinstance(config, Mapping):
+            raise StepArgumentError(
+                f"the config of model {type(model).__name__} is {shown(config)}, and settings are its attributes; give "
+                "PipelineConfig(...), or a config object of your framework"
+            )
         if config is not None:
             return config
         inner = getattr(inner, "module", None)

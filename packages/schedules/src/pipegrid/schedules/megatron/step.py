@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -169,6 +170,10 @@ def _train(
         prepared.runtime.step(finish=finish, agree=policy.agreement)
 
 
+_FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Functions whose signature was found right, by how many arguments they are called with."""
+
+
 def _require_forward_step(forward_step_func: Any, config: Any) -> None:
     """Raise unless the function accepts two arguments, or three with partial activation checkpoints."""
     if not callable(forward_step_func):
@@ -176,21 +181,30 @@ def _require_forward_step(forward_step_func: Any, config: Any) -> None:
             f"forward_step_func is {forward_step_func!r}; give a function f(data_iterator, model) that returns "
             "(output, loss_func)"
         )
-    if option(config, "num_microbatches_with_partial_activation_checkpoints") is None:
-        return
-    checked_option(config, "num_microbatches_with_partial_activation_checkpoints")
+    partial = "num_microbatches_with_partial_activation_checkpoints"
+    arguments = (None, None) if checked_option(config, partial) is None else (None, None, True)
+    with contextlib.suppress(TypeError):  # a callable without weak references
+        if _FITTING.get(forward_step_func) == len(arguments):
+            return
     try:
         signature = inspect.signature(forward_step_func)
     except (TypeError, ValueError):  # a callable in C without a signature
         return
     try:
-        signature.bind(None, None, True)
+        signature.bind(*arguments)
     except TypeError:
+        if len(arguments) == 2:
+            raise StepArgumentError(
+                f"forward_step_func takes {signature}; it is called as f(data_iterator, model) and returns "
+                "(output, loss_func)"
+            ) from None
         raise StepArgumentError(
-            "config.num_microbatches_with_partial_activation_checkpoints is set, so forward_step_func needs a "
+            f"config.{partial} is set, so forward_step_func needs a "
             f"third argument (whether to checkpoint a microbatch), but it takes {signature}; add "
             "checkpoint_activations_microbatch, or unset the option"
         ) from None
+    with contextlib.suppress(TypeError):
+        _FITTING[forward_step_func] = len(arguments)
 
 
 def require_one_config(models: Mapping[int, Any]) -> None:

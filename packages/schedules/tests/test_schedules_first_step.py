@@ -1,0 +1,196 @@
+"""The mistakes of a first hour with step functions: each is one typed error that names the value and the rule."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.schedules import (
+    DataEndedError,
+    LossError,
+    PipelineConfig,
+    PipelineError,
+    PlanError,
+    StepArgumentError,
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+from pipegrid.transport import P2PConfigError
+
+
+class Model(nn.Linear):
+    config = PipelineConfig(pipeline_dtype=torch.float32)
+
+    def __init__(self, config=None):
+        super().__init__(2, 2)
+        if config is not None:
+            self.config = config
+
+
+def batches(count=2):
+    return iter([torch.ones(1, 2)] * count)
+
+
+def good(iterator, model):
+    return model(next(iterator)), lambda output: (output.sum(), {})
+
+
+def step(forward=good, *, function=forward_backward_no_pipelining, **options):
+    given = {"forward_step_func": forward, "data_iterator": batches(), "model": Model(), "num_microbatches": 2}
+    return function(**given | options, seq_length=1, micro_batch_size=1)
+
+
+def pipelined(**options):
+    return step(function=forward_backward_pipelining_without_interleaving, **options)
+
+
+def interleaved(**options):
+    given = {
+        "model": [Model(), Model()],
+        "data_iterator": [batches(), batches()],
+        "p2p_communicator": SimpleNamespace(total_stages=2, current_stage=0),
+    }
+    return step(function=forward_backward_pipelining_with_interleaving, **given | options)
+
+
+def losing(loss):
+    """A step with that loss function."""
+    return step(lambda iterator, model: (model(next(iterator)), loss))
+
+
+def frozen():
+    return Model().requires_grad_(False)
+
+
+BEFORE = {
+    "no function": (lambda: step(5), r"forward_step_func is 5; give a function f\(data_iterator, model\)"),
+    "a function of one argument": (
+        lambda: step(lambda model: None),
+        r"forward_step_func takes \(model\); it is called as f\(data_iterator, model\)",
+    ),
+    "a function of three": (
+        lambda: step(lambda iterator, model, args: None),
+        r"forward_step_func takes \(iterator, model, args\); it is called as f\(data_iterator, model\)",
+    ),
+    "no microbatches": (lambda: step(num_microbatches=0), "num_microbatches is 0; it must be an integer of at least 1"),
+    "microbatches by /": (lambda: step(num_microbatches=8 / 4), "num_microbatches is 2.0; it must be an integer"),
+    "a model without config": (lambda: step(model=nn.Linear(2, 2)), "model Linear has no `config`"),
+    "a dict for a config": (
+        lambda: step(model=Model({"deadline": 5})),
+        r"the config of model Model is {'deadline': 5} \(dict\), and settings are its attributes; give PipelineConfig",
+    ),
+    "two models": (lambda: step(model=[Model(), Model()]), "model is a list of 2: without interleaving a rank has one"),
+    "batches for an iterator": (
+        lambda: step(data_iterator=[1, 2]),
+        "data_iterator is a list of 2: without interleaving",
+    ),
+    "no communicator": (pipelined, "p2p_communicator is needed: there is no global parallel state"),
+    "a name for a communicator": (
+        lambda: pipelined(p2p_communicator="nccl"),
+        "p2p_communicator is 'nccl', which has no number 'total_stages'",
+    ),
+    "one model interleaved": (
+        lambda: interleaved(model=Model()),
+        "model is Model; interleaving takes a list of at least",
+    ),
+    "one iterator interleaved": (
+        lambda: interleaved(data_iterator=batches()),
+        "data_iterator is list_iterator and model a list of 2 chunks; pass one iterator for each chunk",
+    ),
+    "microbatches that do not fit": (
+        lambda: interleaved(num_microbatches=3),
+        "3 microbatches in groups of 2 over 2 ranks: the interleaved step needs",
+    ),
+    "evaluation results of training": (
+        lambda: step(collect_non_loss_data=True),
+        "collect_non_loss_data has no loss to differentiate; set forward_only=True",
+    ),
+    "no size": (get_forward_backward_func, "the pipeline size is unknown: there is no global parallel state"),
+    "a size of 0": (lambda: get_forward_backward_func(pp_size=0), "pp_size is 0; it must be an integer of at least 1"),
+}
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_a_mistake_in_the_arguments_is_an_error_before_the_step(what):
+    call, text = BEFORE[what]
+    with pytest.raises(StepArgumentError, match=text):
+        call()
+
+
+def test_a_schedule_that_is_none_is_an_error_with_the_names_of_all():
+    with pytest.raises(PlanError, match="there is no schedule '1f2b'; the schedules are gpipe, 1f1b"):
+        get_forward_backward_func(schedule="1f2b")
+
+
+INSIDE = {
+    "the output alone": (
+        StepArgumentError,
+        lambda: step(lambda iterator, model: model(next(iterator))),
+        r"forward_step_func returned a tensor of shape \(1, 2\); it returns \(output, loss_func\)",
+    ),
+    "no return": (
+        StepArgumentError,
+        lambda: step(lambda iterator, model: None),
+        r"forward_step_func returned NoneType None; it returns \(output, loss_func\)",
+    ),
+    "no loss function": (
+        StepArgumentError,
+        lambda: losing(None),
+        r"returned \(a tensor of shape \(1, 2\), NoneType None\); it returns \(output, loss_func\)",
+    ),
+    "the loss itself": (
+        StepArgumentError,
+        lambda: losing(torch.ones(())),
+        r"returned \(a tensor of shape \(1, 2\), a tensor of shape \(\)\); it returns \(output, loss_func\)",
+    ),
+    "a loss alone": (
+        LossError,
+        lambda: losing(lambda output: output.sum()),
+        r"the loss function returned a tensor of shape \(\); expected \(loss, info\)",
+    ),
+    "a loss that is no scalar": (
+        LossError,
+        lambda: losing(lambda output: (output, {})),
+        r"the loss is a tensor of shape \(1, 2\); a loss is a tensor with one element",
+    ),
+    "a loss as a number": (
+        LossError,
+        lambda: losing(lambda output: (output.sum().item(), {})),
+        r"the loss is float .*; a loss is a tensor with one element",
+    ),
+    "a loss without gradient": (
+        LossError,
+        lambda: losing(lambda output: (output.sum().detach(), {})),
+        "the loss of microbatch 0 on stage 0 does not depend on a tensor that requires grad; call with forward_only",
+    ),
+    "a frozen model": (LossError, lambda: step(model=frozen()), "does not depend on a tensor that requires grad"),
+    "too few batches": (
+        DataEndedError,
+        lambda: step(data_iterator=batches(1)),
+        "the iterator of stage 0 ended at microbatch 1 of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_mistake_inside_a_step_is_an_error_with_the_place_in_the_plan(what):
+    error, call, text = INSIDE[what]
+    with pytest.raises(PipelineError, match=text) as caught:
+        call()
+    assert isinstance(caught.value.__cause__, error)
+    assert "at position 0, step" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func"])
+def test_a_value_for_a_function_is_an_error_of_the_config(name):
+    with pytest.raises(P2PConfigError, match=rf"PipelineConfig.{name} is 2.0; it must be a function"):
+        PipelineConfig(**{name: 2.0})
+
+
+def test_functions_for_all_chunks_or_for_each_are_settings():
+    functions = [print, None]
+    config = PipelineConfig(grad_sync_func=functions, param_sync_func=print, no_sync_func=None)
+    assert (config.grad_sync_func, config.param_sync_func, config.no_sync_func) == (functions, print, None)

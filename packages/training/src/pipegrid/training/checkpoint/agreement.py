@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -18,6 +18,7 @@ class Held:
     name: str
     stage: int
     tied: bool
+    parameter: bool
     shape: tuple[int, ...]
     dtype: str
 
@@ -34,6 +35,29 @@ def require_equal(outcome: str, what: str, values: Sequence[Any]) -> None:
                 f"{outcome}: {what} must be equal on all ranks; it is {values[0]!r:.200} on rank 0 and "
                 f"{value!r:.200} on rank {rank}"
             )
+
+
+def require_equal_replicas(outcome: str, sums: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> None:
+    """Ranks that hold the same box of a tensor hold the same values.
+
+    Args:
+        outcome: of a failure, the first words of its text.
+        sums: of each rank the checksums of its boxes.
+
+    Raises:
+        CheckpointMismatchError: two hold different ones: copies that have drifted apart, or plain tensors that are
+            shards of one.
+    """
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    for rank, of_rank in enumerate(sums):
+        for box, checksum in of_rank.items():
+            other, first = known.setdefault(box, (rank, checksum))
+            if checksum != first:
+                raise CheckpointMismatchError(
+                    f"{outcome}: ranks {other} and {rank} hold different values of {box[0]}, of which one is "
+                    "stored. Copies must be equal, and a shard of a tensor must be a DTensor; "
+                    "Checkpoints(replicas='first') stores the copy of the lowest rank"
+                )
 
 
 def require_whole_names(outcome: str, tables: Sequence[Sequence[Held]]) -> None:

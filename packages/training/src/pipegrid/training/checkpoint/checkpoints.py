@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
-from concurrent.futures import Future
+import weakref
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -21,6 +24,8 @@ from pipegrid.training.checkpoint.state.shot import Camera, Shot
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.errors import CheckpointError
 
+_AT_EXIT = 5.0  # seconds that a process which ends waits for its last save
+
 
 class Checkpoints:
     """The checkpoints of a run, in a directory that all its ranks share.
@@ -30,11 +35,13 @@ class Checkpoints:
     Args:
         directory: of this run; made where it does not exist. Leftovers of saves that did not end are removed.
         keep: how many of the last checkpoints stay.
+        replicas: ``"equal"`` compares what several ranks hold of one tensor before it is stored once: copies that have
+            drifted apart, and plain tensors that are shards, are errors. ``"first"`` stores the lowest rank's copy.
         group: the ranks of the job; None is all ranks, or one process without a process group.
         timeout: for ranks to wait for each other.
 
     Raises:
-        CheckpointError: the directory cannot be used, or ranks differ in ``keep``.
+        CheckpointError: the directory cannot be used, or ranks differ in ``keep`` or ``replicas``.
     """
 
     def __init__(
@@ -42,18 +49,22 @@ class Checkpoints:
         directory: str | os.PathLike[str],
         *,
         keep: int = 3,
+        replicas: Literal["equal", "first"] = "equal",
         group: dist.ProcessGroup | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.directory = Path(directory)
         self.keep: int = checked(keep, Count, "keep", CheckpointError)
         self._job = Job(group, timeout)
-        self._saver = Saver(self._job, self.directory, self.keep)
+        self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
         self._camera: Camera | None = None
         self._pending: Future[None] | None = None
         self._work: queue.SimpleQueue[tuple[Shot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        agreement.require_equal(f"{self.directory} is not used", "keep", self._job.gather(self.keep))
+        atexit.register(_finish, weakref.ref(self))
+        checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
+        settings = self._job.gather((self.keep, replicas))
+        agreement.require_equal(f"{self.directory} is not used", "keep and replicas", settings)
         self._job.first(f"{self.directory} is not used", lambda: folder.clean(self.directory))
 
     def steps(self) -> list[int]:
@@ -142,3 +153,11 @@ class Checkpoints:
             else:
                 future.set_result(None)
             del shot, future, work
+
+
+def _finish(reference: weakref.ref[Checkpoints]) -> None:
+    """A script that ends without `wait` keeps its last save; one that fails is not held up by ranks that are gone."""
+    checkpoints = reference()
+    pending = None if checkpoints is None else checkpoints._pending  # noqa: SLF001 -- of this module
+    if pending is not None:
+        wait([pending], timeout=_AT_EXIT)

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -27,8 +27,8 @@ _SEEN_WITHIN = 10.0  # seconds until a new folder of a shared file system is see
 class Saver:
     """Writes checkpoints of a job into a directory."""
 
-    def __init__(self, job: Job, directory: Path, keep: int) -> None:
-        self._job, self._directory, self._keep = job, directory, keep
+    def __init__(self, job: Job, directory: Path, *, keep: int, replicas: Literal["equal", "first"]) -> None:
+        self._job, self._directory, self._keep, self._replicas = job, directory, keep, replicas
         self._agreed: list[int] = []
 
     def write(self, shot: Shot | Exception) -> None:
@@ -41,6 +41,9 @@ class Saver:
         assert isinstance(shot, Shot)
         what = f"step {step} is not saved"
         self._agree(shot, what)
+        shot.snapshot.wait()
+        if self._replicas == "equal":
+            agreement.require_equal_replicas(what, self._job.gather(shot.checksums()))
         made: list[Path] = []
         try:
             path = self._begin(step, made, what)
@@ -78,10 +81,9 @@ class Saver:
         return path
 
     def _write_files(self, path: Path, shot: Shot, what: str) -> None:
-        shot.snapshot.wait()
         own = f"random/{self._job.rank}"
         randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(shot.random).items()}
-        planner = SnapshotPlanner(shot.snapshot, randoms)
+        planner = SnapshotPlanner(shot.snapshot, randoms, lowest=self._replicas == "first")
         try:
             with reached():
                 metadata = dcp.save(path, planner, self._job.group)

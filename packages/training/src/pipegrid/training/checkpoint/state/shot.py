@@ -44,6 +44,11 @@ class Shot:
     settings: tuple[str | None, Any, Any]
     held: tuple[Held, ...]
 
+    def checksums(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """Of all that is equal on replicas: parameters and optimizer states. A buffer may be its rank's own."""
+        buffers = {f"model/{one.module}/{one.name}" for one in self.held if not one.parameter}
+        return {box: checksum for box, checksum in self.snapshot.checksums().items() if box[0] not in buffers}
+
 
 class Inventory:
     """Which tensors a state has, under which names; as read from its modules at one time.
@@ -60,7 +65,15 @@ class Inventory:
         tensors = [(slot, slot.tensor()) for slot in self.slots]
         self.owners = {id(tensor): (slot.module, slot.name) for slot, tensor in tensors if slot.parameter}
         self.held = tuple(
-            Held(slot.module, slot.name, slot.stage, slot.tied, tuple(tensor.shape), dtype_name(tensor.dtype))
+            Held(
+                slot.module,
+                slot.name,
+                slot.stage,
+                slot.tied,
+                slot.parameter,
+                tuple(tensor.shape),
+                dtype_name(tensor.dtype),
+            )
             for slot, tensor in tensors
         )
         devices = (tensor.device for _, tensor in tensors)

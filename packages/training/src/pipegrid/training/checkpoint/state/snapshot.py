@@ -7,6 +7,7 @@ copy is ordered on the current stream before whatever the step does next; the ho
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.training.checkpoint.stored.plain import raw_bytes
 
 
 @frozen(eq=False)
@@ -39,6 +41,12 @@ class Snapshot:
         """Wait until the copies are complete."""
         for event in self.events:
             event.synchronize()
+
+    def checksums(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """The checksum of the values of each box, by key and offset."""
+        return {
+            (index.fqn, tuple(index.offset or ())): zlib.crc32(raw_bytes(copy)) for index, copy in self.copies.items()
+        }
 
 
 class Copies:
@@ -106,10 +114,10 @@ def _recorded(device: torch.device) -> Any:
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """Writes a snapshot. The first rank decides which of several ranks writes a box that they all hold."""
+    """Writes a snapshot. Of the ranks that hold the same box, one writes it: the least busy, or the lowest."""
 
-    def __init__(self, snapshot: Snapshot, random_states: Mapping[str, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def __init__(self, snapshot: Snapshot, random_states: Mapping[str, Tensor], *, lowest: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=lowest)
         self._snapshot, self._random = snapshot, random_states
 
     def create_local_plan(self) -> SavePlan:

@@ -36,21 +36,23 @@ EDGE = Edge(0, 1)
 
 
 class Stage:
-    def __init__(self, number):
-        torch.manual_seed(number)
-        self.number, self.model = number, nn.Linear(WIDTH, WIDTH)
+    def __init__(self, ranks):
+        torch.manual_seed(ranks.rank)
+        self.number, self.model = ranks.rank, nn.Linear(WIDTH, WIDTH).to(ranks.device)
+        self.data = torch.ones(2, WIDTH, device=ranks.device)
 
     def forward(self, microbatch, inputs):
         if self.number == 0:
-            return Forwarded({EDGE: torch.tanh(self.model(torch.full((2, WIDTH), 1.0 + microbatch)))})
+            return Forwarded({EDGE: torch.tanh(self.model(self.data * (1.0 + microbatch)))})
         return Forwarded({}, self.model(inputs[EDGE]).square().mean())
 
 
-def opened(rank, stage=None, **options):
+def opened(ranks, stage=None, **options):
     """A communicator over two stages, and this rank's runtime."""
-    communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, deadline=DEADLINE))
+    config = P2PConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, staged=ranks.backend == "staged")
+    communicator = P2PCommunicator(dist.group.WORLD, config)
     plan = lower(one_f_one_b(2, MICROBATCHES))
-    return communicator, PipelineRuntime(plan, {rank: stage or Stage(rank)}, communicator, **options)
+    return communicator, PipelineRuntime(plan, {ranks.rank: stage or Stage(ranks)}, communicator, **options)
 
 
 def held():
@@ -58,13 +60,13 @@ def held():
     return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.ranks(2, backend="gloo", deadline=120)
+@pytest.mark.ranks(2, backend="gloo", deadline=120)  # counts gloo's threads and connections
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 def test_communicators_made_again_and_again_leave_nothing(ranks, closed):
     """As after each failure, or for each phase of a training; a dropped one ends its threads as a closed one does."""
     seen = []
     for _ in range(8):
-        communicator, runtime = opened(ranks.rank)
+        communicator, runtime = opened(ranks)
         runtime.step()
         if closed:
             communicator.close()
@@ -80,9 +82,9 @@ def test_communicators_made_again_and_again_leave_nothing(ranks, closed):
     assert descriptors_after <= descriptors + 2, seen
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2)
 def test_a_data_loader_forks_its_workers_beside_open_lanes(ranks):
-    communicator, runtime = opened(ranks.rank)
+    communicator, runtime = opened(ranks)
     runtime.step()
     for _ in range(2):
         for _ in DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2, num_workers=2):
@@ -90,7 +92,7 @@ def test_a_data_loader_forks_its_workers_beside_open_lanes(ranks):
     communicator.close()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2)
 def test_a_step_from_another_thread_and_with_the_collector_at_every_action(ranks):
     class Collects:
         def before(self, action):
@@ -99,7 +101,7 @@ def test_a_step_from_another_thread_and_with_the_collector_at_every_action(ranks
         def after(self, action):
             gc.collect()
 
-    communicator, runtime = opened(ranks.rank, hooks=[Collects()])
+    communicator, runtime = opened(ranks, hooks=[Collects()])
     runtime.step()
     failed = []
 
@@ -117,10 +119,10 @@ def test_a_step_from_another_thread_and_with_the_collector_at_every_action(ranks
     communicator.close()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2)
 def test_a_step_on_a_closed_communicator_says_so_at_once(ranks):
     """Not that the store, which is well, does not answer."""
-    communicator, runtime = opened(ranks.rank)
+    communicator, runtime = opened(ranks)
     runtime.step()
     dist.barrier()
     communicator.close()
@@ -130,10 +132,10 @@ def test_a_step_on_a_closed_communicator_says_so_at_once(ranks):
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2)
 def test_a_step_after_the_default_group_is_destroyed_and_a_second_close(ranks):
     """Lanes have groups of their own; whether they outlive the default group, nothing hangs or crashes."""
-    communicator, runtime = opened(ranks.rank)
+    communicator, runtime = opened(ranks)
     runtime.step()
     dist.barrier()
     dist.destroy_process_group()
@@ -145,7 +147,7 @@ def test_a_step_after_the_default_group_is_destroyed_and_a_second_close(ranks):
     communicator.close()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2)
 def test_one_output_for_two_microbatches_is_not_freed_twice(ranks):
     """A cached activation, with outputs freed after their send: the second message had one element."""
 
@@ -159,7 +161,7 @@ def test_one_output_for_two_microbatches_is_not_freed_twice(ranks):
                 self.kept = super().forward(0, {})
             return self.kept
 
-    communicator, runtime = opened(ranks.rank, Cached(ranks.rank), deallocate_outputs=True)
+    communicator, runtime = opened(ranks, Cached(ranks), deallocate_outputs=True)
     with pytest.raises(PipelineError, match="one tensor as the output of two microbatches, which is freed") as failed:
         runtime.step()
     assert "rank 0, stage 0, microbatch 1: StageOutputError" in str(failed.value).splitlines()[0]
@@ -209,20 +211,21 @@ class Tanh:
     out: list[Edge]
 
     @classmethod
-    def of(cls, plan, number):
+    def of(cls, plan, number, device):
         generator = torch.Generator().manual_seed(number)
-        weight = torch.randn(4, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        weight = torch.randn(4, 4, dtype=torch.float64, generator=generator).to(device).requires_grad_()
         return cls(number, weight, [edge for edge in plan.graph.stage_edges if edge.source == number])
 
     def forward(self, microbatch, inputs):
         data = torch.Generator().manual_seed(100 + microbatch)
-        x = sum(inputs.values()) if inputs else torch.randn(3, 4, dtype=torch.float64, generator=data)
+        x = torch.randn(3, 4, dtype=torch.float64, generator=data).to(self.weight.device)
+        x = sum(inputs.values()) if inputs else x
         y = torch.tanh(x @ self.weight)
         return Forwarded(dict.fromkeys(self.out, y)) if self.out else Forwarded({}, y.square().sum())
 
 
-def of_one_process(plan):
-    stages = [Tanh.of(plan, number) for number in range(plan.num_stages)]
+def of_one_process(plan, device):
+    stages = [Tanh.of(plan, number, device) for number in range(plan.num_stages)]
     for microbatch in range(plan.num_microbatches):
         made = {}
         for stage in stages:
@@ -237,12 +240,13 @@ def run_mutated(ranks, *, plans, seed):
     draw, ran = random.Random(seed), 0
     for schedule in (one_f_one_b, gpipe, zero_bubble_h1, zero_bubble_v, dualpipe_v):
         base = lower(schedule(4, 8 if schedule is dualpipe_v else MICROBATCHES))
-        config = P2PConfig(pipeline_dtype=torch.float64, deadline=120, strict=True)
+        staged = ranks.backend == "staged"
+        config = P2PConfig(pipeline_dtype=torch.float64, deadline=120, strict=True, staged=staged)
         communicator = P2PCommunicator(dist.group.WORLD, config, placement=[places[0] for places in base.placement])
-        expected = of_one_process(base)
+        expected = of_one_process(base, ranks.device)
         for _ in range(plans):
             plan = mutated(base, draw, changes=30)
-            stages = {number: Tanh.of(plan, number) for number in plan.stages_at[ranks.rank]}
+            stages = {number: Tanh.of(plan, number, ranks.device) for number in plan.stages_at[ranks.rank]}
             PipelineRuntime(plan, stages, communicator).step()
             ran += plan != base
             for number, stage in stages.items():
@@ -251,12 +255,12 @@ def run_mutated(ranks, *, plans, seed):
     assert ran > 4 * plans
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4)
 def test_mutated_plans_that_verify_run_on_real_ranks(ranks):
     run_mutated(ranks, plans=3, seed=0)
 
 
 @pytest.mark.nightly
-@pytest.mark.ranks(4, backend="gloo", deadline=3600)
+@pytest.mark.ranks(4, deadline=3600)
 def test_five_hundred_mutated_plans_that_verify_run_on_real_ranks(ranks):
     run_mutated(ranks, plans=100, seed=1)

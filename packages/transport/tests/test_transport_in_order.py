@@ -61,6 +61,19 @@ def test_what_a_batch_has_before_such_a_receive_is_started_first(ranks, mode):
         ranks.barrier()
 
 
+@MODES
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_exchange_in_which_both_ranks_send_first_comes_in_the_order_of_lanes(ranks, mode, nested):
+    mine, theirs = (THERE, BACK) if ranks.rank == 0 else (BACK, THERE)
+    with open_lanes([THERE, BACK], config=config()) as lanes, lanes.in_order():
+        with lanes.batch() if nested else nullcontext(), lanes.batch(by_lane=True):
+            lanes[mine].isend(torch.full((2,), float(ranks.rank)))
+            received = lanes[theirs].irecv()
+        assert received.result().tolist() == [1 - ranks.rank] * 2
+        assert launches(ranks, 2) == (["send", "recv"] if ranks.rank == 0 else ["recv", "send"])
+        ranks.barrier()
+
+
 @STREAMS
 def test_outside_a_step_a_receive_without_its_header_holds_nothing_up(ranks):
     with open_lanes([THERE, BACK], config=config()) as lanes:

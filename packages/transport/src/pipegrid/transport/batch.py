@@ -19,11 +19,13 @@ _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 class Batch:
     """A block whose transfers start together. A context manager: see `Submitter.batch`."""
 
-    __slots__ = ("_entered", "_submitter", "_thread", "_together")
+    __slots__ = ("_before", "_by_lane", "_entered", "_submitter", "_thread", "_together")
 
-    def __init__(self, submitter: Submitter, *, together: bool) -> None:
+    def __init__(self, submitter: Submitter, *, together: bool, by_lane: bool) -> None:
         self._submitter = submitter
         self._together = together
+        self._by_lane = by_lane
+        self._before = 0  # transfers of the batch around this one
         self._entered = False
         self._thread: int | None = None  # None: inside another batch
 
@@ -35,9 +37,13 @@ class Batch:
         if thread not in self._submitter.pending:
             self._thread = thread
             self._submitter.pending[thread] = []
+        self._before = len(self._submitter.pending[thread])
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         thread, self._thread, self._entered = self._thread, None, False
+        if self._by_lane and kind is None:
+            around = self._submitter.pending[get_ident()]
+            around[self._before :] = sorted(around[self._before :], key=attrgetter("lane.spec"))
         if thread is not None:
             pending, calls = self._submitter.pending.pop(thread), self._submitter.calls.pop(thread, ())
             if kind is None:
@@ -72,7 +78,7 @@ class Submitter:
         """Whether the transfers of a batch always start together: in strict mode and on shared communicators."""
         return self._strict or self._shared
 
-    def batch(self, *, together: bool = True) -> Batch:
+    def batch(self, *, together: bool = True, by_lane: bool = False) -> Batch:
         """Collect the transfers of the block, and start them together at its end; none of them if the block raises.
 
         Batches inside a batch belong to it.
@@ -80,8 +86,9 @@ class Submitter:
         Args:
             together: as one batch; else one by one in the order of calls, except where two ranks would then wait for
                 each other: in strict mode and on shared communicators.
+            by_lane: in the order of lanes, which is the same on every rank, instead of the order of calls.
         """
-        return Batch(self, together=together or self.batches)
+        return Batch(self, together=together or self.batches, by_lane=by_lane)
 
     def when_started(self, call: Callable[[], None]) -> None:
         """Call ``call`` when what this thread has submitted is started: now, or after the batch that it is in.

@@ -83,7 +83,7 @@ class Lanes(dict[LaneSpec, Lane]):
         # Also at exit: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, *self._parts, _EXIT_SECONDS, _DROPPED)
 
-    def batch(self, *, together: bool = True) -> AbstractContextManager[None]:
+    def batch(self, *, together: bool = True, by_lane: bool = False) -> AbstractContextManager[None]:
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
 
         Communicators come in the order of calls; within a shared one, messages come in the order of lanes.
@@ -91,8 +91,11 @@ class Lanes(dict[LaneSpec, Lane]):
         Args:
             together: False starts them one after the other, at the end all the same. Ignored in strict mode and on
                 shared communicators, where two ranks that both send first would wait for each other.
+            by_lane: communicators come in the order of lanes, too: for an exchange in which every rank sends and
+                receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays
+                the kernels of several communicators one by one.
         """
-        return self._submitter.batch(together=together)
+        return self._submitter.batch(together=together, by_lane=by_lane)
 
     @property
     def batches(self) -> bool:

@@ -437,7 +437,7 @@ class MultiModulePipelineCommunicator:
             self._inside(edge)  # says that there is no such edge
         if bridge is None or not (bridge.is_source or bridge.is_destination):
             raise StageError(f"there is no collective to take part in: {self._not_on(edge)}")
-        with self.batch():
+        with self.lanes.batch(by_lane=True):  # ranks that hold both stages would all send first
             if direction is Direction.FORWARD:
                 sending = bridge.isend_forward(payload) if bridge.is_source else None
                 return sending, bridge.irecv_forward() if bridge.is_destination else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 from pipegrid.schedules.gradients import LossScale, LossScaler
 from pipegrid.training import (
@@ -277,3 +280,71 @@ def test_a_script_that_ends_without_waiting_keeps_its_last_save(tmp_path):
     )
     assert (result.returncode, result.stderr) == (3, "")
     assert Checkpoints(tmp_path).steps() == [5]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_is_one_of_torch_and_torch_says_where_each_box_is(tmp_path):
+    """Read by torch alone; and the three attributes of its metadata that checksums rely on."""
+    state, stages, _ = made(ONE)
+    Checkpoints(tmp_path).save(state, step=1)
+    folder = tmp_path / "save-0001-step-00000001"
+    read = {"model/language/head.weight": torch.zeros_like(stages[0].head.weight)}
+    dcp.load(read, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(read["model/language/head.weight"], stages[0].head.weight)
+    stored = FileSystemReader(folder).read_metadata().storage_data
+    (place,) = (place for index, place in stored.items() if index.fqn == "model/language/head.weight")
+    with (folder / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        values = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+    assert torch.equal(values, stages[0].head.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda stage: stage.add_module("new", nn.Linear(1, 1)),
+            "stage 0 of module 'language' has 'new.weight', and the",
+        ),
+        (lambda stage: delattr(stage, "head"), "no rank has the tensors language/head.weight of the checkpoint"),
+        (
+            lambda stage: setattr(stage, "head", nn.Linear(2, 2, bias=False)),
+            r"'head.weight' .* has shape \[2, 2\] and dtype",
+        ),
+        (lambda stage: stage.head.double(), "'head.weight' .* dtype float64, and in the checkpoint .* float32"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_a_clear_error(tmp_path, change, text):
+    state, *_ = made(ONE)
+    Checkpoints(tmp_path).save(state, step=1)
+    _, stages, _ = made(ONE)
+    change(stages[0])
+    with pytest.raises(CheckpointMismatchError, match=text):
+        Checkpoints(tmp_path).load(TrainingState(stages={"language": stages}))
+
+
+def test_an_optimizer_that_does_not_fit_is_a_clear_error(tmp_path):
+    state, stages, _ = made(ONE)
+    Checkpoints(tmp_path).save(state, step=1)
+    one_group = torch.optim.AdamW(stages[0].parameters())
+    with pytest.raises(CheckpointMismatchError, match=r"group 0 of optimizer 0 has .* saved with different options"):
+        Checkpoints(tmp_path).load(TrainingState(stages=state.stages, optimizers=[one_group]))
+    stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(4))])
+    with pytest.raises(CheckpointError, match=r"optimizer 0 has a parameter of shape \[4\] that is in no stage"):
+        Checkpoints(tmp_path).save(TrainingState(stages=state.stages, optimizers=[stranger]), step=2)
+    Checkpoints(tmp_path / "bare").save(TrainingState(stages=state.stages), step=1)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"is in group 0 of optimizer 0, and the checkpoint has no options"
+    ):
+        Checkpoints(tmp_path / "bare").load(state)
+
+
+def test_stages_without_numbers_and_wrong_layer_ids_are_clear_errors(tmp_path):
+    stage = nn.Module()
+    stage.blocks = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(CheckpointError, match="module 'language' has 1 stages on this rank without numbers"):
+        Checkpoints(tmp_path).save(TrainingState(stages={"language": [stage]}), step=1)
+    with pytest.raises(CheckpointError, match=r"blocks has 1 layers, and 2 global ids: \[4, 5\]"):
+        whole_names(stage, layers={"blocks": [4, 5]})
+    with pytest.raises(CheckpointError, match="Module has no list of layers 'layers'"):
+        whole_names(stage, layers={"layers": [4]})

@@ -49,9 +49,9 @@ def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> M
     Raises:
         CheckpointError: a rank could not; on every rank.
     """
-    with _alone(group), _told():
+    with _told():
         written: Any = state_dict_saver.save(
-            {}, storage_writer=_Writer(path), planner=planner, process_group=group, no_dist=group is None
+            {}, storage_writer=_Writer(path), planner=planner, process_group=group, no_dist=_alone(group)
         )
     metadata: Metadata = written
     return metadata
@@ -64,10 +64,10 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
         CheckpointError: a rank could not; on every rank.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _alone(group), _told():
+    with _told():
         reader = FileSystemReader(path)
         state_dict_loader.load(
-            tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None
+            tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=_alone(group)
         )
 
 
@@ -85,13 +85,11 @@ def chunks(path: Path, metadata: Metadata, items: list[WriteItem]) -> list[tuple
     return found
 
 
-@contextmanager
-def _alone(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Without a process group torch warns that there is only one process, which is meant."""
-    with warnings.catch_warnings():
-        if group is None:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is only this process. Torch warns of that, which is meant here."""
+    if group is None:  # for good: filters of a block are no affair of threads
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+    return group is None
 
 
 @contextmanager

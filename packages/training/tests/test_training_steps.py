@@ -8,19 +8,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, get_forward_backward_func, stage_places
+from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import cut, tie
 
 from .training_models import WORDS, batch_of, llama
+from .training_parallel import sequence_parallel, sharded, tensor_parallel
 from .training_vlm import VISION, Tower, seen_and_text
 
 MICROBATCHES, ROWS = 5, 2
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
-VARIANTS = ("plain", "tied", "ragged", "checkpointed", "compiled")
+VARIANTS = ("plain", "tied", "ragged", "checkpointed", "compiled", "compiled aot", "frozen")
+SPREAD = {
+    "fsdp": 1,
+    "fsdp tied": 1,
+    "fsdp ragged checkpointed": 1,
+    "fsdp by itself": 1,
+    "tp": 2,
+    "tp tied": 2,
+    "sequence parallel": 2,
+    "fsdp tp": 2,
+    "fsdp tp per microbatch": 2,
+}
+"""Parallel layers and their tp size; ``by itself``: FSDP2 gathers and reduces in each forward and backward."""
 
 
 def layout_for(stages):
@@ -43,49 +57,79 @@ def next_word_loss(batch, output):
     return loss, (labels != -100).sum(), loss.item()
 
 
-def prepared(stage, variant):
-    if variant == "checkpointed":
+def prepared(stage, variant, grid):
+    if "checkpointed" in variant:
         stage.whole.activation_checkpointing_enable({"use_reentrant": False})
-    if variant == "compiled":
+    if "compiled" in variant:
         for name in stage.layers:
-            stage.get_submodule(name).compile(backend="eager")
+            stage.get_submodule(name).compile(backend="aot_eager" if "aot" in variant else "eager")
+    if variant == "frozen":
+        for name in ("model.embed_tokens", "model.layers.0"):
+            if name in dict(stage.named_modules()):
+                stage.get_submodule(name).requires_grad_(False)
+    if "tp" in variant.split() or "parallel" in variant or "fsdp" in variant:
+        mesh = grid.to_device_mesh(["tp", "dp"])
+        if "tp" in variant.split():
+            tensor_parallel(stage, mesh["tp"])
+        if "parallel" in variant:
+            sequence_parallel(stage, mesh["tp"])
+        if "fsdp" in variant:
+            sharded(stage, mesh["dp"])
     return stage
+
+
+def whole_of(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def require_gradients(stages, whole, ties):
     """Of every parameter on this rank those of one process, by the error measure of the house."""
     expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    floor = 1e-3 * norm / len(expected) ** 0.5
+    held = [gradient for gradient in expected.values() if gradient is not None]
+    norm = torch.stack([gradient.norm() for gradient in held]).norm()
+    floor = 1e-3 * norm / len(held) ** 0.5
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            difference = (parameter.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), floor)
-            assert difference < 1e-10, (name, difference.item())
+            if not parameter.requires_grad:
+                assert parameter.grad is None, name
+                continue
+            difference = whole_of(parameter.grad) - expected[name]
+            error = difference.norm() / torch.maximum(expected[name].norm(), floor)
+            assert error < 1e-10, (name, error.item())
     assert {each.name for each in ties} <= set(expected)
 
 
 def require_a_step(ranks, schedule, variant, dp):
-    pp = ranks.world_size // dp
+    tp = SPREAD.get(variant, 1)
+    pp = ranks.world_size // dp // tp
     places = stage_places(schedule, pp)
-    grid = HyperCommGrid([dp, pp], ["dp", "pp"])
-    grid.create_pgs(["dp", "pp"])
+    grid = HyperCommGrid([tp, dp, pp], ["tp", "dp", "pp"])
+    grid.create_pgs(["tp", "dp", "pp"])
     groups = ProcessGroupCollection.from_grid(grid)
     place, lane = grid.coords(dist.get_rank())["pp"], grid.coords(dist.get_rank())["dp"]
     numbers = [stage for stage, where in enumerate(places) if where == place]
-    make = llama(tie_word_embeddings=variant == "tied")
+    make = llama(tie_word_embeddings="tied" in variant)
     torch.manual_seed(3)
-    stages = [prepared(stage.double(), variant) for stage in cut(make, layout_for(len(places)), numbers)]
-    options = {"pipeline_dtype": torch.float64, "calculate_per_token_loss": True, "deadline": 40.0}
-    options["variable_seq_lengths"] = variant == "ragged"
+    stages = [prepared(stage.double(), variant, grid) for stage in cut(make, layout_for(len(places)), numbers)]
+    ragged = "ragged" in variant
     placement = None if len(places) == pp else places
     ties = tie(stages[0].ties, stages, grid, placement=placement)
-    config = PipelineConfig(**options, tied_parameters=ties)
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64,
+        calculate_per_token_loss=True,
+        deadline=40.0,
+        variable_seq_lengths=ragged,
+        tied_parameters=ties,
+        shard=("microbatch" if "microbatch" in variant else "step")
+        if "fsdp" in variant and "itself" not in variant
+        else None,
+        prefetch=0,
+    )
     communicator = MultiModulePipelineCommunicator(
         {"language": grid}, {"language": []}, config, stage_placement={"language": places}
     )
     for stage in stages:
         stage.config = config
-    ragged = variant == "ragged"
 
     def forward_step(batches, stage):
         batch = next(batches)
@@ -101,6 +145,9 @@ def require_a_step(ranks, schedule, variant, dp):
     )
     torch.manual_seed(3)
     whole = make().double()
+    if variant == "frozen":
+        for name in ("model.embed_tokens", "model.layers.0"):
+            whole.get_submodule(name).requires_grad_(False)
     tokens = 0
     for m in range(MICROBATCHES):
         for other in range(dp):
@@ -111,32 +158,40 @@ def require_a_step(ranks, schedule, variant, dp):
             if other == lane and infos:
                 assert infos[m] == pytest.approx(info, rel=1e-12)
     for parameter in whole.parameters():
-        parameter.grad /= tokens
+        if parameter.grad is not None:
+            parameter.grad /= tokens
     require_gradients(stages, whole, ties)
+    norm = torch.stack([p.grad.norm() for p in whole.parameters() if p.grad is not None]).norm()
+    clipped = clip_grad_norm_(nn.ModuleList(stages), groups, 1e9)
+    torch.testing.assert_close(clipped, norm, rtol=1e-10, atol=0.0)
     assert bool(infos) == any(stage.is_last for stage in stages)
     communicator.destroy()
 
 
 REPRESENTATIVE = [
-    ("1f1b", "tied"),
-    ("interleaved_1f1b", "tied"),
-    ("zero_bubble_h1", "ragged"),
-    ("zero_bubble_v", "tied"),
-    ("dualpipe_v", "checkpointed"),
-    ("1f1b", "compiled"),
+    ("1f1b", "tied", 2),
+    ("interleaved_1f1b", "tied", 2),
+    ("zero_bubble_h1", "ragged", 2),
+    ("zero_bubble_v", "tied", 2),
+    ("dualpipe_v", "checkpointed", 2),
+    ("1f1b", "compiled", 2),
+    ("zero_bubble_v", "compiled", 2),
+    ("zero_bubble_v", "fsdp", 2),
+    ("interleaved_1f1b", "fsdp tied", 2),
+    ("zero_bubble_v", "sequence parallel", 2),  # pp 1, as the next
+    ("interleaved_1f1b", "fsdp tp per microbatch", 2),
 ]
 # Dynamo looks at the gradient of what arrived, which is no leaf of its graph.
 QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-# Backwards in halves raise a typed error for compiled modules.
-WHOLE = ("1f1b", "interleaved_1f1b")
-MATRIX = [(name, variant) for name in SCHEDULES for variant in VARIANTS if variant != "compiled" or name in WHOLE]
+MATRIX = [(name, variant) for name in SCHEDULES for variant in VARIANTS]
+SPREAD_MATRIX = [(name, variant) for name in SCHEDULES for variant in SPREAD]
 
 
 @QUIET
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("schedule", "variant"), REPRESENTATIVE)
-def test_a_step_has_the_gradients_of_one_process(ranks, schedule, variant):
-    require_a_step(ranks, schedule, variant, 2)
+@pytest.mark.parametrize(("schedule", "variant", "dp"), REPRESENTATIVE)
+def test_a_step_has_the_gradients_of_one_process(ranks, schedule, variant, dp):
+    require_a_step(ranks, schedule, variant, dp)
 
 
 @QUIET
@@ -145,6 +200,14 @@ def test_a_step_has_the_gradients_of_one_process(ranks, schedule, variant):
 @pytest.mark.parametrize(("schedule", "variant"), MATRIX)
 def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule, variant):
     require_a_step(ranks, schedule, variant, ranks.world_size // 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize(("schedule", "variant"), SPREAD_MATRIX)
+def test_every_schedule_of_spread_layers_has_the_gradients_of_one_process(ranks, schedule, variant):
+    """pp 2; with tp 2, dp 1 on four ranks and dp 2 on eight, without it dp 2 and dp 4."""
+    require_a_step(ranks, schedule, variant, ranks.world_size // 2 // SPREAD[variant])
 
 
 def after_image(batch, output):

@@ -16,8 +16,6 @@ def shell_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> 
     """The model with the parts of ``stage``; own parts are shared with ``model``, which is not changed."""
     shell = _part(model, "", assignment, stage, run)
     held = assignment.held(stage)
-    if held and stage < assignment.num_stages - 1:
-        shell.get_submodule(held[-1]).register_forward_hook(_leaving(run))
     if held and held[0] == assignment.layers[0]:
         shell.get_submodule(held[0]).register_forward_pre_hook(_entering(run), with_kwargs=True)
     return shell
@@ -48,14 +46,6 @@ def _part(part: nn.Module, path: str, assignment: Assignment, stage: int, run: R
 
 def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _leaving(run: Run) -> Any:
-    def hook(layer: nn.Module, args: Any, result: Any) -> None:
-        del layer, args
-        run.left = result
-
-    return hook
 
 
 def _entering(run: Run) -> Any:

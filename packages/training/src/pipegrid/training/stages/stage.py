@@ -243,6 +243,7 @@ class _Flow:
         self.whole, self.before, self.after, self.encoders, self.last = whole, before, after, encoders, last
         self.accepted = tuple(inspect.signature(whole.forward).parameters)
         self.empty = before == after and not last and next(whole.parameters(), None) is None
+        self.leaves: nn.Module | None = None  # the last layer, until its first forward
 
     @classmethod
     def of(cls, whole: nn.Module, assignment: Assignment, number: int) -> _Flow:
@@ -256,6 +257,8 @@ class _Flow:
             encoders=encoders,
             last=number == assignment.num_stages - 1,
         )
+        if assignment.held(number) and not flow.last:
+            flow.leaves = whole.get_submodule(assignment.held(number)[-1])
         if encoders and "encoder_outputs" not in flow.accepted:
             raise CutError(
                 f"{type(whole).__name__} has an encoder and a decoder, and its forward takes no encoder_outputs; "
@@ -267,6 +270,9 @@ class _Flow:
         """Run the model's forward over the parts of the stage."""
         if self.empty:
             return received
+        if self.leaves is not None:  # registered this late, the hook sees what those of parallel layers have made
+            self.leaves.register_forward_hook(_leaving(run))
+            self.leaves = None
         run.received, run.entered, run.left = received, False, None
         encoded = None
         if received is not None:
@@ -309,6 +315,14 @@ class _Flow:
                 kwargs.pop(f"{prefix}{name}", None)
             kwargs[f"{prefix}inputs_embeds"] = run.hidden().detach()
         return encoded
+
+
+def _leaving(run: Run) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(layer: nn.Module, args: Any, result: Any) -> None:
+        del layer, args
+        run.left = result
+
+    return hook
 
 
 class _Encoded:

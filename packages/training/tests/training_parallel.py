@@ -1,0 +1,67 @@
+"""How a training script spreads the layers of a stage over ranks: FSDP2, tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+def tensor_parallel(stage, mesh):
+    """The projections of each layer are cut by columns, those after them by rows."""
+    plan = {
+        **{f"self_attn.{name}": ColwiseParallel() for name in ATTENTION},
+        **{f"mlp.{name}": ColwiseParallel() for name in MLP},
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for name in stage.layers:
+        parallelize_module(stage.get_submodule(name), mesh, plan)
+
+
+def sequence_parallel(stage, mesh):
+    """The same, with residuals and norms on parts of the sequence; whole between layers."""
+    gathered = {
+        "input_kwarg_layouts": {"hidden_states": Shard(1)},
+        "desired_input_kwarg_layouts": {"hidden_states": Replicate()},
+    }
+    plan = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(**gathered),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"self_attn.{name}": ColwiseParallel() for name in ATTENTION},
+        **{f"mlp.{name}": ColwiseParallel() for name in MLP},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for name in stage.layers:
+        layer = stage.get_submodule(name)
+        parallelize_module(layer, mesh, plan)
+        whole = PrepareModuleInputOutput(
+            input_layouts=(Replicate(),),
+            desired_input_layouts=(Shard(1),),
+            use_local_input=True,
+            output_layouts=(Shard(1),),
+            desired_output_layouts=(Replicate(),),
+        )
+        parallelize_module(layer, mesh, whole)
+
+
+def sharded(stage, mesh):
+    """Each layer, and the rest of the stage, over its data lanes; tied parameters stay whole."""
+    tied = {
+        stage.get_parameter(name) for tie in stage.ties for name in tie.names if name in dict(stage.named_parameters())
+    }
+    for name in stage.layers:
+        fully_shard(stage.get_submodule(name), mesh=mesh)
+    fully_shard(stage, mesh=mesh, ignored_params=tied)

@@ -13,6 +13,7 @@ NAMES = {
     "Checkpoints",
     "CorruptCheckpointError",
     "CutError",
+    "DropoutMasks",
     "GenerationError",
     "LoadedCheckpoint",
     "Names",

@@ -231,3 +231,14 @@ def test_a_part_registered_before_the_layers_and_run_after_them_is_named_in_the_
     stage = cut(NormFirst, "Et|ttL", 1, names=Names("blocks", embedding=("position",), head=("scale", "out")))
     stage.set_input_tensor([torch.randn(2, 5, 6)])
     assert stage(torch.zeros(2, 5, dtype=torch.long))["logits"].isfinite().all()
+
+
+def test_what_a_stage_sends_is_what_its_last_layer_returned_after_all_its_hooks():
+    """Such as those of parallelize_module, which gathers a sequence there; they are registered after the cut."""
+    torch.manual_seed(0)
+    plain, hooked = (cut(llama()(), "Ett|ttL", 0) for _ in range(2))
+    hooked.load_state_dict(plain.state_dict())
+    hooked.get_submodule(hooked.layers[-1]).register_forward_hook(lambda layer, args, result: result * 2)
+    batch = batch_of("llama")
+    assert torch.equal(hooked(**batch), plain(**batch) * 2)
+    assert torch.equal(hooked(**batch), plain(**batch) * 2)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from pipegrid.training.generation import Sampling, generate
     from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, Attempt, RestartError, attempt_store, stop_restarts
-    from pipegrid.training.stages import Names, Stage, Tie, cut, tie, ties_of
+    from pipegrid.training.stages import DropoutMasks, Names, Stage, Tie, cut, tie, ties_of
 
 __all__ = [
     "NO_PROGRESS",
@@ -35,6 +35,7 @@ __all__ = [
     "Checkpoints",
     "CorruptCheckpointError",
     "CutError",
+    "DropoutMasks",
     "GenerationError",
     "LoadedCheckpoint",
     "Names",
@@ -58,7 +59,7 @@ _LAZY = {
     "checkpoint": "Checkpoints LoadedCheckpoint TrainingState export_safetensors load_safetensors whole_names",
     "generation": "Sampling generate",
     "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
-    "stages": "Names Stage Tie cut tie ties_of",
+    "stages": "DropoutMasks Names Stage Tie cut tie ties_of",
 }
 
 __getattr__, __dir__ = lazy_names(

@@ -1,0 +1,106 @@
+"""Dropout masks that do not depend on the cut.
+
+The generator is seeded before the embedding, before each layer and after the last one, so what a layer draws is the
+same on any stage. Each seed is made from the one before, of which it replaces the number of the layer: inside a
+checkpointed region, which runs again with the generator as it was, seeds are those of the checkpointed microbatch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from attrs import define
+from torch import nn
+
+from pipegrid.topology.fields import Index, checked_fields
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.names import Names, find_names, layers_of
+from pipegrid.training.stages.stage import Stage
+
+_LAYERS_BITS = 16
+
+
+@define(eq=False, field_transformer=checked_fields(CutError))
+class DropoutMasks:
+    """The masks of one process, on any stage: by seed, step, data lane, microbatch and layer.
+
+        masks = DropoutMasks(seed=1, lane=groups.dp.rank())
+        masks.apply(stage)  # every stage of this rank; or a whole model in one process
+        for masks.step in range(steps): ...
+
+    Ranks of one tensor-parallel group draw the same masks.
+
+    Attributes:
+        seed: of the job.
+        lane: the data lane of this rank.
+        step: counted by the script.
+        microbatch: of a whole model, counted by the script; a stage has it from the step functions.
+    """
+
+    seed: Index
+    lane: Index = 0
+    step: Index = 0
+    microbatch: Index = 0
+
+    def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
+        """Seed the forwards of a stage made by `cut`, or of a whole model with one list of layers.
+
+        ``names`` says where the layers of a whole model are; None: by the names that Hugging Face models have.
+
+        Raises:
+            CutError: layers not found, or several lists of them.
+        """
+        if isinstance(model, Stage):
+            layers, before = model.layers, model.assignment.before(model.number)
+        else:
+            lists = (find_names(model) if names is None else names).layers.values()
+            if len(lists) != 1:
+                raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
+            layers, before = layers_of(model, next(iter(lists))), 0
+        for number, layer in enumerate(layers, start=before + 1):
+            model.get_submodule(layer).register_forward_pre_hook(_seeding(number))
+        if layers:
+            model.get_submodule(layers[-1]).register_forward_hook(_seeding(before + len(layers) + 1))
+        forwards = _Forwards(self)
+        model.register_forward_pre_hook(forwards.begin)
+        model.register_forward_hook(forwards.end, always_call=True)
+
+    def base(self, microbatch: int) -> int:
+        """The seed of a microbatch, without the layer."""
+        text = f"{self.seed} {self.step} {self.lane} {microbatch}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") << _LAYERS_BITS
+
+
+class _Forwards:
+    """Seeds a forward at its start, and gives the script's generators back at its end."""
+
+    def __init__(self, masks: DropoutMasks) -> None:
+        self._masks = masks
+        self._states: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def begin(self, model: nn.Module, args: Any) -> None:
+        del args
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._states.append((torch.get_rng_state(), torch.cuda.get_rng_state() if on_cuda else None))
+        microbatch = model.current_microbatch if isinstance(model, Stage) else self._masks.microbatch
+        torch.manual_seed(self._masks.base(microbatch))
+
+    def end(self, model: nn.Module, args: Any, result: Any) -> None:
+        del model, args, result
+        state, of_device = self._states.pop()
+        torch.set_rng_state(state)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device)
+
+
+def _seeding(number: int) -> Any:
+    """A hook that seeds what comes after it: layer ``number`` (from 1), or what is behind the layers."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def seed(layer: nn.Module, *_: Any) -> None:
+        del layer
+        torch.manual_seed((torch.initial_seed() >> _LAYERS_BITS << _LAYERS_BITS) | number)
+
+    return seed

@@ -206,7 +206,6 @@ class Groups:
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, monkeypatch):
     """The last layer's bucket before the first layer's gradient; behind a layer without one, after it."""
-    monkeypatch.setattr(reduce, "BUCKET_BYTES", 1)
     events = []
     start = reduce._Bucket.start
 
@@ -215,7 +214,7 @@ def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, 
         start(bucket)
 
     monkeypatch.setattr(reduce._Bucket, "start", starting)
-    model = Model(layers=3).to(ranks.device)
+    model = Model(PipelineConfig(grad_bucket_bytes=1), layers=3).to(ranks.device)
     model.unused = nn.Linear(2, 2).double().to(ranks.device)
     if main_grad:
         accumulate_in_main_grad(model, dtype=torch.float64)

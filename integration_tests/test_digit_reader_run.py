@@ -58,11 +58,15 @@ def test_what_does_not_fit_is_one_line_and_exit_code_2(arguments, text):
     ("dtype", "arguments"),
     [
         ("float32", []),
-        ("float64", []),
-        ("float64", ["--backend", "fake_nccl"]),
+        pytest.param("float64", [], marks=pytest.mark.nightly),
+        pytest.param("float64", ["--backend", "fake_nccl"], marks=pytest.mark.nightly),
         ("float64", ["--backend", "fake_nccl_serial", "--placement", "mixed", "--schedule", "zero_bubble_h1"]),
-        ("float64", ["--backend", "staged"]),
-        ("float64", ["--images", "dp=1", "--language", "dp=3,pp=1,layout=EttttL", "--batch", "48"]),
+        pytest.param("float64", ["--backend", "staged"], marks=pytest.mark.nightly),
+        pytest.param(
+            "float64",
+            ["--images", "dp=1", "--language", "dp=3,pp=1,layout=EttttL", "--batch", "48"],
+            marks=pytest.mark.nightly,
+        ),
         (
             "float64",
             ["--images", "dp=2", "--language", "pp=3,layout=Et||tttL", "--processes", "5", "--microbatches", "2"],

@@ -358,3 +358,22 @@ def test_a_conftest_that_breaks_on_ranks_only_is_reported(pytester):
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*2 ranks: rank ? died first: exit status 1", "*only on ranks*"])
+
+
+def test_modules_of_the_ini_file_are_imported_before_ranks_are_forked_where_pytest_has_them(pytester):
+    pytester.makeini("[pytest]\nranks_preload = decimal_like never_imported\npythonpath = .\n")
+    pytester.makepyfile(
+        decimal_like="import os\npid = os.getpid()\n",
+        never_imported="raise RuntimeError",
+        test_ranks="""
+        import os
+
+        import pytest
+        import decimal_like
+
+        @pytest.mark.ranks(1)
+        def test_forked_with_it(ranks):
+            assert decimal_like.pid == os.getppid()
+        """,
+    )
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)

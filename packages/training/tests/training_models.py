@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+import transformers.models.llama.modeling_llama  # ranks are forked with it: see conftest.py
 
 WORDS, LENGTH = 50, 7
 _TEXT = {

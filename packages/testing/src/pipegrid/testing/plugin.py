@@ -35,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("ranks_backend", "default of --backend", default="gloo")
     parser.addini("ranks_deadline", "default of --deadline, in seconds", default="60")
     parser.addini("ranks_fake_nccl", "default of --fake-nccl", default="streams")
+    parser.addini(
+        "ranks_preload",
+        "modules that are slow to import: imported once, before ranks are forked, where the pytest process has them",
+        type="args",
+        default=["hypothesis.strategies", "numpy"],
+    )
     parser.addini("ranks_strict_sends", "default of --strict-sends", type="bool", default=False)
 
 

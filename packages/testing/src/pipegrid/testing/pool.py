@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -26,8 +27,6 @@ _M = TypeVar("_M")
 # Importing torch on a busy machine with a cold file cache takes long; a healthy start is a few seconds.
 START_LIMIT = 180.0
 _CLOSE_LIMIT = 10.0
-# Imported before the fork where the pytest process has them: slow to import, often used, harmless to fork.
-_PRELOAD = ("hypothesis.strategies", "numpy")
 
 
 class PoolError(RuntimeError):
@@ -69,8 +68,9 @@ class Worker:
 class Pool:
     """Workers of one pytest session. `take` hands out, `give_back` and `discard` take back."""
 
-    def __init__(self, hello: Hello, *, passthrough: bool) -> None:
+    def __init__(self, hello: Hello, *, passthrough: bool, preload: Sequence[str] = ()) -> None:
         self._hello = hello
+        self._preload = preload
         self._passthrough = passthrough
         self._idle: list[Worker] = []
         self._directory: Path | None = None
@@ -104,7 +104,7 @@ class Pool:
             "control": theirs.fileno(),
             "parent": os.getpid(),
             "directory": str(self._directory),
-            "preload": [name for name in _PRELOAD if name in sys.modules],
+            "preload": [name for name in self._preload if name in sys.modules],
         }
         # One thread per rank: the ranks of a test share the machine's cores.
         environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}

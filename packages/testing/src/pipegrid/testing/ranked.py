@@ -109,7 +109,9 @@ def pool_of(config: pytest.Config) -> Pool:
     pool = config.stash.get(_POOL, None)
     if pool is None:
         # With pytest -s the ranks write where pytest writes.
-        config.stash[_POOL] = pool = Pool(_hello(config), passthrough=config.getoption("capture") == "no")
+        config.stash[_POOL] = pool = Pool(
+            _hello(config), passthrough=config.getoption("capture") == "no", preload=config.getini("ranks_preload")
+        )
     return pool
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pipegrid.schedules import Costs, recording_from_json, simulate
+
 TRAIN = Path(__file__).parents[1] / "docs" / "examples" / "digit_reader" / "train.py"
 
 
@@ -92,7 +94,10 @@ def test_a_short_run_writes_its_files_and_plain_lines(tmp_path, arguments):
     assert "step 6/6  loss " in done.stdout
     assert "exact match on" in done.stdout
     assert "\x1b" not in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "metrics.jsonl", "timeline.json", "timeline.svg"}
+    files = {"loss.png", "metrics.jsonl", "recording.json", "timeline.json", "timeline.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    recording = recording_from_json((tmp_path / "recording.json").read_text())
+    assert simulate(recording.plan, Costs.from_recording(recording)).makespan > 0
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 6
     assert 0.0 <= last["bubble"] < 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,10 @@ from digit_reader.modules import IMAGES, LANGUAGE
 from digit_reader.vocabulary import TEXT_LENGTH
 from digit_reader.words import spell
 from pipegrid.schedules import (
-    ActionKind,
     Costs,
     Recording,
     position_of,
+    recording_to_json,
     simulate,
     timeline,
     write_perfetto,
@@ -96,7 +95,8 @@ class Metrics:
 def write_timelines(job: Job) -> list[str]:
     """Draw the last step as it was measured and, above it, as planned with the measured costs.
 
-    Every rank calls it; the last one writes ``timeline.svg`` and ``timeline.json`` and returns their names.
+    Every rank calls it; the last one writes ``timeline.svg``, ``timeline.json`` and ``recording.json`` (for
+    `planner what-if`), and returns their names.
     """
     track = job.recorder.track(job.plan, rank=dist.get_rank(), position=position_of(job.plan, job.stages))
     tracks = [track] * dist.get_world_size()
@@ -104,33 +104,14 @@ def write_timelines(job: Job) -> list[str]:
     if dist.get_rank() != job.teller:
         return []
     recording = Recording(job.plan, tracks)
-    planned = timeline(simulate(job.plan, measured_costs(recording)), unit="s", title="planned, with measured costs")
+    simulation = simulate(job.plan, Costs.from_recording(recording))
+    planned = timeline(simulation, unit="s", title="planned, with measured costs")
     measured = timeline(recording, title="measured, last step")
     job.options.out.mkdir(parents=True, exist_ok=True)
     write_svg([planned, measured], job.options.out / "timeline.svg")
     write_perfetto([planned, measured], job.options.out / "timeline.json")
-    return ["timeline.svg", "timeline.json"]
-
-
-def measured_costs(recording: Recording) -> Costs:
-    """Per stage the median of what its forwards and its backwards, or the halves of these, took, in seconds."""
-    plan = recording.plan
-    took: dict[tuple[ActionKind, int], list[float]] = {}
-    for track in recording.tracks:
-        actions = list(plan.actions(track.position))
-        for entry in track.actions:
-            action = actions[entry.index]
-            took.setdefault((action.kind, action.stage), []).append(entry.end - entry.start)
-    of_kind = {
-        kind: tuple(_median(took.get((kind, stage))) for stage in range(plan.num_stages))
-        for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
-    }
-    return Costs(F=of_kind[ActionKind.F], B=of_kind[ActionKind.B], I=of_kind[ActionKind.I], W=of_kind[ActionKind.W])
-
-
-def _median(seconds: list[float] | None) -> float:
-    """0 of what a stage never did, and what the simulation will not ask for."""
-    return statistics.median(seconds) if seconds else 0.0
+    (job.options.out / "recording.json").write_text(recording_to_json(recording), encoding="utf-8")
+    return ["timeline.svg", "timeline.json", "recording.json"]
 
 
 def read_aloud(job: Job, unseen: Samples) -> Tensor:

@@ -13,8 +13,8 @@ from digit_reader.encoder import IMAGE_TOKENS
 from digit_reader.vocabulary import TEXT_LENGTH
 from edge_cloud.job import Job, plans
 from edge_cloud.link import Link
-from edge_cloud.reader import LAYOUT, SIZES
-from pipegrid.schedules import ActionKind, Costs, Plan, Recorder
+from edge_cloud.reader import SIZES
+from pipegrid.schedules import Costs, Plan, Recorder, Recording
 
 
 @frozen
@@ -45,22 +45,16 @@ def seconds_on_link(link: Link, microbatches: int, nbytes: int) -> float:
 def measured_costs(job: Job, plan: Plan, microbatches: Sequence[range], link: Link, nbytes: int) -> Costs:
     """Each stage's forward and backward as a step without the link takes them; the link as it is declared.
 
-    Only times leave a rank, and every rank gets the same costs: those of the slowest rank of a stage.
+    Only times leave a rank, and every rank gets the same costs.
     """
     recorder = Recorder()
     job.step(plan, microbatches, recorder=recorder)  # the first step warms up
     job.step(plan, microbatches, recorder=recorder)
-    seconds = torch.zeros(2, len(LAYOUT), dtype=torch.float64)
     track = recorder.track(plan, rank=dist.get_rank(), position=job.communicator.stage)
-    actions = tuple(plan.actions(job.communicator.stage))
-    for recorded in track.actions:
-        action = actions[recorded.index]
-        if action.kind in (ActionKind.F, ActionKind.B):
-            row = 0 if action.kind is ActionKind.F else 1
-            seconds[row, action.stage] += (recorded.end - recorded.start) / len(microbatches)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    forwards, backwards = seconds.tolist()
-    return Costs(F=forwards, B=backwards, latency=link.delay, message=float(nbytes), bandwidth=link.bandwidth)
+    tracks = [track] * dist.get_world_size()
+    dist.all_gather_object(tracks, track)
+    costs = Costs.from_recording(Recording(plan, tracks))
+    return Costs(F=costs.F, B=costs.B, latency=link.delay, message=float(nbytes), bandwidth=link.bandwidth)
 
 
 def measure(job: Job, link: Link, *, microbatches: int, samples: int, rounds: int) -> list[Measured]:

@@ -28,6 +28,7 @@ def test_a_script_is_valid_shell_documented_and_bounded(script):
     [
         ("1_facts.sh", "exchange 4 of 1 MB"),
         ("2_transport.sh", "test_two_ranks_over_nccl"),
+        pytest.param("4_ratios.sh", "overlap/after", marks=pytest.mark.nightly),
         ("5_one_rank.sh", "split backwards (ZB-H1)"),
         ("6_trace.sh", "1f1b-rank-1.json"),
     ],

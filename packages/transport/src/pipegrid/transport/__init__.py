@@ -36,7 +36,8 @@ from pipegrid.transport.spec import LaneSpec, LaneStats as LaneStats
 if TYPE_CHECKING:
     from pipegrid.transport.communicator import P2PCommunicator
     from pipegrid.transport.lane import Lane as Lane
-    from pipegrid.transport.opening import Lanes as Lanes, open_lanes
+    from pipegrid.transport.lanes import Lanes as Lanes
+    from pipegrid.transport.opening import open_lanes
     from pipegrid.transport.payload import is_single_shape as is_single_shape
 
 __all__ = [
@@ -59,7 +60,7 @@ __getattr__, __dir__ = lazy_names(
     __all__,
     {
         "Lane": "lane",
-        "Lanes": "opening",
+        "Lanes": "lanes",
         "P2PCommunicator": "communicator",
         "is_single_shape": "payload",
         "open_lanes": "opening",

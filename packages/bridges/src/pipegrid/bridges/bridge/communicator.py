@@ -45,7 +45,8 @@ from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.lane import Lane
-from pipegrid.transport.opening import Lanes, open_lanes, resolve_device
+from pipegrid.transport.lanes import Lanes
+from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import new_stream
 

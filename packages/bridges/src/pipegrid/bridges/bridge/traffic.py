@@ -25,7 +25,7 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.handle import Transfer
 from pipegrid.transport.lane import Lane
-from pipegrid.transport.opening import Lanes
+from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.spec import LaneSpec
 
 

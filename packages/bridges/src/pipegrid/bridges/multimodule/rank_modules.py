@@ -11,7 +11,7 @@ from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.reshard import GridLike, dim_stride, place_of
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.opening import Lanes
+from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 

@@ -1,0 +1,216 @@
+"""The lanes that a rank opened together: their batches, the handshake over them, the thread beside them, their end."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any, Self
+
+from pipegrid.topology import control_store, destroy_groups
+from pipegrid.transport.batch import Submitter
+from pipegrid.transport.completion import Completion
+from pipegrid.transport.connection import Connection, End, abort_together, await_aborts, end_together
+from pipegrid.transport.errors import P2PLaneDeadError
+from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
+from pipegrid.transport.lane import Lane
+from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.wait_lock import BackgroundThread
+
+_DROPPED = (
+    ": nothing held the result of open_lanes() (or its communicator) any more, or the process ended; keep it as long "
+    "as its lanes are used, and close() it then"
+)
+_EXIT_SECONDS = 10.0  # for transfers on a device, where the process ends without close()
+_TICK_SECONDS = 0.05
+_STREAMED_TICK_SECONDS = 0.002
+
+
+class Lanes(dict[LaneSpec, Lane]):
+    """The lanes that a rank opened together, by spec. A context manager: `close` at the end."""
+
+    def __init__(self, lanes: Mapping[LaneSpec, Lane], *, submitter: Submitter, groups: Sequence[Any]) -> None:
+        super().__init__(lanes)
+        self._submitter = submitter
+        ends = tuple(lane.completion for lane in self.values())
+        watchers = _watch(ends)
+        self._parts = os.getpid(), ends, _Progress(ends, submitter), watchers, groups
+        self._handshakes: dict[int, PeerHandshake] = {}
+        self._calls = BoundedCalls(ends[0].config.deadline if ends else 1.0)
+        # Also at exit: threads that wait in the backend must not outlive the interpreter.
+        self._finalizer = weakref.finalize(self, _close, *self._parts, _EXIT_SECONDS, _DROPPED)
+
+    def batch(self, *, together: bool = True, by_lane: bool = False) -> AbstractContextManager[None]:
+        """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
+
+        Communicators come in the order of calls; within a shared one, messages come in the order of lanes.
+
+        Args:
+            together: False starts them one after the other, at the end all the same. Ignored in strict mode and on
+                shared communicators, where two ranks that both send first would wait for each other.
+            by_lane: communicators come in the order of lanes, too: for an exchange in which every rank sends and
+                receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays
+                the kernels of several communicators one by one.
+        """
+        return self._submitter.batch(together=together, by_lane=by_lane)
+
+    @property
+    def batches(self) -> bool:
+        """Whether a batch is more than its transfers one by one, in order of calls.
+
+        It is on shared communicators and in strict mode, where two ranks that both send first would wait for each
+        other, and on device groups, where it is one launch.
+        """
+        return self._submitter.batches or any(lane.mover.streams for lane in self.values())
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Start transfers of device groups in the order of calls inside the block: for the execution of a plan.
+
+        A receive whose shapes are not known yet (the first of a lane without agreed shapes, each one in header mode)
+        then holds the host until its header has come. Later transfers would else be launched before it, which gets
+        stuck where a GPU plays the kernels of several communicators one by one. In a plan that `verify` has proved for
+        batches in order, the header comes without this rank's later actions. Over gloo nothing changes.
+        """
+        before = self._submitter.in_order
+        self._submitter.in_order = before or any(lane.mover.streams for lane in self.values())
+        try:
+            yield
+        finally:
+            self._submitter.in_order = before
+
+    def when_started(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when the transfers of this thread so far are started: now, or after the batch that it is in.
+
+        Not at all where the batch raises.
+        """
+        self._submitter.when_started(call)
+
+    def abort(self, reason: str) -> None:
+        """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
+        abort_together([lane.completion for lane in self.values()], reason)
+
+    def neighbours(self, ranks: Iterable[int]) -> Handshake:
+        """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
+
+        On a store of the lanes' own, which takes one connection to the default group's store.
+        """
+        wanted = set(ranks)
+        for lane in self.values():
+            if lane.peer in wanted and lane.peer not in self._handshakes and lane.group is not None:
+                # Both ends know the group by one name, and no other group ever has it.
+                self._handshakes[lane.peer] = PeerHandshake.between(lane.rank, lane.peer, lane.group.group_name)
+        peers = [self._handshakes[rank] for rank in sorted(wanted) if rank in self._handshakes]
+        return Handshake(self._store, peers, self._calls)
+
+    @cached_property
+    def _store(self) -> Any:
+        return self._calls.call("while connecting to it", lambda: control_store("neighbours"))
+
+    def close(self) -> None:
+        """Wait for transfers that are ordered on a device, then end the lanes and free their groups.
+
+        A transfer over gloo that no caller waited for fails. A second call does nothing.
+        """
+        self._close(seconds=math.inf)
+
+    def _close(self, *, seconds: float) -> None:
+        self._calls.end()
+        if self._finalizer.detach() is not None:
+            _close(*self._parts, seconds, "")
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A rank that failed tells the others at once.
+        self._close(seconds=math.inf if kind is None else 0.0)
+
+
+def _watch(ends: Sequence[Completion]) -> list[BackgroundThread]:
+    """A thread per connection of a device group: it sees at once that its peer is gone, as no call waits there."""
+    watchers = []
+    for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
+
+        def watch(connection: Connection = connection) -> None:
+            assert connection.wire is not None
+            try:
+                connection.wire.watch()
+            except RuntimeError as error:
+                for lane in connection.lanes:
+                    lane.explain(error, next(iter(lane.queue), None))
+
+        watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{connection.lanes[0].spec}", daemon=True))
+        watchers[-1].start()
+    return watchers
+
+
+def _close(
+    process: int,
+    ends: Sequence[Completion],
+    progress: _Progress,
+    watchers: Sequence[BackgroundThread],
+    groups: Sequence[Any],
+    seconds: float,
+    why: str,
+) -> None:
+    """End lanes; wait at most ``seconds``, and no longer than the deadline, for transfers that a device has."""
+    if os.getpid() != process:  # a forked child has neither the threads nor the connections
+        return
+    limit = time.monotonic() + min(seconds, max((lane.config.deadline for lane in ends), default=0.0))
+    for lane in ends:
+        lane.drain(limit)
+    progress.stop()
+    texts = [f"lane {lane.spec} was closed on rank {lane.rank}{why}" for lane in ends]
+    end_together(
+        [End(lane, P2PLaneDeadError(text), text) for lane, text in zip(ends, texts, strict=True)], kind="closed"
+    )
+    for lane in ends:
+        lane.join()
+    for watcher in watchers:
+        watcher.join()
+    await_aborts({id(lane.connection): lane.connection for lane in ends}.values())
+    destroy_groups(groups)
+
+
+class _Progress:
+    """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
+
+    def __init__(self, lanes: Sequence[Completion], submit: Submitter) -> None:
+        self._lanes = lanes
+        self._submit = submit
+        self._stopped = False
+        self._tick = _STREAMED_TICK_SECONDS if any(lane.mover.streams for lane in lanes) else _TICK_SECONDS
+        self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        submit = self._submit
+        while not self._stopped:
+            submit.asleep = True
+            if not any(lane.queue for lane in self._lanes):
+                submit.wake.wait()
+            submit.asleep = False
+            submit.wake.clear()
+            time.sleep(self._tick)
+            now = time.monotonic()
+            for lane in self._lanes:
+                if lane.queue:
+                    lane.sweep(now)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped = True
+        self._submit.wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()

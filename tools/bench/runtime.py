@@ -127,16 +127,20 @@ def _run(rank: int, path: str, options: argparse.Namespace, results: Any) -> Non
     if device.type == "cuda":  # ranks share GPUs where there are fewer
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    fake = None
     if options.backend == "fake_nccl":
         from pipegrid.testing.fake_nccl import FakeDevice, register  # pipegrid-testing is needed for this alone
 
-        register(FakeDevice())
+        fake = FakeDevice()
+        register(fake)
     store = FileStore(path, RANKS)
     dist.init_process_group(BACKENDS[options.backend], store=store, rank=rank, world_size=RANKS)
     table = parts(options.quick)
     for name in options.only:
         for row in _rows(options):
             results.put((rank, table[name].measure(row, rank, device)))
+    if fake is not None:
+        fake.close()
     dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ class Fault:
 
     Raises:
         FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place, a
-            rank or an occurrence that is no integer, a time that is no number.
+            rank or an occurrence that is no integer, a time that is not a number.
     """
 
     kind: str

@@ -27,7 +27,7 @@ class RankedFunction(pytest.Function):
         """``item`` as a test on ranks.
 
         Raises:
-            pytest.UsageError: it is no plain test function, or its marks ask for the impossible.
+            pytest.UsageError: it is not a plain test function, or its marks ask for the impossible.
         """
         if type(item) is not pytest.Function:
             raise pytest.UsageError(

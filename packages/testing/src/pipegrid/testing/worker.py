@@ -114,7 +114,7 @@ def _listen(channel: Channel, inbox: queue.SimpleQueue[object]) -> None:
 def argument_for(path: str, directory: Path) -> str:
     """The pytest argument that collects the file ``path`` in a session started in ``directory``.
 
-    An argument of pytest's is no plain path: ``[`` and ``::`` end it. A file with these in its path is collected
+    An argument of pytest's is not a plain path: ``[`` and ``::`` end it. A file with these in its path is collected
     through the nearest directory above it that can be named, from ``directory`` on if that is needed.
     """
     if not any(mark in path for mark in _SPECIAL):

@@ -22,7 +22,7 @@ from pipegrid.testing.ranks import Ranks
 
 # Several ranks on one GPU: an error of NCCL before 2.30, broken before this version (nccl#2257).
 _NCCL_SHARED_GPU = (2, 31, 2)
-# Growth of a worker's descriptors and native threads that is no leak: lazily opened files, a library's own thread.
+# Growth of a worker's descriptors and native threads that is not a leak: lazily opened files, a library's own thread.
 _SLACK = 16
 _LAST_BREATH = 0.5
 # What torch calls the default group's backends. With NCCL on the GPU, gloo serves the CPU tensors: control messages and

@@ -136,7 +136,7 @@ class MultiModulePipelineCommunicator:
     # -- construction -----------------------------------------------------------------------------------
 
     def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-        """What is given by module, whose modules there are."""
+        """Values by module, checked to name modules of the graph."""
         named = {} if given is None else as_mapping(given, what, "modules to values", error=StageError)
         unknown = sorted(set(named) - set(self.module_to_grid_map))
         if unknown:

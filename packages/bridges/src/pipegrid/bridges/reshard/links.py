@@ -101,9 +101,9 @@ class Choice:
     def leads(self, givers: Sequence[int], takers: Sequence[int], nbytes: int, *, backward: bool) -> bool:
         """Whether one of ``givers`` sends all ``nbytes`` to one of ``takers``.
 
-        With links, whatever keeps the busiest link busy for less time; where both take the same, everybody
-        shares, since the completion then moves less. What the completion takes is not counted: it moves about the
-        same bytes either way, inside a side.
+        With links, the way that keeps the busiest link busy for less time; where both take the same, all ranks share,
+        since the completion then moves less. The time of the completion is not counted: it moves about the same bytes
+        either way, inside a side.
         """
         if self.strategy != "auto":
             return self.strategy == "leader"

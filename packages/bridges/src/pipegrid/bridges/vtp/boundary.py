@@ -96,7 +96,7 @@ class VTPBoundary:
         """Raise for a whole tensor whose sequence a side cannot cut.
 
         Raises:
-            ShapeError: there is no such axis, or its extent is no multiple of a side's ranks.
+            ShapeError: there is no such axis, or its extent is not a multiple of a side's ranks.
         """
         if self.source.parts == self.destination.parts == 1:
             return
@@ -136,7 +136,7 @@ def check_sequence(length: int, name: str, parts: int) -> None:
     """Raise unless ``parts`` ranks can share the sequence evenly.
 
     Raises:
-        ShapeError: it is no multiple.
+        ShapeError: it is not a multiple.
     """
     if length % parts:
         raise ShapeError(

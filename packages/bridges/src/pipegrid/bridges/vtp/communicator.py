@@ -45,7 +45,7 @@ class VTPCommunicator:
     What crosses a boundary is held whole by every rank of a side (tensor parallelism) or cut along the sequence
     (sequence parallelism, see `VTPTopology`). Copies share the sending and the receiving: each byte crosses once, and
     the receiving copies complete each other in a group of the boundary's own. That completion starts when the slices
-    have landed, whether or not anybody waits, so that it overlaps the next receive. Sequence parts go straight to the
+    have landed, with or without a waiting rank, so that it overlaps the next receive. Sequence parts go straight to the
     ranks that hold them on the other side.
 
     Two faces, over the same lanes:

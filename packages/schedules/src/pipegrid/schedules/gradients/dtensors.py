@@ -64,7 +64,7 @@ def may_be_partial(parameter: Any) -> bool:
 
 
 def partial_groups(gradient: Any) -> list[dist.ProcessGroup]:
-    """The groups to sum a DTensor's local parts over, by mesh dim; empty where it is no partial sum."""
+    """The groups to sum a DTensor's local parts over, by mesh dim; empty where it is not a partial sum."""
     if not is_dtensor(gradient):
         return []
     mesh = gradient.device_mesh

@@ -39,7 +39,7 @@ def collection_of(collections: Any, name: str) -> Any:
     """The process groups of module ``name``: one collection serves all modules, or there is one per module.
 
     Raises:
-        GradientError: there are several, but none for this module; or ``collections`` is no collection.
+        GradientError: there are several, but none for this module; or ``collections`` is not a collection.
     """
     by_name = collections_by_name(collections)
     if by_name is None:

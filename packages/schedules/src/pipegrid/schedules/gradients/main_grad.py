@@ -33,7 +33,7 @@ def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules with their names; an empty name where they have none.
 
     Raises:
-        StepArgumentError: something that is no module.
+        StepArgumentError: a value that is not a module.
     """
     by_name = modules.items() if isinstance(modules, Mapping) else [("", modules)]
     for name, stages in by_name:

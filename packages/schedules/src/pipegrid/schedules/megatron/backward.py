@@ -86,7 +86,7 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
         grad_output: of the shape before freeing; None is a one, for an output that always had one element.
 
     Raises:
-        StepArgumentError: an argument is no tensor, the output still has its storage, or the gradient is missing or
+        StepArgumentError: an argument is not a tensor, the output still has its storage, or the gradient is missing or
             has another shape than the output before freeing.
     """
     if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):

@@ -40,7 +40,7 @@ def get_pp_rank_microbatches(
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
 
     Raises:
-        StepArgumentError: one of the sizes is no integer of at least 1.
+        StepArgumentError: one of the sizes is not an integer of at least 1.
     """
     total = num_microbatches * num_model_chunks
     stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
@@ -106,7 +106,7 @@ def get_schedule_table(
     The last group is shorter where N does not divide the number of microbatches.
 
     Raises:
-        StepArgumentError: one of the sizes is no integer of at least 1.
+        StepArgumentError: one of the sizes is not an integer of at least 1.
     """
     table: list[tuple[int, int]] = []
     for start in range(0, num_microbatches, microbatch_group_size_per_vp_stage):
@@ -170,8 +170,8 @@ def get_tensor_shapes(
         cp_group: likewise.
 
     Raises:
-        StepArgumentError: a size is no integer of at least 1 (unchecked where lengths vary), or the sequence does not
-            divide over the ranks that share it.
+        StepArgumentError: a size is not an integer of at least 1 (unchecked where lengths vary), or the sequence does
+            not divide over the ranks that share it.
     """
     if getattr(config, "variable_seq_lengths", False):
         return [()]

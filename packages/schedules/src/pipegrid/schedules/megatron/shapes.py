@@ -149,7 +149,7 @@ def expected_shape(
     where both have a length.
 
     Raises:
-        StepArgumentError: one of the sizes is no integer of at least 1.
+        StepArgumentError: one of the sizes is not an integer of at least 1.
     """
     hidden_size = option(config, "hidden_size")
     fixed = getattr(config, "variable_seq_lengths", None) is False and option(config, "shapes") in (None, *_FIXED)

@@ -35,8 +35,8 @@ def get_forward_backward_func(
     ``"zero_bubble_v"``, needs no sizes: see `forward_backward_with_schedule`.
 
     Raises:
-        StepArgumentError: no pipeline size (there is no global parallel state), a size that is no integer of at least
-            1, or chunks without a pipeline.
+        StepArgumentError: no pipeline size (there is no global parallel state), a size that is not an integer of at
+            least 1, or chunks without a pipeline.
         PlanError: no schedule has that name.
     """
     if schedule is not None:
@@ -153,7 +153,7 @@ def forward_backward_pipelining_without_interleaving(
         StepArgumentError: no communicator, chunks, an argument without effect, or models of other modules than this
             rank's.
         ReductionError: these groups and options do not give correct gradients; nothing was sent.
-        GradientError: ``pg_collection`` is no collection of process groups.
+        GradientError: ``pg_collection`` is not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
     if p2p_communicator is None:

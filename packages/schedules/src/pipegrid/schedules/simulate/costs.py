@@ -312,7 +312,7 @@ def costs_from_json(text: str) -> Costs:
     one edge each.
 
     Raises:
-        CostsError: no JSON object, a key that is no field, or a value that is no cost.
+        CostsError: not a JSON object, an unknown key, or a value that is not a cost.
     """
     try:
         data = load_json(text)

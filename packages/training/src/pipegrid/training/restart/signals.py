@@ -82,7 +82,7 @@ class StopSignals:
                 return
         assert self.received is not None
         text = f"stuck after {self.received.name} in a job that has failed: {failure}"
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 -- nobody is left to raise it to
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 -- no caller is left to raise it to
         os._exit(1)
 
 

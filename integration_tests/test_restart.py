@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
 
 from pipegrid.training import NO_PROGRESS, PREEMPTED, Checkpoints, TrainingState
 from pipegrid.training.restart import read_attempts

@@ -72,6 +72,7 @@ class Attempt:
         self._limit = checked(limit, Count, "limit", ValueError)
         seconds = checked(timeout, Seconds | None, "timeout", ValueError)
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
+        self._group: dist.ProcessGroup | None = None
         self._line: AttemptLine | None = None  # on rank 0
         self._signals: StopSignals | None = None
         self._stopped_by = ""
@@ -86,7 +87,6 @@ class Attempt:
         # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
         spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
         self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
-        self._signals = StopSignals(self._failure)
         reason: list[RestartError | None] = [None]
         if dist.get_rank() == 0:
             attempts, now = read_attempts(self.directory), AttemptRecord(launch=launch_name(), restart=restart_count())
@@ -102,8 +102,14 @@ class Attempt:
         return self
 
     def begin(self, step: int) -> int:
-        """Note that the first ``step`` steps are done, as the checkpoint says; returns ``step``."""
+        """Note that the first ``step`` steps are done, as the checkpoint says; returns ``step``.
+
+        From here on signals are requests. Before, SIGTERM ends the process at once: nothing is lost, and torchrun ends
+        ranks so that wait for a dead one to come.
+        """
         self._step = checked(step, Index, "step", ValueError)
+        if self._signals is None:
+            self._signals = StopSignals(self._failure)
         if self._line is not None:
             self._line.update(step=step)
         return step
@@ -150,25 +156,30 @@ class Attempt:
             return
         try:
             if isinstance(error, Exception) and not isinstance(error, _KNOWN) and self._monitor is not None:
-                first = self._monitor.failed(f"{type(error).__name__}: {error}").first
+                first = self._monitor.failed(f"rank {dist.get_rank()}: {type(error).__name__}: {error}").first
                 if first.rank != dist.get_rank():
-                    text = f"rank {first.rank} failed first: {first.text.splitlines()[0]}"
-                    raise JobFailedError(text) from error
+                    raise JobFailedError(f"first failure: {first.text.splitlines()[0]}") from error
         finally:
             self._close(for_good=False)
 
     def _close(self, *, for_good: bool) -> None:
         """End the attempt here; ``for_good`` on all ranks and with torchrun, which is not to start them again."""
-        assert self._signals is not None
-        signalled = self._signals.received is not None
-        self._signals.close(ignore=for_good)
+        signals, self._signals = self._signals, None
+        signalled = signals is not None and signals.received is not None
+        if signals is not None:
+            signals.close(ignore=for_good)
+        elif for_good:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._line is not None:
             self._line.close()
         if for_good:
             dist.barrier(group=self._group)  # all ranks ignore torchrun's SIGTERM before one of them causes it
             if not signalled:  # else the signal was torchrun's own, most likely; a restart would find the record
                 stop_restarts()
-        destroy_groups([self._group])
+        # Without a reference here its connections close, and ranks that wait in it see that this one has left.
+        group, self._group = self._group, None
+        if group is not None:
+            destroy_groups([group])
 
     def _failure(self) -> str | None:
         try:

@@ -1,0 +1,94 @@
+"""An attempt on several ranks: stopping together, the job's first failure on every rank, and its record."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+
+import pytest
+import torch.distributed as dist
+
+from pipegrid.schedules import JobFailedError, Monitor
+from pipegrid.topology import control_store
+from pipegrid.training import NO_PROGRESS, PREEMPTED, Attempt, RestartError
+from pipegrid.training.restart import read_attempts
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        monkeypatch.delenv(name)
+
+
+def shared_directory():
+    """A new directory of the first rank's, known to all."""
+    said = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def watched(ranks, deadline=20.0):
+    return Monitor(
+        control_store("attempt"), rank=dist.get_rank(), ranks=range(ranks.world_size), deadline=deadline, interval=0.1
+    )
+
+
+@pytest.mark.ranks(3)
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks):
+    directory = shared_directory()
+    with Attempt(directory) as attempt:
+        assert attempt.exit_code == 0
+        for step in range(attempt.begin(4) + 1, 100):
+            if (step, dist.get_rank()) == (7, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+                while attempt._signals.received is None:
+                    time.sleep(0.001)
+            if attempt.completed(step):
+                break
+    assert (step, attempt.exit_code) == (7, PREEMPTED)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # it exits by itself now
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    dist.barrier()
+    assert [(one.step, one.end) for one in read_attempts(attempt.directory)] == [(7, "preempted")]
+
+
+@pytest.mark.ranks(3)
+def test_an_exception_outside_of_a_step_is_the_first_failure_on_every_rank(ranks):
+    directory = shared_directory()
+    expected = ValueError if dist.get_rank() == 1 else JobFailedError
+    began = time.monotonic()
+    with (
+        pytest.raises(expected, match="no more samples") as caught,
+        Attempt(directory, monitor=watched(ranks)) as attempt,
+    ):
+        for step in range(attempt.begin(0) + 1, 100):
+            if (step, dist.get_rank()) == (3, 1):
+                raise ValueError("no more samples")
+            attempt.completed(step)
+    if dist.get_rank() != 1:
+        assert "rank 1: ValueError: no more samples" in str(caught.value)
+    assert time.monotonic() - began < 20
+    assert [(one.step, one.end) for one in read_attempts(attempt.directory)] == [(2, "")]
+
+
+@pytest.mark.ranks(2)
+def test_a_restart_without_progress_ends_on_every_rank_before_a_step(ranks, monkeypatch):
+    directory = shared_directory()
+    for restart in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        dist.barrier()
+        try:
+            with Attempt(directory) as attempt:
+                attempt.completed(attempt.begin(8))
+                raise OSError("a disk is full")
+        except RestartError as error:
+            assert restart == 2
+            assert error.exit_code == NO_PROGRESS
+            assert "failed at step 9 in 2 attempts" in str(error)
+        except OSError:
+            assert restart < 2
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    dist.barrier()
+    assert [(one.restart, one.step) for one in read_attempts(attempt.directory)] == [(0, 8), (1, 8)]

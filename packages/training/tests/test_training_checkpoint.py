@@ -255,6 +255,17 @@ def test_leftovers_of_dead_saves_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "save-0001-step-00000001"]
 
 
+def test_a_checkpoint_that_lost_its_manifest_is_none_and_does_not_stop_a_save(tmp_path):
+    state, *_ = made(ONE)
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(state, step=step)
+    (tmp_path / "save-0002-step-00000002" / "manifest.json").unlink()
+    assert checkpoints.load(state).step == 1
+    checkpoints.save(state, step=2)
+    assert checkpoints.steps() == [2, 1]
+
+
 def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path):
     state, stages, optimizer = made(ONE)
     train(stages, optimizer, 1)

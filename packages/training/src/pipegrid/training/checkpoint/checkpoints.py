@@ -30,7 +30,8 @@ _AT_EXIT = 5.0  # seconds that a process which ends waits for its last save
 class Checkpoints:
     """The checkpoints of a run, in a directory that all its ranks share.
 
-    Every rank makes one, and calls `save`, `wait`, `load` and `close` when the others do.
+    Every rank makes one, and calls `save`, `wait`, `load` and `close` when the others do. One job at a time uses a
+    directory.
 
     Args:
         directory: of this run; made where it does not exist. Leftovers of saves that did not end are removed.
@@ -38,7 +39,7 @@ class Checkpoints:
         replicas: ``"equal"`` compares what several ranks hold of one tensor before it is stored once: copies that have
             drifted apart, and plain tensors that are shards, are errors. ``"first"`` stores the lowest rank's copy.
         group: the ranks of the job; None is all ranks, or one process without a process group.
-        timeout: for ranks to wait for each other.
+        timeout: for ranks to wait for each other, while the slowest writes its part.
 
     Raises:
         CheckpointError: the directory cannot be used, or ranks differ in ``keep`` or ``replicas``.

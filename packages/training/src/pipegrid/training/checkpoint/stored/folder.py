@@ -59,7 +59,8 @@ def publish(aside: Path, step: int) -> Path:
     """Switch a whole checkpoint from aside into its place."""
     sync(aside)
     directory = aside.parent
-    number = max((saved.number for saved in saved_in(directory)), default=0) + 1
+    matches = (_SAVED.fullmatch(other.name) for other in directory.iterdir())
+    number = max((int(match[1]) for match in matches if match is not None), default=0) + 1
     path = directory / f"save-{number:04}-step-{step:08}"
     aside.rename(path)
     sync(directory)

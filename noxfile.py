@@ -211,7 +211,7 @@ def train(session: nox.Session) -> None:
 @nox.session
 def example(session: nox.Session) -> None:
     """Run an example by its folder's name: `nox -s example -- edge_cloud`. Its own options go after the name."""
-    install(session, ALL, "rich", "scikit-learn")
+    install(session, ALL, "rich", "scikit-learn", "transformers", "safetensors")
     name, *options = session.posargs or [""]
     script = ROOT / "docs" / "examples" / name / "run.py"
     if not script.is_file():

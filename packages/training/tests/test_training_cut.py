@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from pipegrid.training import CutError, Names, cut
@@ -242,3 +243,34 @@ def test_what_a_stage_sends_is_what_its_last_layer_returned_after_all_its_hooks(
     batch = batch_of("llama")
     assert torch.equal(hooked(**batch), plain(**batch) * 2)
     assert torch.equal(hooked(**batch), plain(**batch) * 2)
+
+
+def test_parts_that_another_module_runs_are_on_no_stage():
+    """The text model of a composite one: its stages have nothing of the vision tower, and the names of the whole."""
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
+        ),
+        text_config=transformers.LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+        ),
+        image_token_index=3,
+    )
+
+    def make():
+        torch.manual_seed(1)
+        return transformers.LlavaForConditionalGeneration(config)
+
+    whole = make()
+    tower = ("model.vision_tower", "model.multi_modal_projector")
+    stages = cut(make, "Et|tL", [0, 1], names=Names("model.language_model.layers", elsewhere=tower))
+    held = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(held) == sorted(name for name, _ in whole.named_parameters() if not name.startswith(tower))
+    ids = torch.randint(4, 50, (2, 5))
+    stages[0](ids)
+    stages[1].set_input_tensor([stages[0](ids)])
+    assert torch.equal(stages[1](ids).logits, whole(input_ids=ids).logits)
+    with pytest.raises(
+        CutError, match="has 'model.tower', under which LlavaForConditionalGeneration has no parameters"
+    ):
+        cut(make, "Et|tL", 0, names=Names("model.language_model.layers", elsewhere=("model.tower",)))

@@ -154,7 +154,7 @@ def test_an_encoder_gives_its_images_once(ranks):
     }
     name = "vision" if ranks.rank < 2 else "language"
     grids[name].create_pgs(["dp", "pp"])
-    config = PipelineConfig(deadline=60.0, variable_seq_lengths=True, pipeline_dtype=torch.float64)
+    config = PipelineConfig(deadline=60.0, variable_seq_lengths=True, calculate_per_token_loss=True)
     communicator = MultiModulePipelineCommunicator(grids, {"vision": ["language"]}, config)
     torch.manual_seed(5)
     tower, language = Tower().double(), language_with(5).double()

@@ -11,6 +11,7 @@ from pipegrid.training.errors import (
     CorruptCheckpointError,
     CutError,
     GenerationError,
+    SpreadError,
 )
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         whole_names,
     )
     from pipegrid.training.generation import Sampling, generate
+    from pipegrid.training.ragged import Spread, spread
     from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, Attempt, RestartError, attempt_store, stop_restarts
     from pipegrid.training.stages import DropoutMasks, Names, Stage, Tie, cut, tie, ties_of
 
@@ -41,6 +43,8 @@ __all__ = [
     "Names",
     "RestartError",
     "Sampling",
+    "Spread",
+    "SpreadError",
     "Stage",
     "Tie",
     "TrainingState",
@@ -49,6 +53,7 @@ __all__ = [
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "spread",
     "stop_restarts",
     "tie",
     "ties_of",
@@ -58,6 +63,7 @@ __all__ = [
 _LAZY = {
     "checkpoint": "Checkpoints LoadedCheckpoint TrainingState export_safetensors load_safetensors whole_names",
     "generation": "Sampling generate",
+    "ragged": "Spread spread",
     "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
     "stages": "DropoutMasks Names Stage Tie cut tie ties_of",
 }

@@ -21,3 +21,7 @@ class CheckpointMismatchError(CheckpointError):
 
 class GenerationError(ValueError):
     """Tokens that cannot be generated: fixed shapes, a model without a cache, or an argument of another kind."""
+
+
+class SpreadError(ValueError):
+    """Samples that cannot be spread so: fewer than parts, or costs that are no amounts."""

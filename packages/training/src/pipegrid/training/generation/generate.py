@@ -75,7 +75,7 @@ def generate(
             "generate() sends prompts and single tokens, whose shapes differ, over lanes with fixed shapes; open the "
             "communicator with variable_seq_lengths=True"
         )
-    own = _stages_of(model, name, several=several)
+    own = _stages_of(model, name, p2p_communicator)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     step = get_forward_backward_func(schedule=schedule)
     with _remembering(own, num_microbatches), _evaluating(model):
@@ -85,6 +85,7 @@ def generate(
             model=model,
             num_microbatches=num_microbatches,
             forward_only=True,
+            collect_non_loss_data=True,
             p2p_communicator=p2p_communicator,
             pg_collection=pg_collection,
         )
@@ -107,6 +108,7 @@ def generate(
                     model=list(own),
                     num_microbatches=num_microbatches,
                     forward_only=True,
+                    collect_non_loss_data=True,
                     p2p_communicator=part,
                 )
             )
@@ -118,15 +120,12 @@ def deadline_of(communicator: Any) -> float:
     return float(getattr(communicator.config, "deadline", None) or 300.0)
 
 
-def _stages_of(model: Any, name: str, *, several: bool) -> list[Stage]:
+def _stages_of(model: Any, name: str, communicator: Any) -> list[Stage]:
     """This rank's stages of the module that writes; none on ranks of others."""
-    if several:
-        held = model.get(name) if isinstance(model, Mapping) else model
-        others = not isinstance(model, Mapping) and getattr(_first(model), "module", name) != name
-        if held is None or others:
-            return []
-    else:
-        held = model
+    graph = getattr(communicator, "graph", None)
+    if graph is not None and name not in {graph.module_of(stage)[0] for stage in communicator.stages}:
+        return []
+    held = model[name] if isinstance(model, Mapping) else model
     stages = list(held) if isinstance(held, (list, tuple)) else [held]
     for stage in stages:
         if not isinstance(stage, Stage):
@@ -135,10 +134,6 @@ def _stages_of(model: Any, name: str, *, several: bool) -> list[Stage]:
                 "cut(...) has made"
             )
     return stages
-
-
-def _first(model: Any) -> Any:
-    return model[0] if isinstance(model, (list, tuple)) else model
 
 
 @contextlib.contextmanager
@@ -178,7 +173,7 @@ def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Ca
         output, _ = forward_step_func(batches, stage)
         if stage not in own or not stage.is_last:
             return output, None
-        return output, lambda result: (0.0, result.logits[:, -1].float())
+        return output, lambda result, **_: result.logits[:, -1].float()
 
     return forward_step
 

@@ -12,6 +12,9 @@ from pipegrid.layout import LayerType, LayoutError, PipelineParallelLayerLayout
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.names import ONLY, Names, layers_of
 
+ELSEWHERE = -1
+"""The stage of parameters that another module of the job has."""
+
 _ENDS = (LayerType.embedding, LayerType.loss)
 
 
@@ -99,6 +102,9 @@ def assign(model: nn.Module, layout: PipelineParallelLayerLayout, names: Names) 
             )
     places = _Places(names, tuple(kinds.values()), stage_of_layer, layout)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for part in names.elsewhere:
+        if not any(within(name, [part]) for name in parameters):
+            raise CutError(f"Names(elsewhere=...) has {part!r}, under which {type(model).__name__} has no parameters")
     stage_of_parameter = dict(zip(parameters, places.stages(parameters), strict=True))
     return Assignment(
         len(layout.stages),
@@ -143,7 +149,9 @@ class _Places:
         passed, found = 0, []
         for name in parameters:
             layer = next((layer for layer in self._stage_of_layer if within(name, [layer])), None)
-            if layer is None:
+            if within(name, self._names.elsewhere):
+                found.append(ELSEWHERE)
+            elif layer is None:
                 found.append(self._beside(name, passed))
             else:
                 found.append(self._stage_of_layer[layer])
@@ -188,6 +196,8 @@ def _ties(model: nn.Module, stage_of_parameter: Mapping[str, int]) -> tuple[Tie,
     for aliases in names.values():
         by_stage: dict[int, str] = {}
         for alias in aliases:
+            if stage_of_parameter[alias] == ELSEWHERE:
+                continue
             by_stage.setdefault(stage_of_parameter[alias], alias)
         if len(by_stage) > 1:
             stages = tuple(sorted(by_stage))

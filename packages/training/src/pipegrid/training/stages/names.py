@@ -35,6 +35,8 @@ class Names:
             order in which they run (``{"encoder": "encoder.block", "decoder": "decoder.block"}``).
         embedding: parts that run before a list of layers, and are registered after it.
         head: parts that run after a list of layers, and are registered before it.
+        elsewhere: parts that another module of the job runs (the vision tower of a composite model, if its text model
+            is cut): on no stage; the forward is called with their results.
 
     Submodules registered before the layers run before them, and those registered after run after, unless named here. A
     parameter of a module that holds the layers is always named.
@@ -43,6 +45,7 @@ class Names:
     layers: Mapping[str, str] = field(converter=_by_kind)
     embedding: tuple[Name, ...] = ()
     head: tuple[Name, ...] = ()
+    elsewhere: tuple[Name, ...] = ()
 
 
 TABLE: Final = (

@@ -15,7 +15,7 @@ from pipegrid.schedules.generators.u_shaped import u_shape
 from pipegrid.schedules.generators.v_shaped import dualpipe_v, zero_bubble_v
 from pipegrid.schedules.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from pipegrid.schedules.plan import Plan
-from pipegrid.topology.fields import Count, checked, checked_arguments, shown
+from pipegrid.topology.fields import Count, checked, shown
 
 
 @frozen
@@ -84,8 +84,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 _SYNONYMS = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}
 
 
-@checked_arguments(PlanError)
-def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
+def find_schedule(name: str, num_chunks: int | None = None) -> Schedule:
     """The schedule called ``name``; dashes and capitals do not matter, and ``one_f_one_b`` is ``1f1b``.
 
     With more than one chunk, ``1f1b`` is ``interleaved_1f1b``: 1F1B in chunks.
@@ -93,6 +92,8 @@ def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
     Raises:
         PlanError: no schedule has that name; the names are listed.
     """
+    if num_chunks is not None:
+        checked(num_chunks, Count, "num_chunks", PlanError)
     wanted = str(name).lower().replace("-", "_")
     wanted = _SYNONYMS.get(wanted, wanted)
     if wanted not in SCHEDULES:

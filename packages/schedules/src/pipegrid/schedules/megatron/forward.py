@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,20 +85,17 @@ def forward_step(
     if current_microbatch is not None:
         set_current_microbatch(model, current_microbatch)
     as_list = isinstance(input_tensor, list)
-    set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
-    if set_input_tensor is not None:
-        set_input_tensor(input_tensor if as_list or isinstance(input_tensor, dict) else [input_tensor])
-    elif input_tensor is not None and any(item is not None for item in _values(input_tensor)):
-        raise StepArgumentError(
-            f"{type(model).__name__} has no set_input_tensor(input_tensor), but this stage receives an activation; "
-            "define it (it is called before each forward with the received activation)"
-        )
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
-    with autocast(config, model):
-        result = forward_step_func(data_iterator, model, *extra)
-    output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
-    if is_last_stage and isinstance(output, WithLoss):
-        raise LossError("a last stage returned WithLoss; its loss_func(output) returns the sum of all losses")
+    output, loss_func = run_model(
+        forward_step_func,
+        data_iterator,
+        model,
+        input_tensor,
+        *extra,
+        set_input_tensor=unwrapped_attribute(model, "set_input_tensor"),
+        context=autocast_of(config, model),
+        is_last_stage=is_last_stage,
+    )
     output, num_tokens = forward_step_calc_loss(
         model,
         output,
@@ -114,6 +112,46 @@ def forward_step(
     if as_list and not isinstance(output, list):
         output = [output]
     return output, num_tokens
+
+
+def run_model(
+    forward_step_func: Callable[..., tuple[Any, Callable[[Any], Any]]],
+    data_iterator: Any,
+    model: torch.nn.Module,
+    input_tensor: Any,
+    *extra: Any,
+    set_input_tensor: Callable[[Any], None] | None,
+    context: Callable[[], contextlib.AbstractContextManager[Any]] | None,
+    is_last_stage: bool,
+) -> tuple[Any, Any]:
+    """The output and the loss function of one microbatch; `forward_step` without the loss.
+
+    Args:
+        forward_step_func: as in `forward_step`.
+        data_iterator: likewise.
+        model: likewise.
+        input_tensor: likewise.
+        extra: further arguments of ``forward_step_func``.
+        set_input_tensor: the model's.
+        context: makes the context of the forward; None needs none.
+        is_last_stage: whether the loss function is needed.
+    """
+    if set_input_tensor is not None:
+        set_input_tensor(input_tensor if isinstance(input_tensor, (list, dict)) else [input_tensor])
+    elif input_tensor is not None and any(item is not None for item in _values(input_tensor)):
+        raise StepArgumentError(
+            f"{type(model).__name__} has no set_input_tensor(input_tensor), but this stage receives an activation; "
+            "define it (it is called before each forward with the received activation)"
+        )
+    if context is None:
+        result = forward_step_func(data_iterator, model, *extra)
+    else:
+        with context():
+            result = forward_step_func(data_iterator, model, *extra)
+    output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
+    if is_last_stage and isinstance(output, WithLoss):
+        raise LossError("a last stage returned WithLoss; its loss_func(output) returns the sum of all losses")
+    return output, loss_func
 
 
 def _output_and_loss(result: Any, *, is_last_stage: bool) -> tuple[Any, Any]:
@@ -174,12 +212,11 @@ def forward_step_calc_loss(
     del model
     if is_last_stage is None:
         raise StepArgumentError("is_last_stage is None; pass is_last_stage=True on the stage with the loss")
-    num_tokens = torch.zeros((), dtype=torch.int64)
     if not is_last_stage:
-        return output_tensor, num_tokens
+        return output_tensor, torch.zeros((), dtype=torch.int64)
     if collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
-        return output_tensor, num_tokens
+        return output_tensor, torch.zeros((), dtype=torch.int64)
     result = loss_func(output_tensor)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise LossError(
@@ -187,6 +224,7 @@ def forward_step_calc_loss(
             "any object with collect_non_loss_data=True"
         )
     loss, info = result[0], result[-1]
+    num_tokens = None
     if isinstance(loss, (int, float)) and not torch.is_grad_enabled():  # an evaluation differentiates nothing
         loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -208,7 +246,7 @@ def forward_step_calc_loss(
     else:
         loss = loss * ((cp_group_size or 1) / num_microbatches)
     forward_data_store.append(info)
-    return loss, num_tokens.detach()
+    return loss, torch.zeros((), dtype=torch.int64) if num_tokens is None else num_tokens.detach()
 
 
 def _tokens_per_rank(
@@ -239,16 +277,16 @@ def _tokens(counted: Any) -> torch.Tensor:
     return torch.as_tensor(counted, dtype=torch.int64 if whole else torch.float64).reshape(())
 
 
-def autocast(config: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """The context of one forward of ``model``.
+def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    """What makes the context of each forward of ``model``; None without autocast.
 
     Raises:
         StepArgumentError: as `require_autocast`.
     """
     if not option(config, "enable_autocast"):
-        return contextlib.nullcontext()
+        return None
     device, dtype = require_autocast(config, model)
-    return torch.autocast(device, dtype=dtype)
+    return partial(torch.autocast, device, dtype=dtype)
 
 
 def require_autocast(config: Any, model: torch.nn.Module) -> tuple[str, torch.dtype | None]:

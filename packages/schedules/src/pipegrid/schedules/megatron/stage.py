@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,9 +11,15 @@ from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import LossError, StageOutputError
-from pipegrid.schedules.megatron.config import option
+from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step
-from pipegrid.schedules.megatron.forward import WithLoss, forward_step, numbered_modules
+from pipegrid.schedules.megatron.forward import (
+    WithLoss,
+    autocast_of,
+    forward_step_calc_loss,
+    numbered_modules,
+    run_model,
+)
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.runtime import Forwarded
 from pipegrid.transport.edge import Edge
@@ -28,6 +35,10 @@ class StageCall:
         shapes: expected shapes of messages.
         per_token: losses are sums over tokens.
         numbered: modules with a ``current_microbatch``.
+        set_input_tensor: the model's, looked up through wrappers.
+        set_is_first_microbatch: likewise.
+        context: makes the autocast context of each forward, where there is one.
+        partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
     """
 
     forward_step_func: Callable[..., Any]
@@ -43,10 +54,30 @@ class StageCall:
     loss_factor: float = 1.0
     per_token: bool = False
     numbered: tuple[torch.nn.Module, ...] = field(init=False)
+    set_input_tensor: Callable[[Any], None] | None = field(init=False)
+    set_is_first_microbatch: Callable[[], None] | None = field(init=False)
+    context: Callable[[], AbstractContextManager[Any]] | None = field(init=False)
+    partly_checkpointed: int | None = field(init=False)
 
     @numbered.default
     def _numbered(self) -> tuple[torch.nn.Module, ...]:
         return numbered_modules(self.model)
+
+    @set_input_tensor.default
+    def _set_input_tensor(self) -> Any:
+        return unwrapped_attribute(self.model, "set_input_tensor")
+
+    @set_is_first_microbatch.default
+    def _set_is_first_microbatch(self) -> Any:
+        return unwrapped_attribute(self.model, "set_is_first_microbatch")
+
+    @context.default
+    def _context(self) -> Any:
+        return autocast_of(self.config, self.model)
+
+    @partly_checkpointed.default
+    def _partly_checkpointed(self) -> Any:
+        return option(self.config, "num_microbatches_with_partial_activation_checkpoints")
 
 
 @define(eq=False)
@@ -102,29 +133,45 @@ class MegatronStage:
                 call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         for module in call.numbered:
             module.current_microbatch = microbatch  # type: ignore[assignment]
-        output, num_tokens = forward_step(
+        if (
+            microbatch == 0
+            and call.set_is_first_microbatch is not None
+            and check_first_val_step(call.first_val_step, call.forward_only, cond=True)
+        ):
+            call.set_is_first_microbatch()
+        received = self._received(inputs)
+        output, loss_func = run_model(
             call.forward_step_func,
             call.data_iterator,
             call.model,
-            call.num_microbatches,
-            self._received(inputs),
-            self.infos,
-            call.config,
-            1 if call.cp_group is None else call.cp_group.size(),
-            call.collect_non_loss_data,
-            self._checkpoint(call, microbatch),
-            check_first_val_step(call.first_val_step, call.forward_only, microbatch == 0),
-            vp_stage=self.vp_stage,
+            received,
+            *(() if call.partly_checkpointed is None else (self._checkpoint(call.partly_checkpointed, microbatch),)),
+            set_input_tensor=call.set_input_tensor,
+            context=call.context,
             is_last_stage=not self.outgoing,
-            cp_group=call.cp_group,
         )
-        own_loss = None
-        if isinstance(output, WithLoss):
-            output, own_loss = output.output, self._own_loss(call, output.loss, microbatch)
         if self.outgoing:
+            own_loss = None
+            if isinstance(output, WithLoss):
+                output, own_loss = output.output, self._own_loss(call, output.loss, microbatch)
+            if isinstance(received, list) and not isinstance(output, list):
+                output = [output]
             if call.shapes is not None:
                 call.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
             return Forwarded(self._by_edge(output, microbatch), own_loss)
+        output, num_tokens = forward_step_calc_loss(
+            call.model,
+            output,
+            loss_func,
+            call.config,
+            self.vp_stage,
+            call.collect_non_loss_data,
+            call.num_microbatches,
+            self.infos,
+            1 if call.cp_group is None else call.cp_group.size(),
+            is_last_stage=True,
+            cp_group=call.cp_group,
+        )
         if call.per_token:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
         if call.collect_non_loss_data or call.forward_only:
@@ -166,10 +213,7 @@ class MegatronStage:
             )
         return dict.fromkeys(self.outgoing, output[module])
 
-    def _checkpoint(self, call: StageCall, microbatch: int) -> bool | None:
+    def _checkpoint(self, partial: int, microbatch: int) -> bool:
         """Whether to checkpoint all activations: False for the first few of each window of forwards in flight."""
-        partial = option(call.config, "num_microbatches_with_partial_activation_checkpoints")
-        if partial is None:
-            return None
         forward = self.forwards[microbatch] if self.forwards else microbatch
         return bool(forward % self.window >= partial)

@@ -20,13 +20,16 @@ def flatten(payload: Any) -> list[torch.Tensor | None]:
     """The tensors of a payload in order, that of dicts being the order of their keys; None for all other leaves."""
     if isinstance(payload, torch.Tensor):
         return [payload]
+    return [None if isinstance(leaf, (int, float)) else leaf for leaf in _leaves(payload)]
+
+
+def _leaves(payload: Any) -> list[Any]:
+    """Tensors, None and numbers."""
     if isinstance(payload, dict):  # made on one rank, and its gradients on another
-        return [leaf for key in sorted(payload, key=str) for leaf in flatten(payload[key])]
+        return [leaf for key in sorted(payload, key=str) for leaf in _leaves(payload[key])]
     if isinstance(payload, (list, tuple)):
-        return [leaf for item in payload for leaf in flatten(item)]
-    if isinstance(payload, Packed):
-        return [payload.tensor]
-    return [None if isinstance(payload, (int, float)) else payload]
+        return [leaf for item in payload for leaf in _leaves(item)]
+    return [payload.tensor if isinstance(payload, Packed) else payload]
 
 
 def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -59,7 +62,7 @@ def tensors_of(name: str, payload: Any) -> list[torch.Tensor | None]:
     Raises:
         StepArgumentError: a part of it is neither a tensor nor None.
     """
-    tensors = flatten(payload)
+    tensors = _leaves(payload)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor | None):
             raise StepArgumentError(

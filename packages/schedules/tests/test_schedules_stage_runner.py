@@ -12,7 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.generators import gpipe, multi_module_1f1b, one_f_one_b, zero_bubble_h1, zero_bubble_v
+from pipegrid.schedules.generators import (
+    gpipe,
+    interleaved_1f1b,
+    multi_module_1f1b,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import Action, ActionKind
@@ -576,3 +583,65 @@ def test_an_output_without_a_graph_may_be_right(payload, network, memory_communi
         ]
     )
     assert (model.weight.grad is not None) == (payload == "one with a graph")
+
+
+# How many sends are under way
+
+
+class Counting:
+    """A communicator whose sends count how many of them no caller has waited for."""
+
+    def __init__(self):
+        self.under_way = self.most = 0
+
+    def isend(self, payload, *, edge, direction):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return self
+
+    def wait(self, timeout=None):
+        self.under_way -= 1
+
+
+class Hearing:
+    def completed(self, action):
+        pass
+
+
+@pytest.mark.parametrize(("elements", "hooks", "most"), [(16, (), 16), (2**15, (), 2), (16, (Hearing(),), 2)])
+def test_two_sends_of_an_edge_are_under_way_or_sixteen_small_ones_that_no_hook_follows(elements, hooks, most):
+    communicator = Counting()
+    queue = SendQueue(Edge(0, 1), Direction.FORWARD, communicator, hooks=hooks)
+    for microbatch in range(40):
+        queue.put(microbatch, torch.zeros(elements))
+        queue.send(microbatch, Action(ActionKind.SEND_F, 0, microbatch, Edge(0, 1)))
+    assert communicator.most == most
+    queue.settle()
+    assert communicator.under_way == 0
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_a_batch_is_one_where_the_communicator_says_that_it_is_more_than_its_messages(
+    batches, network, memory_communicator, in_threads
+):
+    entered = []
+
+    class Batching(memory_communicator):
+        def batch(self):
+            entered.append(self.current_stage)
+            return super().batch()
+
+    Batching.batches = batches
+    plan = lower(interleaved_1f1b(2, 4), receives="late")
+    weights = [torch.ones(WIDTH, requires_grad=True) for _ in range(plan.num_stages)]
+    last = plan.num_stages - 1
+    functions = [
+        lambda m, x=None, stage=stage: (
+            (torch.ones(WIDTH) if x is None else x) * weights[stage] if stage < last else (x * weights[stage]).sum()
+        )
+        for stage in range(plan.num_stages)
+    ]
+    step(plan, functions, network, Batching, in_threads)
+    assert bool(entered) == batches
+    for weight in weights:
+        assert torch.equal(weight.grad, torch.full((WIDTH,), 4.0))

@@ -166,8 +166,7 @@ def tests_torch(session: nox.Session) -> None:
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         session.error(f"give a version of torch after --, such as 2.15.0; got {version!r}")
     constraints = Path(session.virtualenv.location) / "constraints.txt"
-    others = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("torch==")]
-    constraints.write_text("\n".join([*others, f"torch=={version}"]) + "\n")
+    constraints.write_text(re.sub(r"^torch==.*$", f"torch=={version}", CONSTRAINTS.read_text(), flags=re.MULTILINE))
     install(session, ALL, *EVERY_TEST, constraints=constraints)
     session.run("pytest", "-m", "not nightly", "packages", "integration_tests", *options)
 

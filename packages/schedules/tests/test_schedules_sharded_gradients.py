@@ -247,3 +247,32 @@ def test_foreach_operations_are_those_of_torch(ranks):
     value = torch.ones(2)
     all_reduce(value, None)(Waiting())
     assert torch.equal(value, torch.ones(2))
+
+
+@frozen
+class WithExperts(Groups):
+    expt_dp: object = None
+    expt_tp: object = None
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mark", ["allreduce", "expert"])
+def test_experts_are_summed_over_lanes_of_their_own_and_counted_once(ranks, mark):
+    """Four data lanes, two expert-parallel ranks: the expert of a rank has seen the tokens of its pair."""
+    pairs = [dist.new_group(r) for r in ([0, 2], [1, 3])]  # replicas of an expert
+    expert, pair = ranks.rank % 2, ranks.rank // 2
+    groups = WithExperts(dp=dist.group.WORLD, expt_dp=pairs[expert])
+    held = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("dense", "expert")})
+    held["dense"].grad = torch.full((3,), 1.0 + ranks.rank, dtype=torch.float64)
+    held["expert"].grad = torch.full((3,), 10.0 * (1 + expert) + pair, dtype=torch.float64)
+    setattr(held["expert"], mark, mark == "expert")
+    held.to(ranks.device)
+    reduce_gradients(held, groups)
+    assert torch.equal(held["dense"].grad.cpu(), torch.full((3,), (1 + 2 + 3 + 4) / 4, dtype=torch.float64))
+    experts = [(20.0 * (1 + one) + 1) / 4 for one in range(2)]
+    assert torch.equal(held["expert"].grad.cpu(), torch.full((3,), experts[expert], dtype=torch.float64))
+    require_equal_replicas(held, groups)
+    norm = clip_grad_norm_(held, groups, 1e9)
+    assert norm.item() == pytest.approx((3 * (2.5**2 + experts[0] ** 2 + experts[1] ** 2)) ** 0.5, rel=1e-12)
+    with pytest.raises(GradientError, match="is an expert's .* no expt_dp group to sum it over"):
+        reduce_gradients(held, Groups(dp=dist.group.WORLD))

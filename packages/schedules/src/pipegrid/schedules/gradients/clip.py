@@ -15,11 +15,10 @@ from pipegrid.schedules.gradients.lanes import (
     Waiting,
     all_reduce,
     device_of,
-    lanes_group,
+    groups_of,
     ranks_of,
-    tensor_group,
 )
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
 from pipegrid.topology.fields import Rule, checked
 
 
@@ -70,15 +69,12 @@ def clip_grad_norm_(
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)
     gradients: list[torch.Tensor] = []
     counted: list[torch.Tensor] = []
-    groups = {
-        name: (lanes_group(collections, name), tensor_group(collections, name)) for name, _ in named_modules(modules)
-    }
     for name, parameter in parameters_of(modules):
         gradient = accumulated(parameter)
         if gradient is None:
             continue
         gradients.append(local_of(gradient))
-        if _counts(parameter, gradient, *groups[name]) and gradients[-1].numel():
+        if _counts(parameter, gradient, *groups_of(parameter, collections, name)) and gradients[-1].numel():
             counted.append(gradients[-1])
     infinite = math.isinf(norm_type)
     # float64 in between: the sum of powers is then the same to the last float32 bit however it is cut over ranks.

@@ -89,6 +89,33 @@ def tensor_group(collections: Any, name: str) -> dist.ProcessGroup | None:
     return group
 
 
+def is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter is an expert's, with data lanes of its own: by Megatron's mark, or ours."""
+    return getattr(parameter, "allreduce", True) is False or bool(getattr(parameter, "expert", False))
+
+
+def groups_of(
+    parameter: torch.nn.Parameter, collections: Any, name: str
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The data lanes and the tensor-parallel ranks of a parameter: of an expert's those of the expert view.
+
+    Raises:
+        GradientError: an expert's parameter in a module with several data lanes, and no group of the experts' own.
+    """
+    lanes = lanes_group(collections, name)
+    if not is_expert(parameter):
+        return lanes, tensor_group(collections, name)
+    collection = collection_of(collections, name)
+    experts: dist.ProcessGroup | None = getattr(collection, "expt_dp", None)
+    if experts is None and size_of(lanes) > 1:
+        raise GradientError(
+            f"a parameter of shape {tuple(parameter.shape)} in module {name!r} is an expert's (allreduce=False, "
+            "expert), and its collection has no expt_dp group to sum it over: create it in the grid's expert view, "
+            "and name that in ProcessGroupCollection.from_grid(grid, expert_view=...)"
+        )
+    return experts, getattr(collection, "expt_tp", None)
+
+
 def size_of(group: dist.ProcessGroup | None) -> int:
     """The number of ranks of ``group``; None is one rank."""
     return 1 if group is None else group.size()

@@ -25,9 +25,9 @@ from pipegrid.schedules.gradients.lanes import (
     all_reduce,
     collection_of,
     device_of,
+    groups_of,
     lanes_group,
     size_of,
-    tensor_group,
 )
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 from pipegrid.schedules.gradients.reduce import GradientReduction, partial_over_tp
@@ -400,7 +400,8 @@ def require_equal_replicas(
     lanes: dict[dist.ProcessGroup, list[torch.nn.Parameter]] = {}
     for name, parameter in parameters_of(modules):
         whole = not getattr(parameter, "tensor_model_parallel", False)
-        for group in (lanes_group(collections, name), tensor_group(collections, name) if whole else None):
+        own, over_tensor = groups_of(parameter, collections, name)
+        for group in (own, over_tensor if whole else None):
             if group is not None and size_of(group) > 1 and not hasattr(parameter, "device_mesh"):
                 lanes.setdefault(group, []).append(parameter)
     for group, parameters in lanes.items():

@@ -31,10 +31,11 @@ from pipegrid.schedules.gradients.lanes import (
     all_reduce,
     collections_by_name,
     device_of,
+    groups_of,
+    is_expert,
     lanes_group,
     ranks_of,
     size_of,
-    tensor_group,
 )
 from pipegrid.schedules.gradients.main_grad import (
     Modules,
@@ -76,6 +77,10 @@ def reduce_gradients(
     A parameter that is whole on every tensor-parallel rank, but whose gradient is only this rank's part (a norm inside
     sequence parallelism, a gain per head), is summed over tp as well where it is marked: by Megatron's
     ``parameter.sequence_parallel = True``, or by ``parameter.partial_over_tp = True``.
+
+    An expert's parameter (Megatron's ``parameter.allreduce = False``, or ``parameter.expert = True``) has seen the
+    tokens of its expert-parallel ranks, so it is summed over the ``expt_dp`` group of its collection alone, and divided
+    like the others.
 
     DTensors, of any mesh, are reduced by their local shards. Parts of a sum (placement ``Partial``) are summed over
     their mesh and get the parameter's placements. What ``fully_shard`` has spread over the data lanes is reduced
@@ -317,16 +322,18 @@ class GradientReduction:
             held[name].append(parameter)
         buckets: list[_Bucket] = []
         for name, parameters in reversed(held.items()):  # backwards come to the last module, and its last layer, first
-            lanes, tensor = lanes_group(collections, name), tensor_group(collections, name)
+            own_lanes = size_of(lanes_group(collections, name))
             divided = {
                 number: factor
                 for module in modules_of(modules, name)
                 for number, factor in fsdp_divisors(module).items()
             }
             for parameter in parameters:
+                lanes, tensor = groups_of(parameter, collections, name)
                 _require_reducible(parameter, name, lanes, tensor, by_fsdp=id(parameter) in divided)
             for part in _alike(reversed(parameters), bucket_bytes, divided):
                 mark = mark_of(part[0])
+                lanes, tensor = groups_of(part[0], collections, name)
                 by_fsdp = id(part[0]) in divided
                 over_lanes = size_of(lanes) > 1 and not by_fsdp and not (mark is not None and mark.over_lanes)
                 over_tensor = partial_over_tp(part[0]) and size_of(tensor) > 1
@@ -336,7 +343,7 @@ class GradientReduction:
                         part,
                         lanes if over_lanes else None,
                         tensor if over_tensor else None,
-                        size_of(lanes),
+                        own_lanes,
                         (divided[id(part[0])] or size_of(lanes)) if by_fsdp else 1.0,
                     )
                 )
@@ -467,7 +474,7 @@ def _kind(parameter: torch.nn.Parameter, divided: Mapping[int, float | None]) ->
     alone = None if mark_of(parameter) is None else id(parameter)
     by_fsdp = id(parameter) in divided, divided.get(id(parameter))
     partial = partial_over_tp(parameter), may_be_partial(parameter)
-    return accumulation_dtype(parameter), parameter.device, *partial, *by_fsdp, alone
+    return accumulation_dtype(parameter), parameter.device, is_expert(parameter), *partial, *by_fsdp, alone
 
 
 def _require_reducible(

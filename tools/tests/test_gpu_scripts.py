@@ -29,6 +29,7 @@ def test_a_script_is_valid_shell_documented_and_bounded(script):
         ("1_facts.sh", "exchange 4 of 1 MB"),
         ("2_transport.sh", "test_two_ranks_over_nccl"),
         pytest.param("4_ratios.sh", "overlap/after", marks=pytest.mark.nightly),
+        ("3_integration.sh", "3 passed"),
         ("5_one_rank.sh", "split backwards (ZB-H1)"),
         ("6_trace.sh", "1f1b-rank-1.json"),
     ],
@@ -57,3 +58,13 @@ def test_what_is_packed_holds_the_library_under_the_name_that_the_scripts_look_f
         capture_output=True,
     )
     assert (tmp_path / "carried/libnccl.so.2.xz").exists()
+
+
+def test_the_tests_that_the_page_on_gpus_names_exist():
+    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs/concepts/gpus.md").read_text()))
+    files = [path for folder in ("packages/*/tests", "integration_tests") for path in ROOT.glob(f"{folder}/test_*.py")]
+    known = {path.stem for path in files}
+    for path in files:
+        known |= set(re.findall(r"def (test_\w+)\(", path.read_text()))
+    assert len(named) > 20
+    assert named <= known

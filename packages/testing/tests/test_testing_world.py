@@ -1,6 +1,7 @@
 """The device of a rank, on machines with GPUs that this one need not be."""
 
 import ctypes
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ def job(backend, *, rank=0, world_size=2):
         strict_sends=False,
         fake_nccl="streams",
         directory="",
+        largest_world=max(4, world_size),
     )
 
 
@@ -30,6 +32,9 @@ def machine(monkeypatch):
 
     def has(gpus, nccl=(2, 31, 2)):
         chosen = []
+        for name in world._SHARED_GPU_SETTINGS:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
 
         def version(code):
             ctypes.cast(code, ctypes.POINTER(ctypes.c_int))[0] = nccl[0] * 10000 + nccl[1] * 100 + nccl[2]
@@ -62,6 +67,45 @@ def test_an_nccl_that_cannot_share_a_gpu_skips_the_test_with_the_numbers(machine
     assert world.device_of(job("staged", world_size=3)).index == 0
     with pytest.raises(pytest.skip.Exception, match=r"3 ranks on 2 GPUs: NCCL 2\.30\.7 is loaded, .* needs 2\.31\.2"):
         world.device_of(job("nccl", world_size=3))
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [(1, True), (2, True), (4, False), (8, False)])
+def test_ranks_that_share_a_gpu_have_nccls_settings_for_it(machine, gpus, shared):
+    """Also in a test of the session that has a GPU for each rank: NCCL reads them once."""
+    machine(gpus)
+    os.environ["NCCL_MAX_CTAS"] = "2"
+    world.device_of(job("nccl", world_size=1))
+    found = {name: os.environ.get(name) for name in world._SHARED_GPU_SETTINGS}
+    assert found == {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1" if shared else None,
+        "NCCL_NVLS_ENABLE": "0" if shared else None,
+        "NCCL_MAX_CTAS": "2",
+    }
+
+
+def test_an_nccl_inside_of_torch_has_torchs_version(machine, monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    machine(1)
+    monkeypatch.setattr(world.ctypes, "CDLL", missing)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    assert world.nccl_version() == (2, 30, 1)
+
+
+def test_a_gpu_that_a_test_is_the_first_to_use_is_no_leak(monkeypatch):
+    """Else each worker would be replaced after its first test on a GPU, and open it again."""
+    used = iter([False, True, True, True])
+    monkeypatch.setattr(world, "_has_children", lambda: False)
+    monkeypatch.setattr(world, "_held", iter([{"descriptors": 10}]).__next__)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: next(used))
+    first, second = [], []
+    with world.watch_leaks(first):
+        pass
+    monkeypatch.setattr(world, "_held", iter([{"descriptors": 70}, {"descriptors": 130}]).__next__)
+    with world.watch_leaks(second):
+        pass
+    assert (first, second) == ([], ["60 descriptors"])
 
 
 def test_without_a_gpu_staged_is_gloo_on_the_cpu(machine):

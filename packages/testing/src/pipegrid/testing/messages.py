@@ -80,7 +80,8 @@ class Hello:
 class Job:
     """One test on one rank: ``name`` in the file ``path``.
 
-    ``directory`` is shared by the ranks of this test and removed after it.
+    ``directory`` is shared by the ranks of this test and removed after it; ``largest_world`` is the most ranks that any
+    test of the session has.
     """
 
     path: str
@@ -92,6 +93,7 @@ class Job:
     strict_sends: bool
     fake_nccl: str
     directory: str
+    largest_world: int
 
 
 @frozen

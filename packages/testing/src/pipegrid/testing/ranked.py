@@ -68,6 +68,7 @@ class RankedFunction(pytest.Function):
                 strict_sends=settings.strict_sends,
                 fake_nccl=settings.fake_nccl,
                 directory=str(pool.directory()),
+                largest_world=_largest_world(self.session),
             ),
         )
         self._take_over(run)
@@ -92,6 +93,10 @@ class RankedFunction(pytest.Function):
                 if warned not in seen:
                     seen.add(warned)
                     _show(self, warned)
+
+
+def _largest_world(session: pytest.Session) -> int:
+    return max(settings_of(item).world_size for item in session.items if isinstance(item, RankedFunction))
 
 
 def _stand_in(test: Callable[..., object]) -> Callable[[], None]:

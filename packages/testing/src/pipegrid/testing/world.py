@@ -22,6 +22,8 @@ from pipegrid.testing.ranks import Ranks
 
 # Several ranks on one GPU: an error of NCCL before 2.30, broken before this version (nccl#2257).
 _NCCL_SHARED_GPU = (2, 31, 2)
+# What several ranks on one GPU need; NCCL reads it once in each process. An environment that says otherwise is kept.
+_SHARED_GPU_SETTINGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
 # Growth of a worker's descriptors and native threads that is not a leak: lazily opened files, a library's own thread.
 _SLACK = 16
 _LAST_BREATH = 0.5
@@ -79,9 +81,15 @@ def device_of(job: Job) -> torch.device:
         if job.backend == "nccl":
             raise pytest.UsageError("backend 'nccl' needs a GPU and torch sees none; use --backend gloo")
         return torch.device("cpu")
-    if job.backend == "nccl" and job.world_size > count and nccl_version() < _NCCL_SHARED_GPU:
+    if job.backend == "nccl" and job.largest_world > count and nccl_version() >= _NCCL_SHARED_GPU:
+        for name, value in _SHARED_GPU_SETTINGS.items():
+            os.environ.setdefault(name, value)
+    elif job.backend == "nccl" and job.world_size > count:
         shown, needed = (".".join(map(str, version)) for version in (nccl_version(), _NCCL_SHARED_GPU))
-        pytest.skip(f"{job.world_size} ranks on {count} GPUs: NCCL {shown} is loaded, sharing a GPU needs {needed}")
+        pytest.skip(
+            f"{job.world_size} ranks on {count} GPUs: NCCL {shown} is loaded, sharing a GPU needs {needed}; "
+            "preload one, or use --backend staged"
+        )
     device = torch.device("cuda", job.rank % count)
     torch.cuda.set_device(device)
     return device
@@ -90,7 +98,12 @@ def device_of(job: Job) -> torch.device:
 def nccl_version() -> tuple[int, ...]:
     """The version of the NCCL library that is loaded, which a preloaded one is, and not of the one compiled against."""
     code = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:  # a torch with NCCL inside: its own is the only one
+        inside: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return inside
+    library.ncclGetVersion(ctypes.byref(code))
     return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
@@ -101,7 +114,7 @@ def watch_leaks(left: list[str]) -> Iterator[None]:
     That is: child processes, Python threads, and more descriptors or native threads than slack.
     """
     threads = set(threading.enumerate())
-    before = _held()
+    before, on_gpu = _held(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     yield
     new = [thread for thread in threading.enumerate() if thread not in threads]
     for thread in new:
@@ -111,7 +124,11 @@ def watch_leaks(left: list[str]) -> Iterator[None]:
         left.append(f"threads {', '.join(alive)}")
     if _has_children():
         left.append("child processes")
-    left.extend(f"{count - before[what]} {what}" for what, count in _held().items() if count > before[what] + _SLACK)
+    # The first use of a GPU opens it for good: the driver's descriptors and threads are no test's.
+    if on_gpu == torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        left.extend(
+            f"{count - before[what]} {what}" for what, count in _held().items() if count > before[what] + _SLACK
+        )
 
 
 def _has_children() -> bool:

@@ -58,7 +58,7 @@ def run(*arguments, seconds):
 
 
 def test_a_short_run_writes_the_same_in_the_pipeline_and_in_plain_transformers(tmp_path):
-    result = run("--steps", 10, "--microbatches", 2, "--samples", 4, "--unseen", 8, "--out", tmp_path, seconds=240)
+    result = run("--steps", 10, "--microbatches", 2, "--samples", 4, "--unseen", 8, "--out", tmp_path, seconds=500)
     assert result.returncode == 0, result.stderr[-3000:]
     losses = [float(found) for found in re.findall(r"loss per word (\d+\.\d+)", result.stdout)]
     assert losses[-1] < losses[0]

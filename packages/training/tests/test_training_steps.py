@@ -202,6 +202,8 @@ def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule, varian
     require_a_step(ranks, schedule, variant, ranks.world_size // 2)
 
 
+# Of torch's own, where FSDP2 shards a DTensor over one rank.
+@pytest.mark.filterwarnings("ignore:To construct DTensor from torch.Tensor:UserWarning")
 @pytest.mark.nightly
 @pytest.mark.ranks(4, 8)
 @pytest.mark.parametrize(("schedule", "variant"), SPREAD_MATRIX)

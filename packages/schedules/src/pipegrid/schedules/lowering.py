@@ -205,21 +205,27 @@ class _Writer:
         self._computes = computes
         self._done = 0
         self._steps: list[Step] = []
-        self._batch: list[Action] = []  # the one that may still grow
-        self._partners: set[int] = set()
+        self._batch: tuple[Action, ...] = ()  # the one that may still grow
+        self._partners: frozenset[int] = frozenset()
 
-    def exchange(self, before: int, actions: Sequence[Action], partners: frozenset[int]) -> None:
+    def exchange(self, before: int, actions: tuple[Action, ...], partners: frozenset[int]) -> None:
         """Issue ``actions`` with ``before`` computes before them, in the last batch unless it has a partner of theirs.
 
         Two exchanges with one partner stay apart, because that partner does them at different times; so the
         batches of any two positions match one to one.
         """
-        if before == self._done and self._batch and self._partners.isdisjoint(partners):
+        done, batch = self._done, self._batch
+        if before == done and batch and self._partners.isdisjoint(partners):
             self._batch += actions
             self._partners |= partners
             return
-        self._close(before)
-        self._batch, self._partners = [*actions], set(partners)
+        # As `_close`, written out: most of a plan's steps come this way.
+        if batch:
+            self._steps.append(batch[0] if len(batch) == 1 else batch)
+        if before > done:
+            self._steps += self._computes[done:before]
+            self._done = before
+        self._batch, self._partners = actions, partners
 
     def collective(self, before: int, action: Action) -> None:
         """Issue a collective with ``before`` computes before it; it is never part of a batch."""
@@ -228,8 +234,8 @@ class _Writer:
 
     def _close(self, before: int) -> None:
         if self._batch:
-            self._steps.append(self._batch[0] if len(self._batch) == 1 else tuple(self._batch))
-            self._batch = []
+            self._steps.append(self._batch[0] if len(self._batch) == 1 else self._batch)
+            self._batch = ()
         if before > self._done:
             self._steps += self._computes[self._done : before]
             self._done = before

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan.actions import COMPUTES, MESSAGES, Action, ActionKind, parse_action
+from pipegrid.schedules.plan.actions import COMPUTES, MESSAGES, SHARDING, Action, ActionKind, parse_action
 from pipegrid.transport.edge import Direction, Edge
 
 NUMBERS = st.integers(0, 10**9 - 1)
@@ -19,6 +19,8 @@ def actions(draw):
     kind = draw(st.sampled_from(list(ActionKind)))
     if kind in COMPUTES:
         return Action(kind, draw(NUMBERS), draw(NUMBERS))
+    if kind in SHARDING:
+        return Action(kind, draw(NUMBERS))
     if kind is ActionKind.REDUCE:
         return Action(kind, draw(NUMBERS), group=draw(st.none() | NAMES))
     edge = Edge(*sorted(draw(st.lists(NUMBERS, min_size=2, max_size=2, unique=True))))

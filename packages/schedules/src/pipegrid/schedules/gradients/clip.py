@@ -14,11 +14,12 @@ from pipegrid.schedules.gradients.lanes import (
     GradientError,
     Waiting,
     all_reduce,
+    collection_of,
     device_of,
     groups_of,
     ranks_of,
 )
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 from pipegrid.topology.fields import Rule, checked
 
 
@@ -69,6 +70,8 @@ def clip_grad_norm_(
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)
     gradients: list[torch.Tensor] = []
     counted: list[torch.Tensor] = []
+    for name, _ in named_modules(modules):
+        collection_of(collections, name)  # raises on ranks without gradients as well
     for name, parameter in parameters_of(modules):
         gradient = accumulated(parameter)
         if gradient is None:

@@ -262,7 +262,7 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
     writers = [_Writer(own) for own in computes]
     count = plan.num_microbatches
     parties = [[_party(flow, place, writers[place], line, count) for place in flow.parties] for flow in flows]
-    for befores, transfers in _exchanges(_events(line, flows, receives), flows, parties):
+    for (_, *befores), transfers in _exchanges(_events(line, flows, receives), flows, parties):
         number, first = transfers[0]
         flow = flows[number]
         for slot, (before, party) in enumerate(zip(befores, parties[number], strict=False)):
@@ -279,7 +279,7 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
 def _exchanges(
     events: Sequence[_Event], flows: Sequence[EdgeFlow], parties: Sequence[Sequence[_Party]]
 ) -> Iterable[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """Per exchange the number of computes of each party before it, then its flow; and its transfers (flow, microbatch).
+    """Per exchange its flow, then the number of computes of each party before it; and its transfers (flow, microbatch).
 
     All that the same positions exchange between the same computes goes together, at the place of the first;
     a collective is alone. Exchanges come in the order of their places, so those of each position in the order of its
@@ -291,9 +291,9 @@ def _exchanges(
     alone = [flow.group is not None for flow in flows]
     exchanges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for place, _, number, microbatch in events:
-        key = (*[bisect_left(at, place) for at in ats[number]], same[number])
-        if alone[number]:
-            key = (*key, number, microbatch)
+        # Keys that begin with equal parties are of one length, so no two transfers of others have equal keys.
+        befores = [bisect_left(at, place) for at in ats[number]]
+        key = (same[number], *befores, number, microbatch) if alone[number] else (same[number], *befores)
         exchange = exchanges.get(key)
         if exchange is None:
             exchanges[key] = [(number, microbatch)]

@@ -142,7 +142,7 @@ def contract(session: nox.Session) -> None:
     # numpy is for a peer that a benchmark compares with: torch's own pipelining sends objects, which needs it.
     install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis")
     session.run("lint-imports")
-    session.run("pytest", "tools/tests")
+    session.run("pytest", "-m", "not nightly", "tools/tests")
 
 
 @nox.session
@@ -156,7 +156,7 @@ def integration(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The full matrices and fuzzing that are too long for every run."""
     install(session, ALL, *EVERY_TEST)
-    session.run("pytest", "-m", "nightly", "packages", "integration_tests", *session.posargs)
+    session.run("pytest", "-m", "nightly", "packages", "integration_tests", "tools/tests", *session.posargs)
 
 
 @nox.session(name="tests-torch")

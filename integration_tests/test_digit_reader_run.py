@@ -69,9 +69,10 @@ def test_what_does_not_fit_is_one_line_and_exit_code_2(arguments, text):
             ["--images", "dp=1", "--language", "dp=3,pp=1,layout=EttttL", "--batch", "48"],
             marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             "float64",
             ["--images", "dp=2", "--language", "pp=3,layout=Et||tttL", "--processes", "5", "--microbatches", "2"],
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -85,8 +86,10 @@ def test_the_first_steps_gradients_are_those_of_one_process(dtype, arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--placement", "mixed", "--language", "pp=2,vpp=2", "--schedule", "zero_bubble_v"]],
-    ids=["default", "mixed"],
+    [
+        pytest.param([], marks=pytest.mark.nightly, id="default"),
+        pytest.param(["--placement", "mixed", "--language", "pp=2,vpp=2", "--schedule", "zero_bubble_v"], id="mixed"),
+    ],
 )
 def test_a_short_run_writes_its_files_and_plain_lines(tmp_path, arguments):
     done = run("--steps", "6", "--batch", "16", "--microbatches", "2", "--out", str(tmp_path), *arguments)
@@ -128,7 +131,7 @@ def ranks_of(marker):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks through /proc")
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
     with subprocess.Popen(
         command("--steps", "100000", "--out", str(tmp_path)),

@@ -67,6 +67,7 @@ def require_undisturbed(directory, steps):
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_and_a_failed_one_of_two_agents_cost_nothing_but_time(tmp_path):
     """SIGKILL under one torchrun; then, resumed under two torchruns, an exception."""
     codes, said = Launch(restarts=1).run(tmp_path, ["--steps=8", "--faults=kill@6:1"])

@@ -183,8 +183,9 @@ def _require_forward_step(forward_step_func: Any, config: Any) -> None:
         )
     partial = "num_microbatches_with_partial_activation_checkpoints"
     arguments = (None, None) if checked_option(config, partial) is None else (None, None, True)
+    function = getattr(forward_step_func, "__func__", forward_step_func)  # a bound method is a new object each time
     with contextlib.suppress(TypeError):  # a callable without weak references
-        if _FITTING.get(forward_step_func) == len(arguments):
+        if _FITTING.get(function) == len(arguments):
             return
     try:
         signature = inspect.signature(forward_step_func)
@@ -204,7 +205,7 @@ def _require_forward_step(forward_step_func: Any, config: Any) -> None:
             "checkpoint_activations_microbatch, or unset the option"
         ) from None
     with contextlib.suppress(TypeError):
-        _FITTING[forward_step_func] = len(arguments)
+        _FITTING[function] = len(arguments)
 
 
 def require_one_config(models: Mapping[int, Any]) -> None:

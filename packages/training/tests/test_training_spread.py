@@ -1,4 +1,4 @@
-"""Samples spread over lanes and microbatches: each once, none empty, near the best, and the same whoever asks."""
+"""Samples spread over lanes and microbatches: each once, none empty, near the best, the same on every rank."""
 
 from __future__ import annotations
 

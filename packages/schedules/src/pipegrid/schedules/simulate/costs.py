@@ -130,7 +130,8 @@ class Costs:
 
         Per stage and kind, the mean over microbatches and ranks; per edge, what a message took where its receiver
         waited for it; ``overhead``, the host's time for an action. Ranks of other hosts need clocks with one zero
-        (see `Recorder`).
+        (see `Recorder`). Gathers and reductions of sharded stages are not measured: they run beside the host, whose
+        times these are.
 
         Args:
             recording: of one step.

@@ -73,8 +73,12 @@ def test_close_loses_nothing_that_was_sent(ranks):
 
 
 @three_ranks
-def test_an_abort_ends_messages_and_completions_together(ranks):
-    """A free waits for kernels of groups that are not aborted yet: one after the other would hang."""
+@pytest.mark.parametrize("late", [False, True])
+def test_an_abort_ends_messages_and_completions_together(ranks, late):
+    """A free waits for kernels of groups that are not aborted yet: one after the other would hang.
+
+    A wait that comes after the abort finds a stream that went on without the data, and says so.
+    """
     bridge = BridgeCommunicator(grid(dp=1), grid(1, tp=2), config=CONFIG)
     if ranks.rank == 0:
         bridge.isend_forward(torch.zeros(2, 2, 2))
@@ -84,6 +88,8 @@ def test_an_abort_ends_messages_and_completions_together(ranks):
         bridge.irecv_forward()
         began = time.monotonic()
         threading.Timer(0.2, bridge.abort, ["rank 2 raised ValueError"]).start()
+        if late:
+            time.sleep(1.0)
         with pytest.raises(CompletionError, match=r"ranks \[2\] "):
             receive.wait()
         assert time.monotonic() - began < 8.0

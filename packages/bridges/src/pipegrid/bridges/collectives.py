@@ -90,6 +90,8 @@ class CollectiveWaits:
                     late = f"not within {end - began:.3g} s; one of them has failed, or waits for another rank itself"
                     raise self.error(ranks, late)
             work.wait()
+            if self.ended is not None:  # NCCL calls an aborted collective done: its stream goes on, without the data
+                raise self.error(ranks, f"the communicator was ended here: {self.ended}")
         except RuntimeError as error:
             if isinstance(error, CompletionError):
                 raise

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import random
 import sys
 import threading
 import warnings
@@ -48,6 +49,15 @@ def test_a_mark_with_several_sizes_runs_the_test_once_for_each(ranks, request):
 @pytest.mark.parametrize("value", [lambda x: x + 1, threading.Lock()], ids=["lambda", "lock"])
 def test_parameters_need_not_be_picklable(ranks, value):
     assert value(1) == 2 if callable(value) else value.acquire(blocking=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", [0, 1])
+def test_ranks_draw_the_same_numbers_whatever_each_of_them_drew_before(ranks, before):
+    drawn = gathered(ranks, f"{random.random()} {torch.rand(2).tolist()}")
+    assert len(set(drawn)) == 1
+    for _ in range(before + ranks.rank):
+        torch.rand(1), random.random()
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,17 @@ import faulthandler
 import itertools
 import os
 import queue
+import random
 import signal
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipegrid.testing.messages import (
     AskStacks,
@@ -136,6 +139,13 @@ def _conftest_directories(session: pytest.Session) -> list[Path]:
     return [path for path in directories if path.is_relative_to(session.config.rootpath)]
 
 
+def _seed(test: str) -> None:
+    """Seed the generators by the name of the test: the same numbers on all ranks, whatever ran in a worker before."""
+    seed = zlib.crc32(test.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
 class RankSession:
     """The worker's side as a pytest plugin: it replaces collection and the loop over the items."""
 
@@ -221,6 +231,7 @@ class RankSession:
             self.ranks = make_world(job, self._channel)
             for fault in faults_of(item):
                 self.ranks.plan_fault(fault)
+            _seed(f"{Path(job.path).name}::{job.name}")
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         except pytest.skip.Exception as skipped:
             return Finished(outcome="skipped", text=str(skipped))

@@ -8,10 +8,13 @@ the packages themselves as wheels that refer to their sources.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -226,11 +229,34 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict")
 
 
+def _run_beside(name: str, options: list[str]) -> tuple[str, int, str]:
+    """A session in a process of its own: its name, its exit status, and all that it wrote."""
+    command = [sys.executable, "-m", "nox", "--session", name, "--", *options]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return name, done.returncode, done.stdout
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Lint, types, contract, installing as written, every package alone, integration on gloo."""
-    for name in ("lint", "types", "contract", "install", *(f"test-{name}" for name in ALL), "integration"):
-        session.notify(name)
+    """Lint, types, contract, installing as written, every package alone, integration on gloo.
+
+    Sessions run side by side, as many as there are cores (at most 4); each is printed whole when it ends.
+    """
+    # What the environments share is made before two of them want it.
+    _shared(session, CONSTRAINTS, "torch")
+    for name in ALL:
+        _editable(session, name)
+    # The longest first: what is left for the end is short.
+    packages = sorted(ALL, key=lambda name: -sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/*.py")))
+    names = ("integration", *(f"test-{name}" for name in packages), "contract", "types", "install", "lint")
+    failed = []
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+        for done in as_completed([pool.submit(_run_beside, name, session.posargs) for name in names]):
+            name, status, output = done.result()
+            print(output, end="", flush=True)
+            failed += [name] if status else []
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(default=False)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 from restart import job
 
 
-def rank_main(rank, world_size, port, directory, options):
-    """One rank of an attempt."""
+def rank_main(rank, world_size, port, directory, options, line=None):
+    """One rank of an attempt; dies before it comes to ``line`` of the job's file, if that is given."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -20,6 +21,28 @@ def rank_main(rank, world_size, port, directory, options):
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    with Path(os.devnull).open("w") as nowhere:  # tracebacks of lost neighbours, some hundred
-        os.dup2(nowhere.fileno(), 2)
+    with said_by(directory, rank).open("w") as file:  # tracebacks of lost neighbours, some hundred
+        os.dup2(file.fileno(), 2)
+        if line is not None:
+            sys.settrace(lambda frame, *_: _dying(line) if frame.f_code.co_filename == job.__file__ else None)
         sys.exit(job.main(["--directory", directory, *options]))
+
+
+def said_by(directory, rank):
+    """What a rank has written to its standard error."""
+    return Path(directory).with_name(f"{Path(directory).name}-rank-{rank}.txt")
+
+
+def lines_of(code):
+    """The lines of a function and of those in it."""
+    inner = [lines_of(constant) for constant in code.co_consts if hasattr(constant, "co_lines")]
+    return {line for *_, line in code.co_lines() if line is not None}.union(*inner) - {code.co_firstlineno}
+
+
+def _dying(line):
+    def trace(frame, event, argument):
+        if event == "line" and frame.f_lineno == line:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    return trace

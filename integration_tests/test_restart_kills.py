@@ -6,9 +6,11 @@ store over all restarts, as torchrun's do.
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import random
+import re
 import signal
 import sys
 import time
@@ -18,12 +20,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from pipegrid.training.restart import read_attempts
+from restart import job
 
 from .test_restart import require_undisturbed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
 
-from integration_tests.restart_ranks import rank_main
+from integration_tests.restart_ranks import lines_of, rank_main, said_by
 
 KILLS = 200
 EPISODES = 20  # runs from the first step to the last, in each of which a share of the kills happens
@@ -31,26 +34,27 @@ STEPS = 60
 LEAVE_SECONDS = 30.0  # for the ranks that are left; seconds, and this machine may do other work
 
 
-def start(context, world_size, port, directory, options):
+def start(context, world_size, port, directory, options, lines=()):
+    lines = dict.fromkeys(range(world_size)) | dict(lines)
     ranks = [
-        context.Process(target=rank_main, args=(rank, world_size, port, str(directory), options))
-        for rank in range(world_size)
+        context.Process(target=rank_main, args=(rank, world_size, port, str(directory), options, line))
+        for rank, line in lines.items()
     ]
     for rank in ranks:
         rank.start()
     return ranks
 
 
-def end(ranks):
+def end(ranks, seconds=LEAVE_SECONDS):
     """Wait for the ranks that are left; kill what does not leave in time, which is a failure."""
-    stop, stuck = time.monotonic() + LEAVE_SECONDS, []
+    stop, stuck = time.monotonic() + seconds, []
     for rank in ranks:
         rank.join(max(0.0, stop - time.monotonic()))
         if rank.exitcode is None:
             stuck.append(rank.pid)
             rank.kill()
             rank.join()
-    assert stuck == [], f"ranks {stuck} had not ended {LEAVE_SECONDS} s after a rank was killed"
+    assert stuck == [], f"processes {stuck} had not ended {seconds} s after a rank was killed"
     return [rank.exitcode for rank in ranks]
 
 
@@ -136,3 +140,53 @@ def test_a_run_whose_ranks_are_killed_a_few_times_has_the_weights_of_an_undistur
     require_killed_run(tmp_path, context, [1000], 3)
     assert (tmp_path / "1000" / "losses.jsonl").stat().st_size > 0
     assert json.loads((tmp_path / "1000" / "losses.jsonl").read_text().splitlines()[-1])["step"] == STEPS
+
+
+# Without an Attempt on every rank nothing watches: there, SIGTERM ends a rank that waits for a dead one.
+TYPED = re.compile(r"(JobFailed|Pipeline|P2P\w+|Checkpoint|Disagreement)Error: .*(lost rank|is gone)", re.DOTALL)
+
+
+def require_typed_ends(context, directory, world_size, victim, lines):
+    """A rank dies before each line of its job at a time; the others end by a typed error, or, at the start, SIGTERM."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    options = ["--steps=3", "--every=1", f"--pp={world_size}", "--deadline=60"]
+    codes = {}
+    for line in lines:
+        run = directory / str(line)
+        ranks = start(context, world_size, store.port, run, options, {victim: line})
+        ranks[victim].join(60)
+        for rank in ranks:
+            rank.terminate()
+        codes[line] = end(ranks, seconds=15.0)
+        for rank, code in enumerate(codes[line]):
+            said = said_by(run, rank).read_text()
+            assert code in (0, 1, -signal.SIGTERM, -signal.SIGKILL), (line, codes[line], said)
+            assert code != 1 or TYPED.search(said), (line, rank, said)
+    return codes
+
+
+def line_with(text):
+    """The number of the line of the job's file that has ``text``."""
+    (found,) = [n for n, line in enumerate(inspect.getsource(job).splitlines(), start=1) if text in line]
+    return found
+
+
+def test_a_rank_that_dies_outside_of_a_step_ends_the_others_by_a_typed_error_in_seconds(tmp_path, context):
+    """Before its first step, in which the others wait for all; and between steps, in a collective of the script."""
+    lines = [line_with("loss = train_step(step)"), line_with("dist.all_reduce(loss)")]
+    codes = require_typed_ends(context, tmp_path, 2, 1, lines)
+    assert list(codes.values()) == [[1, -signal.SIGKILL]] * 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (4, 2)])
+def test_a_rank_that_dies_before_any_line_of_its_job_ends_the_others_in_seconds(
+    tmp_path, context, world_size, victim, part, capsys
+):
+    lines = sorted(lines_of(job.train.__code__) | lines_of(job.main.__code__))[part::4]
+    codes = require_typed_ends(context, tmp_path, world_size, victim, lines)
+    typed = sum(1 in each for each in codes.values())
+    with capsys.disabled():
+        sys.stdout.write(f"\n{len(codes)} lines, rank {victim} of {world_size}: {typed} ends by a typed error\n")
+    assert typed >= len(codes) // 4

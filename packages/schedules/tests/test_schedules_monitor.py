@@ -246,6 +246,24 @@ class TestMonitor:
             monitor.close()
         assert time.monotonic() - began < 30  # a call of the closed store waited for its deadline, 60 s
 
+    def test_a_rank_that_is_lost_ends_the_wait_before_a_step_and_the_transfers_of_one(self, store):
+        """Noticed in another thread while ranks wait for all of them; or in a step, of which the lanes are ended."""
+        waiting, ended = Monitor(store, rank=0, ranks=[0, 1]), []
+        threading.Timer(0.2, waiting.lost, (1, "rank 0 lost rank 1")).start()
+        began = time.monotonic()
+        with pytest.raises(JobFailedError, match="rank 1 failed before this step: rank 0 lost rank 1"):
+            waiting.begin(lower(one_f_one_b(2, 4)), where=str, abort=pytest.fail)
+        assert time.monotonic() - began < 30  # the first deadline is 60 s
+        alone = Monitor(dist.HashStore(), rank=0, ranks=[0])
+        alone.begin(lower(one_f_one_b(1, 1)), where=str, abort=ended.append)
+        alone.lost(3, "rank 0 lost rank 3")
+        alone.lost(4, "rank 0 lost rank 4")
+        assert ended == ["rank 0 lost rank 3"]
+        with pytest.raises(JobFailedError, match="rank 0 lost rank 3"):
+            alone.check()
+        for monitor in (waiting, alone):
+            monitor.close()
+
     def test_a_collective_that_ends_just_after_a_slice_of_the_wait_has_not_failed(self, store):
         class JustAfter:
             """gloo's work: the first wait runs out, and the work is complete a moment later."""

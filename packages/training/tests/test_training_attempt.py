@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from pipegrid.schedules import JobFailedError, Monitor
+from pipegrid.schedules import JobFailedError, Monitor, gpipe
 from pipegrid.topology import control_store
 from pipegrid.training import NO_PROGRESS, PREEMPTED, Attempt, RestartError
 from pipegrid.training.restart import read_attempts
@@ -92,3 +92,39 @@ def test_a_restart_without_progress_ends_on_every_rank_before_a_step(ranks, monk
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     dist.barrier()
     assert [(one.restart, one.step) for one in read_attempts(attempt.directory)] == [(0, 8), (1, 8)]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.fault("kill", rank=1, at="between steps")
+@pytest.mark.parametrize("watching", [True, False])
+def test_a_rank_whose_process_dies_between_steps_is_named_on_every_other_rank(ranks, watching):
+    """Also where ranks wait outside of a collective, of which nothing would end: here in the store, for each other."""
+    directory = shared_directory()
+    monitor = watched(ranks, deadline=60.0) if watching else None
+    plan = gpipe(3, 1)
+    began = time.monotonic()
+    with (
+        pytest.raises(JobFailedError, match="lost rank 1: its process has ended without a word"),
+        Attempt(directory, monitor=monitor) as attempt,
+    ):
+        attempt.begin(0)
+        ranks.reach("between steps")
+        if monitor is not None:
+            monitor.begin(plan, where=lambda: "before the step", abort=lambda text: None)
+        attempt.completed(1)
+    assert time.monotonic() - began < 20
+    if monitor is not None:
+        monitor.close()
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_leave_an_attempt_one_by_one_are_not_lost(ranks):
+    """Each rank is done at a time of its own; and a world may enter the next attempt at once."""
+    for number in range(2):
+        with Attempt(ranks.shared_path / "run", monitor=(monitor := watched(ranks))) as attempt:
+            attempt.begin(number)
+            attempt.completed(number + 1)
+            time.sleep(0.2 * ((dist.get_rank() + number) % 3))
+        assert attempt._lost == ""
+        monitor.check()
+        monitor.close()

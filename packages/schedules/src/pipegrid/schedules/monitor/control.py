@@ -102,9 +102,9 @@ class Control:
 
     # Failures
 
-    def record(self, text: str, *, disagreement: bool = False) -> Failure:
-        """Record a failure of this rank; the first one of the job, which is another's where that came before."""
-        mine = json.dumps([self.rank, text, disagreement])
+    def record(self, text: str, *, disagreement: bool = False, rank: int | None = None) -> Failure:
+        """Record a failure of this rank, or of ``rank``; the first one of the job, which another may have recorded."""
+        mine = json.dumps([self.rank if rank is None else rank, text, disagreement])
         return Failure(*json.loads(self.store.compare_set("failure", "", mine)))
 
     def failure(self) -> Failure | None:

@@ -219,6 +219,16 @@ class Monitor:
             places = f"  not known: the control store does not answer ({_line(error)})"
         return Report(first, places)
 
+    def lost(self, rank: int, text: str) -> None:
+        """Record that ``rank`` is gone, as something beside the steps has noticed, and end this rank's transfers.
+
+        From any thread.
+        """
+        watched, known = self._watched, self._failure
+        first = self._record(text, rank)
+        if known is None and watched is not None:
+            self._fail(watched, first)
+
     def check(self) -> None:
         """Raise if the job has failed, as far as this rank knows. Cheap, and local.
 
@@ -296,13 +306,13 @@ class Monitor:
         except RuntimeError:
             return  # without the store, no rank could read it
 
-    def _record(self, text: str) -> Failure:
+    def _record(self, text: str, rank: int | None = None) -> Failure:
         """The job's first failure: one that is known here, else the store's, else this one."""
         if self._failure is None:
             try:
-                self._failure = self._brief.record(text)
+                self._failure = self._brief.record(text, rank=rank)
             except RuntimeError:  # the store is gone with its process
-                self._failure = Failure(self.rank, text)
+                self._failure = Failure(self.rank if rank is None else rank, text)
         return self._failure
 
     def _late(self, stood: float, place: str, deadline: float) -> str:

@@ -17,11 +17,14 @@ from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, Pipel
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.topology.fields import Count, Index, Seconds, checked
 from pipegrid.training.restart.exits import PREEMPTED, RestartError
+from pipegrid.training.restart.neighbours import Neighbours
 from pipegrid.training.restart.record import AttemptLine, AttemptRecord, read_attempts, reason_to_stop
 from pipegrid.training.restart.signals import StopSignals
 from pipegrid.training.restart.torchelastic import launch_name, restart_count, stop_restarts
 
 _KNOWN = (PipelineError, DisagreementError, JobFailedError)  # errors of which the monitors of all ranks know already
+# For the rank that watches a lost one to say so first: the others' calls fail at the same moment, and not by name.
+_LOST_SECONDS = 0.3
 
 
 class Attempt:
@@ -46,7 +49,7 @@ class Attempt:
     - **Progress.** A run that fails at one step ``limit`` times without getting further is not tried again by the
       launcher's restarts: entering raises `RestartError` on every rank, and torchrun ends.
     - **Failures.** With a monitor, an exception of any kind in the block is the job's: the other ranks leave with a
-      `JobFailedError` that starts with it.
+      `JobFailedError` that starts with it. A rank whose process is killed is named so, whatever it was doing.
 
     Args:
         directory: the record is ``attempts.jsonl`` in it, such as the checkpoints' directory; all nodes share it.
@@ -73,6 +76,8 @@ class Attempt:
         seconds = checked(timeout, Seconds | None, "timeout", ValueError)
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._group: dist.ProcessGroup | None = None
+        self._neighbours: Neighbours | None = None
+        self._lost = ""
         self._line: AttemptLine | None = None  # on rank 0
         self._signals: StopSignals | None = None
         self._stopped_by = ""
@@ -99,6 +104,7 @@ class Attempt:
             text, exit_code = said[0]
             self._close(for_good=True)
             raise RestartError(text, exit_code=exit_code)
+        self._neighbours = Neighbours(self._lose, timeout=self._timeout)
         return self
 
     def begin(self, step: int) -> int:
@@ -154,15 +160,31 @@ class Attempt:
                 )
             self._close(for_good=self.stopping)
             return
+        own = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
         try:
-            if isinstance(error, Exception) and not isinstance(error, _KNOWN) and self._monitor is not None:
-                first = self._monitor.failed(f"rank {dist.get_rank()}: {type(error).__name__}: {error}").first
-                if first.rank != dist.get_rank():
-                    raise JobFailedError(f"first failure: {first.text.splitlines()[0]}") from error
+            if isinstance(error, Exception) and not isinstance(error, _KNOWN):
+                first = self._first_failure(error, own)
+                if first != own:
+                    raise JobFailedError(f"first failure: {first.splitlines()[0]}") from error
         finally:
-            self._close(for_good=False)
+            self._close(for_good=False, failure=self._lost or own.splitlines()[0])
 
-    def _close(self, *, for_good: bool) -> None:
+    def _first_failure(self, error: Exception, own: str) -> str:
+        """The job's first failure: ``own``, which is that of ``error``, unless another rank's is known."""
+        if isinstance(error, RuntimeError) and self._neighbours is not None:  # such as of a connection
+            self._neighbours.is_lost(seconds=_LOST_SECONDS)
+        if self._monitor is None:
+            return self._lost or own
+        first = self._monitor.failed(own).first
+        return own if first.rank == dist.get_rank() else first.text
+
+    def _lose(self, rank: int, failure: str) -> None:
+        """In the thread that watches ``rank``."""
+        self._lost = failure
+        if self._monitor is not None:
+            self._monitor.lost(rank, failure)
+
+    def _close(self, *, for_good: bool, failure: str = "") -> None:
         """End the attempt here; ``for_good`` on all ranks and with torchrun, which is not to start them again."""
         signals, self._signals = self._signals, None
         signalled = signals is not None and signals.received is not None
@@ -176,6 +198,8 @@ class Attempt:
             dist.barrier(group=self._group)  # all ranks ignore torchrun's SIGTERM before one of them causes it
             if not signalled:  # else the signal was torchrun's own, most likely; a restart would find the record
                 stop_restarts()
+        if self._neighbours is not None:
+            self._neighbours.close(failure=failure)
         # Without a reference here its connections close, and ranks that wait in it see that this one has left.
         group, self._group = self._group, None
         if group is not None:
@@ -187,4 +211,4 @@ class Attempt:
                 self._monitor.check()
         except JobFailedError as error:
             return str(error)
-        return None
+        return self._lost or None

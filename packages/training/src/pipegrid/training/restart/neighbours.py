@@ -1,0 +1,94 @@
+"""Each rank watches the next one over a connection of its own, which closes when the process ends, whatever it did.
+
+A monitor knows of a rank that is lost in a step, by its lanes, and of one that is late, by its deadline. Between steps
+and before the first one no transfer is under way, and ranks that wait for a dead one would wait for a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+
+_WORD_BYTES: Final = 512
+_FOREVER: Final = timedelta(days=365)
+_SOON: Final = timedelta(seconds=2)
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_WORD, _NEVER_SENT = 0, 1  # tags
+
+
+class Neighbours:
+    """The ranks of the default group in a ring: each waits, in a thread, for the last word of the next one.
+
+    Every rank makes one, together. Groups are of two ranks, so a rank has two connections in a job of any size.
+
+    Args:
+        lost: called once in the thread, with the next rank and why it left, unless it has left in good order.
+        timeout: for ranks to connect; None is the default process group's.
+    """
+
+    def __init__(self, lost: Callable[[int, str], object], *, timeout: timedelta | None = None) -> None:
+        self._rank, size = dist.get_rank(), dist.get_world_size()
+        self._lost, self._next = lost, (self._rank + 1) % size
+        self._gone, self._leaving = threading.Event(), False
+        self._groups: list[Any] = []  # shared with the next rank, and with the one before
+        if size == 1:
+            return
+        specs = [_edge(self._rank, size), _edge((self._rank - 1) % size, size)]
+        made = create_groups(specs, backend="gloo", timeout=timeout)
+        self._groups = [made[spec] for spec in specs]
+        word = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
+        self._thread = threading.Thread(
+            target=self._watch, args=(self._receive(0, word, _WORD), word), name="pipegrid-neighbours", daemon=True
+        )
+        self._thread.start()
+
+    def is_lost(self, *, seconds: float) -> bool:
+        """Whether the next rank has left by a failure, after waiting up to ``seconds`` to hear of it."""
+        return self._gone.wait(seconds)
+
+    def close(self, *, failure: str = "") -> None:
+        """Leave the ring, in good order or by a ``failure``, which the rank before this one is told."""
+        if not self._groups:
+            return
+        self._leaving = True
+        data = failure.encode(errors="backslashreplace")[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
+        word = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):  # the rank before this one may have left already
+            self._send(1, word, _WORD).wait(_SOON)
+        for number in (1, 0):  # a wait that times out is what closes a connection of gloo, and wakes its waiters
+            with contextlib.suppress(RuntimeError):
+                self._receive(number, torch.zeros(1, dtype=torch.uint8), _NEVER_SENT).wait(_AT_ONCE)
+        self._thread.join()
+        groups, self._groups = self._groups, []
+        destroy_groups(groups)
+
+    def _other(self, number: int) -> int:
+        return 1 - dist.get_rank(self._groups[number])
+
+    def _send(self, number: int, buffer: torch.Tensor, tag: int) -> Any:
+        return dist.isend(buffer, group=self._groups[number], group_dst=self._other(number), tag=tag)
+
+    def _receive(self, number: int, buffer: torch.Tensor, tag: int) -> Any:
+        return dist.irecv(buffer, group=self._groups[number], group_src=self._other(number), tag=tag)
+
+    def _watch(self, work: Any, word: torch.Tensor) -> None:
+        try:
+            work.wait(_FOREVER)
+            failure = bytes(word.tolist()).rstrip(b"\0").decode(errors="ignore")
+        except RuntimeError:
+            failure = f"rank {self._rank} lost rank {self._next}: its process has ended without a word"
+        if failure and not self._leaving:
+            self._gone.set()
+            self._lost(self._next, failure)
+
+
+def _edge(watcher: int, size: int) -> GroupSpec:
+    return GroupSpec(tuple(sorted((watcher, (watcher + 1) % size))), f"watch of rank {watcher}", shared=False)

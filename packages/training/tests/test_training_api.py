@@ -23,6 +23,7 @@ NAMES = {
     "Stage",
     "Tie",
     "TrainingState",
+    "compile_layers",
     "cut",
     "export_safetensors",
     "generate",

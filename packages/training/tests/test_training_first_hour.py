@@ -6,7 +6,7 @@ from torch import nn
 
 from pipegrid.layout import LayoutError
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training import CutError, Names, cut, tie, ties_of
+from pipegrid.training import CutError, Names, compile_layers, cut, tie, ties_of
 
 
 class Model(nn.Module):
@@ -78,6 +78,11 @@ MISTAKES = {
     ),
     "too many layers": (CutError, lambda: cut(Model, "Et*5|tL", 0), "has 6 decoder layers, the model 4; remove 2"),
     "a key for an output": (CutError, lambda: stage_of(output="logits"), "output is 'logits'; give a function from"),
+    "a way to compile that is none": (
+        CutError,
+        lambda: compile_layers(stage_of(), compile="halves"),
+        "compile is 'halves'; it must be 'whole' or 'split'",
+    ),
     "no input": (CutError, lambda: run([None]), "stage 1 has received nothing; call set_input_tensor with the output"),
     "modules without a name": (
         CutError,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import cut, tie
+from pipegrid.training import compile_layers, cut, tie
 
 from .training_models import WORDS, batch_of, llama
 from .training_parallel import sequence_parallel, sharded, tensor_parallel
@@ -22,7 +22,7 @@ from .training_vlm import VISION, Tower, seen_and_text
 
 MICROBATCHES, ROWS = 5, 2
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
-VARIANTS = ("plain", "tied", "ragged", "checkpointed", "compiled", "compiled aot", "frozen")
+VARIANTS = ("plain", "tied", "ragged", "checkpointed", "compiled", "compiled aot", "compiled split", "frozen")
 SPREAD = {
     "fsdp": 1,
     "fsdp tied": 1,
@@ -61,8 +61,8 @@ def prepared(stage, variant, grid):
     if "checkpointed" in variant:
         stage.whole.activation_checkpointing_enable({"use_reentrant": False})
     if "compiled" in variant:
-        for name in stage.layers:
-            stage.get_submodule(name).compile(backend="aot_eager" if "aot" in variant else "eager")
+        whole = {"compiled": "eager", "compiled aot": "aot_eager"}.get(variant)
+        compile_layers(stage, compile="whole" if whole else "split", backend=whole or "aot_eager")
     if variant == "frozen":
         for name in ("model.embed_tokens", "model.layers.0"):
             if name in dict(stage.named_modules()):
@@ -175,7 +175,7 @@ REPRESENTATIVE = [
     ("zero_bubble_v", "tied", 2),
     ("dualpipe_v", "checkpointed", 2),
     ("1f1b", "compiled", 2),
-    ("zero_bubble_v", "compiled", 2),
+    ("zero_bubble_v", "compiled split", 2),
     ("zero_bubble_v", "fsdp", 2),
     ("interleaved_1f1b", "fsdp tied", 2),
     ("zero_bubble_v", "sequence parallel", 2),  # pp 1, as the next

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipegrid.training.generation import Sampling, generate
     from pipegrid.training.ragged import Spread, spread
     from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, Attempt, RestartError, attempt_store, stop_restarts
-    from pipegrid.training.stages import DropoutMasks, Names, Stage, Tie, cut, tie, ties_of
+    from pipegrid.training.stages import DropoutMasks, Names, Stage, Tie, compile_layers, cut, tie, ties_of
 
 __all__ = [
     "NO_PROGRESS",
@@ -49,6 +49,7 @@ __all__ = [
     "Tie",
     "TrainingState",
     "attempt_store",
+    "compile_layers",
     "cut",
     "export_safetensors",
     "generate",
@@ -65,7 +66,7 @@ _LAZY = {
     "generation": "Sampling generate",
     "ragged": "Spread spread",
     "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
-    "stages": "DropoutMasks Names Stage Tie cut tie ties_of",
+    "stages": "DropoutMasks Names Stage Tie compile_layers cut tie ties_of",
 }
 
 __getattr__, __dir__ = lazy_names(

@@ -1,5 +1,6 @@
 """Backwards in two halves, freed outputs, and the parts of torch's autograd engine that both need."""
 
+from pipegrid.schedules.autograd.compiled import compile_split
 from pipegrid.schedules.autograd.deallocate import free_storage, require_deallocatable
 from pipegrid.schedules.autograd.engine import run_backward, shape_of_gradient
 from pipegrid.schedules.autograd.partition import input_path_of
@@ -11,6 +12,7 @@ __all__ = [
     "WeightHalf",
     "backward_inputs",
     "backward_weights",
+    "compile_split",
     "compiled_modules",
     "free_storage",
     "input_path_of",

@@ -16,7 +16,7 @@ from attrs import frozen
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node
 
-from pipegrid.schedules.autograd.unsplittable import COMPILED, UNSPLITTABLE
+from pipegrid.schedules.autograd.unsplittable import COMPILED, SPLIT_REGION, UNSPLITTABLE
 from pipegrid.schedules.fsdp import POST_BACKWARD
 
 # Remembered patterns; stages whose shapes or branches vary have several.
@@ -68,11 +68,13 @@ class Whole:
         node: its number.
         entries: its edges that leave the input path: their index, the node that they lead to, and to which output.
         custom: whether it computes both halves anyway; a node of torch's own does so only where it is asked.
+        apart: whether the weight half is that of nodes behind its entries, which run at W (`compile_split`).
     """
 
     node: int
     entries: tuple[tuple[int, int, int], ...]
     custom: bool
+    apart: bool
 
 
 @frozen
@@ -185,10 +187,14 @@ def divide(outline: Outline) -> Division:
     ]
     owners.sort(key=lambda owner: -owner.height)
     waiting = {owner.node for owner in owners}
-    whole = tuple(Whole(node, tuple(entries[node]), node in custom) for node in entries if node not in waiting)
+    names = [kind.__name__ for kind in outline.kinds]
+    whole = tuple(
+        Whole(node, tuple(entries[node]), node in custom, names[node] == SPLIT_REGION and node not in sharing)
+        for node in entries
+        if node not in waiting
+    )
     # To have a node of `whole` compute its weight half, the engine is asked for the gradients at its entries. What lies
     # between two such entries (the norm of a weight, above the weight) then runs as well, ahead of its time.
-    names = [kind.__name__ for kind in outline.kinds]
     asks = any(not part.custom for part in whole)
     return Division(
         input_path=path,

@@ -24,7 +24,8 @@ Two kinds of owner cannot be run in halves, and run whole at I:
 A stage that ``fully_shard`` has sharded runs whole at I: its gradients are reduced, and its weights freed, as soon as
 those of its inputs are there. Where the plan does both (``REDUCE_GRAD``, ``RESHARD``), it runs in halves. A stage with
 a compiled region between its outputs and its inputs runs whole at I, too: the region's backward is one node, which may
-reuse the memory of the tensors that it saved, so no part of that graph can be kept for W.
+reuse the memory of the tensors that it saved, so no part of that graph can be kept for W. Regions of `compile_split`
+have a node for each half.
 
 A stage without inputs that need a gradient has no input path. No other stage waits for it, so all of it runs at W.
 
@@ -101,9 +102,10 @@ def backward_inputs(
     arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]
     asked: list[GradientEdge] = []
     leaving: list[tuple[GradientEdge, torch.Tensor]] = []
+    later: list[tuple[GradientEdge, torch.Tensor]] = []
     for part in parts.whole:
         entries = [(index, GradientEdge(nodes[node], output)) for index, node, output in part.entries]
-        nodes[part.node].register_hook(_collector(entries, leaving))
+        nodes[part.node].register_hook(_collector(entries, later if part.apart else leaving))
         if not part.custom:  # it computes the weight half only if its gradient is asked for
             asked += [edge for _, edge in entries]
     for owner in parts.owners:
@@ -142,6 +144,8 @@ def backward_inputs(
                 flowing.append(gradient)
         if edges:
             calls.append(Call(edges, flowing, [GradientEdge(nodes[sink], 0) for sink in level.sinks]))
+    if later:
+        calls.append(Call([edge for edge, _ in later], [gradient for _, gradient in later], ()))
     return found[: len(inputs)], WeightHalf(tuple(calls), group)
 
 

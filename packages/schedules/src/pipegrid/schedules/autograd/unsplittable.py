@@ -20,6 +20,10 @@ COMPILED = "CompiledFunctionBackward"
 """A compiled region: both halves in one node, which may reuse the memory that it saved: nothing is kept for later."""
 
 
+SPLIT_REGION = "SplitRegionBackward"
+"""A region of `compile_split`: its own backward is the input half, and the weight half that of a node behind it."""
+
+
 class SplitBackwardError(ValueError):
     """A stage's backward cannot be run in two halves."""
 

@@ -1,9 +1,22 @@
 """Stages out of a model."""
 
 from pipegrid.training.stages.assignment import Assignment, Tie, assign
+from pipegrid.training.stages.compile import compile_layers
 from pipegrid.training.stages.dropout import DropoutMasks
 from pipegrid.training.stages.names import Names, find_names
 from pipegrid.training.stages.stage import Stage, cut
 from pipegrid.training.stages.ties import tie, ties_of
 
-__all__ = ["Assignment", "DropoutMasks", "Names", "Stage", "Tie", "assign", "cut", "find_names", "tie", "ties_of"]
+__all__ = [
+    "Assignment",
+    "DropoutMasks",
+    "Names",
+    "Stage",
+    "Tie",
+    "assign",
+    "compile_layers",
+    "cut",
+    "find_names",
+    "tie",
+    "ties_of",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from pipegrid.schedules import (
     lowering,
 )
 from pipegrid.schedules.gradients import reduce
-from pipegrid.schedules.megatron import place, prepared
+from pipegrid.schedules.gradients.tied import TieMark
+from pipegrid.schedules.megatron import kept, place, prepared, step
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import preflight
@@ -55,8 +57,8 @@ def alone(model, **options):
     def forward(iterator, model):
         return model(sample(next(iterator))), lambda y: (y.square().mean(), float(y.detach().sum()))
 
-    arguments = COMMON | {"data_iterator": iter(range(MICROBATCHES)), "model": model} | options
-    return forward_backward_no_pipelining(forward_step_func=forward, **arguments)
+    own = {"forward_step_func": forward, "data_iterator": iter(range(MICROBATCHES)), "model": model}
+    return forward_backward_no_pipelining(**COMMON | own | options)
 
 
 def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch):
@@ -87,12 +89,16 @@ def constructions(monkeypatch):
     return made
 
 
-def test_the_second_call_constructs_nothing(constructions):
+def test_the_second_call_constructs_nothing(constructions, monkeypatch):
     model = Model()
     first = alone(model)
+    alone(model, forward_only=True)
     made = dict(constructions)
     assert made["PipelineRuntime"] == made["PreparedStep"] == 1
-    assert alone(model) == first
+    with monkeypatch.context() as patch:
+        for name in ("gradient_policy", "required_ties", "require_autocast", "prepared_step", "StageSettings"):
+            patch.setattr(step, name, None)
+        assert alone(model) == first
     alone(model, forward_only=True)
     assert constructions == made
     alone(model, num_microbatches=2)
@@ -136,6 +142,113 @@ def test_what_a_call_brings_is_read_anew():
     assert len(seen) == 2 * MICROBATCHES
 
 
+def _freeze(model):
+    model.layers[0].requires_grad_(False)
+    alone(model)
+    assert model.layers[0].weight.grad is None
+    assert model.layers[1].weight.grad is not None
+    model.zero_grad()
+    model.layers[0].requires_grad_(True)
+
+
+def _replace_a_layer(model):
+    model.layers[0] = nn.Linear(4, 4).double()
+
+
+def _number_a_layer(model):
+    model.layers[1].current_microbatch = None
+    alone(model)
+    assert model.layers[1].current_microbatch == MICROBATCHES - 1
+    model.zero_grad()
+
+
+def _replace_the_input_function(model):
+    seen = []
+    model.set_input_tensor = seen.append
+    alone(model)
+    assert len(seen) == MICROBATCHES
+    model.zero_grad()
+
+
+def _move_to_float32(model):
+    model.layers.float()
+    alone(model, forward_step_func=lambda iterator, model: (model(sample(next(iterator)).float()), _loss))
+    assert model.layers[0].weight.grad.dtype == torch.float32
+    model.zero_grad()
+    model.layers.double()
+
+
+def _loss(y):
+    return y.square().mean(), float(y.detach().sum())
+
+
+@pytest.mark.parametrize(
+    "change", [_freeze, _replace_a_layer, _number_a_layer, _replace_the_input_function, _move_to_float32]
+)
+def test_gradients_after_a_change_of_the_model_are_those_of_a_new_one(change):
+    model = Model()
+    alone(model)
+    model.zero_grad()
+    change(model)
+    alone(model)
+    other = Model()
+    other.load_state_dict(model.state_dict())
+    alone(other)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def _mark_partial(model):
+    model.layers[0].weight.sequence_parallel = True
+
+
+def _mark_tied(model):
+    model.layers[0].weight.tied = TieMark("embedding", over_lanes=False)
+
+
+def _autocast_to_float64(model):
+    model.config.enable_autocast, model.config.autocast_dtype = True, torch.float64
+
+
+def _overlap_experts(model):
+    model.config.overlap_moe_expert_parallel_comm = True
+
+
+def _count_tokens(model):
+    model.config.calculate_per_token_loss = True
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_mark_partial, "nothing sums its gradient over tp"),
+        (_mark_tied, "is tied as 'embedding', which config.tied_parameters does not have"),
+        (_autocast_to_float64, "autocast_dtype is torch.float64"),
+        (_overlap_experts, "needs one more microbatch in flight"),
+        (_count_tokens, "nothing divides them: pass pg_collection"),
+    ],
+)
+def test_what_a_first_call_checks_is_checked_after_a_change(change, text):
+    """Of the model, or of a config that can change, such as a training framework's own."""
+    model = Model(SimpleNamespace(pipeline_dtype=torch.float64))
+    alone(model)
+    alone(model)
+    change(model)
+    with pytest.raises(ValueError, match=text):
+        alone(model)
+
+
+def test_autocast_is_that_of_the_call():
+    model = Model()
+    seen = []
+    model.layers[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    for enabled in (False, True, False):
+        model.config = PipelineConfig(enable_autocast=enabled, autocast_dtype=torch.bfloat16)
+        alone(model)
+        alone(model)
+    assert seen == ([False] * 2 * MICROBATCHES + [True] * 2 * MICROBATCHES + [False] * 2 * MICROBATCHES)
+
+
 def test_a_model_that_is_dropped_goes_at_once():
     """Also where its config and hooks hold it: nothing that outlives a call does."""
     gc.collect()
@@ -154,12 +267,12 @@ def test_a_model_that_is_dropped_goes_at_once():
 
         model.config = PipelineConfig(hooks=(Hook(model),), grad_scale_func=lambda loss, model=model: loss)
         alone(model)
-        kept = len(prepared._PREPARED)
+        held = len(prepared._PREPARED), len(kept._CALLS)
         model.config = None  # the cycle of this test's own making
         gone = weakref.ref(model)
         del model
         assert gone() is None
-        assert len(prepared._PREPARED) == kept - 1
+        assert (len(prepared._PREPARED), len(kept._CALLS)) == (held[0] - 1, held[1] - 1)
     finally:
         gc.enable()
 

@@ -54,15 +54,19 @@ class Wrapped(nn.Linear):
 
 def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
     communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
+    models, config = chunks or {stage: model or nn.Linear(1, 1)}, PipelineConfig(**options)
     policy = gradient_policy(
-        models=chunks or {stage: model or nn.Linear(1, 1)},
-        config=PipelineConfig(**options),
+        models=models,
+        config=config,
         communicator=communicator,
         graph=graph,
         pg_collection=collection,
         frozen=frozen,
     )
-    return lambda counted: policy.finish(counted, policy.reduction(), Waiting())
+    reduction = policy.reduction(models, config, collection)
+    return lambda counted: policy.finish(
+        counted, reduction, Waiting(), models=models, config=config, pg_collection=collection
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ from pipegrid.transport.opening import resolve_device
 _FINISHERS = ("a finalize_model_grads_func", "reduce_gradients", "what wraps the model")
 _WAYS = tuple(itertools.product((False, True), _FINISHERS))
 
+Models = Mapping[int, torch.nn.Module]
+"""This rank's models by stage."""
+
 Counted = Mapping[int, torch.Tensor | None]
 """The tokens that the loss of each stage counted; None of a stage without a loss."""
 
@@ -46,27 +49,22 @@ Counted = Mapping[int, torch.Tensor | None]
 class GradientPolicy:
     """How the gradients of this rank's stages become those of one process. Made by `gradient_policy`.
 
+    Without the models, so that it can be kept between steps; its functions take those that it was made for.
+
     Attributes:
         per_token: losses are sums, and gradients are divided by the tokens of the job.
-        reduced: the modules that `reduce_gradients` reduces, by name.
+        reduced: the stages that `reduce_gradients` reduces, by module name.
         loss_lanes: data lanes of the loss; None where no grids are known (then each module's own).
         loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own lanes.
-        collections: process groups by module name.
-        job_group: all ranks of the job.
-        bucket_bytes: gradients that are reduced together.
-        finalize: the user's ``finalize_model_grads_func``, which is called in place of all this.
-        models: by stage.
+        by_hand: the config has a ``finalize_model_grads_func``, which is called in place of all this.
+        names: the module of each stage.
     """
 
     per_token: bool
-    reduced: Mapping[str, torch.nn.Module]
+    reduced: Mapping[str, tuple[int, ...]]
     loss_lanes: int | None
     loss_factors: Mapping[int, float]
-    collections: Mapping[str, Any]
-    job_group: Any
-    bucket_bytes: int | None
-    finalize: Callable[[list[torch.nn.Module], torch.Tensor | None], None] | None
-    models: Mapping[int, torch.nn.Module]
+    by_hand: bool
     names: Mapping[int, str]
 
     @property
@@ -74,7 +72,7 @@ class GradientPolicy:
         """What neighbours compare before a step: the ranks that divide by tokens count them in one collective."""
         return f"with {'per-token' if self.per_token else 'mean'} losses"
 
-    def compare(self, waiting: Waiting) -> None:
+    def compare(self, models: Models, pg_collection: Any, waiting: Waiting) -> None:
         """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives. One small all-reduce per module, once per runtime.
@@ -83,11 +81,11 @@ class GradientPolicy:
             DisagreementError: with the ranks of either kind.
         """
         for name, stage in {name: stage for stage, name in self.names.items()}.items():
-            group = None if self.collections[name] is None else lanes_group(self.collections, name)
+            group = None if pg_collection is None else lanes_group(pg_collection, name)
             if group is None or group.size() == 1:
                 continue
-            who = 0 if self.finalize is not None else 1 if name in self.reduced else 2
-            ways = torch.zeros(group.size(), dtype=torch.int64, device=device_of(self.models[stage], group))
+            who = 0 if self.by_hand else 1 if name in self.reduced else 2
+            ways = torch.zeros(group.size(), dtype=torch.int64, device=device_of(models[stage], group))
             ways[group.rank()] = _WAYS.index((self.per_token, _FINISHERS[who]))
             all_reduce(ways, group)(waiting)
             ranks: dict[int, list[int]] = {}
@@ -104,31 +102,52 @@ class GradientPolicy:
                     + "; give all of them the same config"
                 )
 
-    def reduction(self) -> GradientReduction | None:
-        """The reduction of one step; None where a wrapper or ``finalize`` reduces, or nothing is trained."""
+    def modules(self, models: Models) -> dict[str, torch.nn.Module]:
+        """The modules that `reduce_gradients` reduces, by name."""
+        return {
+            name: models[stages[0]] if len(stages) == 1 else torch.nn.ModuleList(models[stage] for stage in stages)
+            for name, stages in self.reduced.items()
+        }
+
+    def reduction(self, models: Models, config: Any, pg_collection: Any) -> GradientReduction | None:
+        """The reduction of one step; None where a wrapper or the user reduces, or nothing is trained."""
         if not self.reduced:
             return None
         return GradientReduction.of(
-            self.reduced,
-            self.collections,
+            self.modules(models),
+            {name: collection_of(pg_collection, name) for name in self.reduced},
             loss_lanes=self.loss_lanes,
-            job_group=self.job_group,
-            bucket_bytes=self.bucket_bytes,
+            job_group=getattr(config, "job_group", None),
+            bucket_bytes=getattr(config, "grad_bucket_bytes", None),
         )
 
-    def finish(self, counted: Counted, reduction: GradientReduction | None, waiting: Waiting) -> None:
+    def finish(
+        self,
+        counted: Counted,
+        reduction: GradientReduction | None,
+        waiting: Waiting,
+        *,
+        models: Models,
+        config: Any,
+        pg_collection: Any,
+    ) -> None:
         """After the last backward: the user's finalizer, or what is left of ``reduction``."""
-        if self.finalize is not None:
-            self.finalize(list(self.models.values()), self._tokens(counted))
+        if self.by_hand:
+            tokens = self._tokens(counted, models, pg_collection)
+            config.finalize_model_grads_func(list(models.values()), tokens, pg_collection=pg_collection)
         elif reduction is not None:
-            reduction.finish(self._tokens(counted), waiting)
+            reduction.finish(self._tokens(counted, models, pg_collection), waiting)
 
-    def _tokens(self, counted: Counted) -> torch.Tensor | None:
+    def _tokens(self, counted: Counted, models: Models, pg_collection: Any) -> torch.Tensor | None:
         if not self.per_token:
             return None
         parts = [
-            _own_tokens(counted[stage], model, self.collections[self.names[stage]])
-            for stage, model in self.models.items()
+            _own_tokens(
+                counted[stage],
+                model,
+                None if pg_collection is None else collection_of(pg_collection, self.names[stage]),
+            )
+            for stage, model in models.items()
         ]
         return sum(parts[1:], start=parts[0])
 
@@ -160,7 +179,7 @@ def gradient_policy(
     }
     lanes = _lanes_by_grid(communicator, graph)
     of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
-    reduced: dict[str, list[torch.nn.Module]] = {}
+    reduced: dict[str, tuple[int, ...]] = {}
     by_hand = {stage: model for stage, model in models.items() if finalize or collections[names[stage]] is None}
     _require_no_fsdp_mean(by_hand, names, per_token=per_token, lanes=lanes, of_loss=of_loss)
     if finalize is None:
@@ -178,18 +197,14 @@ def gradient_policy(
                 _require_no_partial(model, name, communicator)
             else:
                 _require_group(name, collections[name], own)
-                reduced.setdefault(name, []).append(model)
+                reduced[name] = (*reduced.get(name, ()), stage)
     scaled = finalize is None and not per_token
     return GradientPolicy(
         per_token=per_token,
-        reduced={name: held[0] if len(held) == 1 else torch.nn.ModuleList(held) for name, held in reduced.items()},
+        reduced=reduced,
         loss_lanes=of_loss,
         loss_factors={stage: of_loss / lanes[name] for stage, name in names.items()} if scaled and of_loss else {},
-        collections=collections,
-        job_group=getattr(config, "job_group", None),
-        bucket_bytes=getattr(config, "grad_bucket_bytes", None),
-        finalize=None if finalize is None else lambda held, tokens: finalize(held, tokens, pg_collection=pg_collection),
-        models=models,
+        by_hand=finalize is not None,
         names=names,
     )
 
@@ -320,6 +335,26 @@ def required_ties(
                 "well: tie it with group=collection.embd in place of grids=..., or pass the bare module"
             )
     return ties
+
+
+def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...] | None:
+    """All that `gradient_policy` and `required_ties` read off ``models``, to compare with that of a later step.
+
+    None with modules of ``fully_shard``, whose settings are not compared.
+    """
+    found: list[object] = []
+    for model in models:
+        if next(fsdp_modules(model), None) is not None:
+            return None
+        found.append(hasattr(model, "no_sync"))
+        for parameter in model.parameters():
+            found += (id(parameter), parameter.requires_grad)
+            mark = mark_of(parameter)
+            if mark is not None:
+                found.append((mark.name, mark.over_lanes))
+            if partial_over_tp(parameter):
+                found.append("partial over tp")
+    return tuple(found)
 
 
 def _require_trustworthy(

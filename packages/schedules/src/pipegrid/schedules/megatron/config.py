@@ -171,7 +171,11 @@ def unwrapped_attribute(model: Any, name: str) -> Any:
     """Attribute ``name`` of a model or of the first module it wraps that has it; None where none does."""
     inner = model
     while inner is not None:
-        if hasattr(inner, name):
-            return getattr(inner, name)
+        found = getattr(inner, name, _MISSING)
+        if found is not _MISSING:
+            return found
         inner = getattr(inner, "module", None)
     return None
+
+
+_MISSING = object()

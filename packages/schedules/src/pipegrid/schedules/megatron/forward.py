@@ -43,7 +43,8 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
 
 def numbered_modules(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """The modules of ``model`` with a ``current_microbatch``."""
-    return tuple(module for module in model.modules() if hasattr(module, "current_microbatch"))
+    name = "current_microbatch"  # looked up so, a module without it costs no error of its `__getattr__`
+    return tuple([each for each in model.modules() if name in vars(each) or hasattr(type(each), name)])
 
 
 def forward_step(
@@ -148,21 +149,18 @@ def run_model(
     else:
         with context():
             result = forward_step_func(data_iterator, model, *extra)
-    output, loss_func = _output_and_loss(result, is_last_stage=is_last_stage)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:  # a tensor with a first axis of 2 unpacks as well
+        raise _wrong_result(describe(result))
+    output, loss_func = result
+    if not callable(loss_func) and (is_last_stage or loss_func is not None):
+        raise _wrong_result(f"({describe(output)}, {describe(loss_func)})")
     if is_last_stage and isinstance(output, WithLoss):
         raise LossError("a last stage returned WithLoss; its loss_func(output) returns the sum of all losses")
     return output, loss_func
 
 
-def _output_and_loss(result: Any, *, is_last_stage: bool) -> tuple[Any, Any]:
-    """Unpack a tuple or list of two only: a tensor with a first axis of 2 unpacks as well."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        found = describe(result)
-    elif not callable(result[1]) and (is_last_stage or result[1] is not None):
-        found = f"({describe(result[0])}, {describe(result[1])})"
-    else:
-        return result[0], result[1]
-    raise StepArgumentError(
+def _wrong_result(found: str) -> StepArgumentError:
+    return StepArgumentError(
         f"forward_step_func returned {found}; it returns (output, loss_func), and loss_func is called with the output "
         "on the last stage: return model(...), loss_func"
     )
@@ -217,14 +215,39 @@ def forward_step_calc_loss(
     if collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
         return output_tensor, torch.zeros((), dtype=torch.int64)
-    result = loss_func(output_tensor)
+    loss, num_tokens, info = scaled_loss(
+        loss_func(output_tensor),
+        config,
+        num_microbatches,
+        cp_group=cp_group,
+        cp_size=cp_group_size or 1,
+        vp_stage=vp_stage,
+        per_token=bool(option(config, "calculate_per_token_loss")),
+    )
+    forward_data_store.append(info)
+    return loss, torch.zeros((), dtype=torch.int64) if num_tokens is None else num_tokens
+
+
+def scaled_loss(
+    result: Any,
+    config: Any,
+    num_microbatches: int,
+    *,
+    cp_group: dist.ProcessGroup | None,
+    cp_size: int | None = None,
+    vp_stage: int | None,
+    per_token: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    """`forward_step_calc_loss` of what the loss function returned: the scaled loss, the tokens if counted, the info.
+
+    ``cp_size``: default that of ``cp_group``.
+    """
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise LossError(
             f"the loss function returned {describe(result)}; expected (loss, info) or (loss, num_tokens, info), or "
             "any object with collect_non_loss_data=True"
         )
-    loss, info = result[0], result[-1]
-    num_tokens = None
+    loss = result[0]
     if isinstance(loss, (int, float)) and not torch.is_grad_enabled():  # an evaluation differentiates nothing
         loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -235,18 +258,18 @@ def forward_step_calc_loss(
         )
     if len(result) == 3:
         num_tokens = _tokens(result[1])
-        if not option(config, "calculate_per_token_loss"):
+        if not per_token:
             # Weights are counted in float64, which must not widen the loss.
             loss = (loss / _tokens_per_rank(num_tokens, loss, config, cp_group) / num_microbatches).to(loss.dtype)
-    elif option(config, "calculate_per_token_loss"):
+        return loss, num_tokens.detach(), result[2]
+    if per_token:
         raise LossError(
             "calculate_per_token_loss is set, but the loss function returned (loss, info) without a number of tokens; "
             "return (sum over tokens, num_tokens, info)"
         )
-    else:
-        loss = loss * ((cp_group_size or 1) / num_microbatches)
-    forward_data_store.append(info)
-    return loss, torch.zeros((), dtype=torch.int64) if num_tokens is None else num_tokens.detach()
+    if cp_size is None:
+        cp_size = 1 if cp_group is None else cp_group.size()
+    return loss * (cp_size / num_microbatches), None, result[1]
 
 
 def _tokens_per_rank(

@@ -2,7 +2,8 @@
 
 Building a runtime costs as much as several steps of a small model; its inputs are the plan, the communicator and the
 models. The cache is a weak dictionary by first model: between steps it holds no reference to a model, an iterator, a
-config or a hook, so a deleted model is freed at once, together with its runtime.
+config or a hook, so a deleted model is freed at once, together with its runtime. `pipegrid.schedules.megatron.kept`
+keeps what leads from the arguments of a call to its runtime.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipegrid.schedules.gradients.lanes import Waiting
 from pipegrid.schedules.gradients.overlap import last_backwards
 from pipegrid.schedules.gradients.tied import TiedParameters
 from pipegrid.schedules.megatron.config import option
-from pipegrid.schedules.megatron.stage import MegatronStage, StageCall
+from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineRuntime, position_of
 from pipegrid.schedules.verify import Proof
@@ -99,7 +100,6 @@ class PreparedStep:
         }
         self.last_backwards: Mapping[Action, int] = last_backwards(plan, position)
         self._hooks, self._config = _CallHooks(), None
-        self._ties: dict[str, TiedParameters] = {}
         self._output_layers: Sequence[Callable[[], None]] = ()
         hooked, messages, ties, *_ = key
         self.runtime = PipelineRuntime(
@@ -128,26 +128,15 @@ class PreparedStep:
             and all(self._models[stage]() is model for stage, model in models.items())
         )
 
-    def begin(
-        self,
-        calls: Mapping[int, StageCall],
-        config: Any,
-        hooks: Sequence[Hook],
-        ties: Sequence[TiedParameters],
-        output_layers: Sequence[Callable[[], None]],
-    ) -> None:
-        """Store the arguments of a call, before its step."""
-        for stage, call in calls.items():
-            self.stages[stage].begin(call)
-        self._config, self._hooks.current = config, tuple(hooks)
-        self._ties, self._output_layers = {tie.name: tie for tie in ties}, output_layers
+    def begin(self, config: Any, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]]) -> None:
+        """Store what a call brings, before its step."""
+        self._config, self._hooks.current, self._output_layers = config, hooks, output_layers
 
     def end(self) -> None:
         """Drop the arguments of the call, after its step."""
         for stage in self.stages.values():
             stage.end()
-        self._config, self._hooks.current = None, ()
-        self._ties, self._output_layers = {}, ()
+        self._config, self._hooks.current, self._output_layers = None, (), ()
 
     def finish_output_layers(self) -> None:
         """Compute the deferred weight gradients of output layers; idempotent."""
@@ -156,7 +145,7 @@ class PreparedStep:
 
     def _reduce(self, name: str) -> None:
         self.finish_output_layers()  # the REDUCE of a tied weight includes its deferred gradient
-        self._ties[name].reduce(self.waiting)
+        next(tie for tie in option(self._config, "tied_parameters") if tie.name == name).reduce(self.waiting)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
@@ -167,7 +156,7 @@ class _CallHooks:
     """The hooks of the running call, as one hook of the runtime."""
 
     def __init__(self) -> None:
-        self.current: tuple[Hook, ...] = ()
+        self.current: Sequence[Hook] = ()
 
     def before(self, action: Action) -> None:
         for hook in self.current:

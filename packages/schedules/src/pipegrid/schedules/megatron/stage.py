@@ -11,14 +11,14 @@ from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import LossError, StageOutputError
-from pipegrid.schedules.megatron.config import option, unwrapped_attribute
+from pipegrid.schedules.megatron.config import unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step
 from pipegrid.schedules.megatron.forward import (
     WithLoss,
     autocast_of,
-    forward_step_calc_loss,
     numbered_modules,
     run_model,
+    scaled_loss,
 )
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.runtime import Forwarded
@@ -26,58 +26,65 @@ from pipegrid.transport.edge import Edge
 
 
 @frozen(eq=False)
-class StageCall:
-    """Arguments of one call of a step function, for one stage.
+class StageSettings:
+    """What all calls of a step function with the same arguments have in common, for one stage.
 
     Attributes:
         cp_group: context-parallel ranks of the module.
-        loss_factor: factor of the stage's loss, for a mean over its own data lanes.
         shapes: expected shapes of messages.
         per_token: losses are sums over tokens.
-        numbered: modules with a ``current_microbatch``.
-        set_input_tensor: the model's, looked up through wrappers.
-        set_is_first_microbatch: likewise.
-        context: makes the autocast context of each forward, where there is one.
+        loss_factor: factor of the stage's loss, for a mean over its own data lanes.
         partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
     """
 
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: torch.nn.Module
-    config: Any
     num_microbatches: int
     cp_group: Any = None
     forward_only: bool = False
     collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
     shapes: AnnouncedShapes | ExpectedShape | None = None
-    loss_factor: float = 1.0
     per_token: bool = False
-    numbered: tuple[torch.nn.Module, ...] = field(init=False)
-    set_input_tensor: Callable[[Any], None] | None = field(init=False)
-    set_is_first_microbatch: Callable[[], None] | None = field(init=False)
-    context: Callable[[], AbstractContextManager[Any]] | None = field(init=False)
-    partly_checkpointed: int | None = field(init=False)
+    loss_factor: float = 1.0
+    partly_checkpointed: int | None = None
 
-    @numbered.default
-    def _numbered(self) -> tuple[torch.nn.Module, ...]:
-        return numbered_modules(self.model)
 
-    @set_input_tensor.default
-    def _set_input_tensor(self) -> Any:
-        return unwrapped_attribute(self.model, "set_input_tensor")
+class StageCall:
+    """What one call of a step function brings, for one stage.
 
-    @set_is_first_microbatch.default
-    def _set_is_first_microbatch(self) -> Any:
-        return unwrapped_attribute(self.model, "set_is_first_microbatch")
+    Attributes:
+        numbered: modules with a ``current_microbatch``.
+        set_input_tensor: the model's, looked up through wrappers.
+        set_is_first_microbatch: likewise; None where it is not to be called.
+        context: makes the autocast context of each forward, where there is one.
+    """
 
-    @context.default
-    def _context(self) -> Any:
-        return autocast_of(self.config, self.model)
+    __slots__ = (
+        "config",
+        "context",
+        "data_iterator",
+        "forward_step_func",
+        "model",
+        "numbered",
+        "set_input_tensor",
+        "set_is_first_microbatch",
+        "settings",
+    )
 
-    @partly_checkpointed.default
-    def _partly_checkpointed(self) -> Any:
-        return option(self.config, "num_microbatches_with_partial_activation_checkpoints")
+    def __init__(
+        self,
+        settings: StageSettings,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: torch.nn.Module,
+        config: Any,
+        first_val_step: bool | None,
+    ) -> None:
+        self.settings, self.forward_step_func, self.data_iterator = settings, forward_step_func, data_iterator
+        self.model, self.config = model, config
+        self.numbered = numbered_modules(model)
+        self.set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
+        starts = check_first_val_step(first_val_step, settings.forward_only, cond=True)
+        self.set_is_first_microbatch = unwrapped_attribute(model, "set_is_first_microbatch") if starts else None
+        self.context: Callable[[], AbstractContextManager[Any]] | None = autocast_of(config, model)
 
 
 @define(eq=False)
@@ -107,8 +114,10 @@ class MegatronStage:
     infos: list[Any] = field(factory=list)
     num_tokens: torch.Tensor | None = None
     outgoing: tuple[Edge, ...] = field(init=False)
+    _one_module: bool = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._one_module = len(self.graph.modules) == 1
         self.outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
 
     @property
@@ -128,24 +137,22 @@ class MegatronStage:
         """See `pipegrid.schedules.Stage.forward`."""
         call = self.call
         assert call is not None  # set by `begin`, before the runtime runs
-        if call.shapes is not None:
+        settings = call.settings
+        if settings.shapes is not None:
             for payload in inputs.values():
-                call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
+                settings.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         for module in call.numbered:
             module.current_microbatch = microbatch  # type: ignore[assignment]
-        if (
-            microbatch == 0
-            and call.set_is_first_microbatch is not None
-            and check_first_val_step(call.first_val_step, call.forward_only, cond=True)
-        ):
+        if microbatch == 0 and call.set_is_first_microbatch is not None:
             call.set_is_first_microbatch()
         received = self._received(inputs)
+        partial = settings.partly_checkpointed
         output, loss_func = run_model(
             call.forward_step_func,
             call.data_iterator,
             call.model,
             received,
-            *(() if call.partly_checkpointed is None else (self._checkpoint(call.partly_checkpointed, microbatch),)),
+            *(() if partial is None else (self._checkpoint(partial, microbatch),)),
             set_input_tensor=call.set_input_tensor,
             context=call.context,
             is_last_stage=not self.outgoing,
@@ -153,56 +160,55 @@ class MegatronStage:
         if self.outgoing:
             own_loss = None
             if isinstance(output, WithLoss):
-                output, own_loss = output.output, self._own_loss(call, output.loss, microbatch)
+                output, own_loss = output.output, self._own_loss(settings, output.loss, microbatch)
             if isinstance(received, list) and not isinstance(output, list):
                 output = [output]
-            if call.shapes is not None:
-                call.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
+            if settings.shapes is not None:
+                settings.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
             return Forwarded(self._by_edge(output, microbatch), own_loss)
-        output, num_tokens = forward_step_calc_loss(
-            call.model,
-            output,
-            loss_func,
-            call.config,
-            self.vp_stage,
-            call.collect_non_loss_data,
-            call.num_microbatches,
-            self.infos,
-            1 if call.cp_group is None else call.cp_group.size(),
-            is_last_stage=True,
-            cp_group=call.cp_group,
-        )
-        if call.per_token:
-            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
-        if call.collect_non_loss_data or call.forward_only:
+        if settings.collect_non_loss_data:
+            self.infos.append(loss_func(output, non_loss_data=True))
             return Forwarded({})
-        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        loss, num_tokens, info = scaled_loss(
+            loss_func(output),
+            call.config,
+            settings.num_microbatches,
+            cp_group=settings.cp_group,
+            vp_stage=self.vp_stage,
+            per_token=settings.per_token,
+        )
+        self.infos.append(info)
+        if settings.per_token and num_tokens is not None:
+            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
+        if settings.forward_only:
+            return Forwarded({})
+        if not loss.requires_grad:
             raise LossError(
                 f"the loss of microbatch {microbatch} on stage {self.stage} does not depend on a tensor that requires "
                 "grad; call with forward_only=True to evaluate"
             )
-        return Forwarded({}, output if call.loss_factor == 1.0 else output * call.loss_factor)
+        return Forwarded({}, loss if settings.loss_factor == 1.0 else loss * settings.loss_factor)
 
-    def _own_loss(self, call: StageCall, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
+    def _own_loss(self, settings: StageSettings, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
         """A stage's own mean loss, scaled like the loss of the last stage."""
-        if call.forward_only:
+        if settings.forward_only:
             return None
-        if call.per_token:
+        if settings.per_token:
             raise LossError(
                 f"stage {self.stage} returned WithLoss for microbatch {microbatch}, a mean, and with "
                 "calculate_per_token_loss gradients are divided by the tokens of the job: a mean beside sums would be "
                 "divided as well. Leave calculate_per_token_loss False"
             )
-        cp = 1 if call.cp_group is None else call.cp_group.size()
-        return loss * (call.loss_factor * cp / call.num_microbatches)
+        cp = 1 if settings.cp_group is None else settings.cp_group.size()
+        return loss * (settings.loss_factor * cp / settings.num_microbatches)
 
     def _received(self, inputs: Mapping[Edge, Any]) -> Any:
-        if len(self.graph.modules) == 1:
+        if self._one_module:
             return next(iter(inputs.values()), None)
         return {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
 
     def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
-        if len(self.graph.modules) == 1:
+        if self._one_module:
             return dict.fromkeys(self.outgoing, output)
         module = self.graph.module_of(self.stage)[0]
         if not isinstance(output, dict) or set(output) != {module}:

@@ -14,8 +14,11 @@ from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import require_communicator, size_of
-from pipegrid.schedules.megatron.place import Place, interleaved_proof, one_module, place_of, step_proof
+from pipegrid.schedules.megatron.kept import Derived, StepArguments
+from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.megatron.step import message_shapes, require_one_config, run_step, single
+from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Count, checked, checked_arguments
 
 ForwardStepFunc = Callable[..., Any]
@@ -91,18 +94,27 @@ def forward_backward_no_pipelining(
     del seq_length, micro_batch_size, decoder_seq_length
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
+
+    def derive() -> Derived:
+        return Derived(
+            lambda ties, count, sharding: step_proof(one_module(1), count, ties, sharding=sharding),
+            {0: single(model, "model")},
+            _of_one_stage,
+        )
+
     return run_step(
-        proof=lambda ties, count, sharding: step_proof(one_module(1), count, ties, sharding=sharding),
-        communicator=None,
+        derive,
+        StepArguments("one stage", None, num_microbatches, forward_only, collect_non_loss_data),
         forward_step_func=forward_step_func,
-        data_iterators={0: single(data_iterator, "data_iterator")},
-        models={0: single(model, "model")},
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
+        data_iterator=data_iterator,
+        model=model,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
     )
+
+
+def _of_one_stage(data_iterator: Any) -> dict[int, Any]:
+    return {0: single(data_iterator, "data_iterator")}
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -161,44 +173,74 @@ def forward_backward_pipelining_without_interleaving(
             "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
             "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
         )
-    place = place_of(p2p_communicator)
-    if adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
-        raise StepArgumentError(
-            "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each. Remove it: "
-            "neighbours agree on the shapes of messages by themselves"
+
+    def derive() -> Derived:
+        place = place_of(p2p_communicator)
+        if adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
+            raise StepArgumentError(
+                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each. Remove it: "
+                "neighbours agree on the shapes of messages by themselves"
+            )
+        models = _models(place, model)
+        return Derived(
+            _proof_at(place, "1f1b"),
+            models,
+            partial(_by_stage, place, one_each=True),
+            place.frozen,
+            _shapes_at(place, arguments, models, pg_collection, adjust_tensor_shapes_fn),
+            keep=adjust_tensor_shapes_fn is None,
         )
-    models = _models(place, model)
+
+    arguments = StepArguments(
+        "one stage of each module",
+        p2p_communicator,
+        num_microbatches,
+        forward_only,
+        collect_non_loss_data,
+        seq_length,
+        micro_batch_size,
+        decoder_seq_length,
+    )
     return run_step(
-        proof=lambda ties, count, sharding: step_proof(
-            place.graph,
-            count,
-            ties,
-            placement=place.placement,
-            collectives=place.collectives,
-            frozen=place.frozen,
-            sharding=sharding,
-        ),
-        communicator=p2p_communicator,
+        derive,
+        arguments,
         forward_step_func=forward_step_func,
-        data_iterators=place.by_stage(single(data_iterator, "data_iterator"), "data_iterator"),
-        models=models,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
+        data_iterator=data_iterator,
+        model=model,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
-        frozen=place.frozen,
-        shapes=None
-        if len(place.graph.modules) > 1
-        else message_shapes(
-            adjust_tensor_shapes_fn,
-            models,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            collection=None if pg_collection is None else collection_of(pg_collection, place.modules[0]),
-        ),
     )
+
+
+def _proof_at(place: Place, schedule: str) -> Callable[[Ties, int, Sharding], Proof]:
+    return lambda ties, count, sharding: step_proof(
+        place.graph,
+        count,
+        ties,
+        placement=place.placement,
+        collectives=place.collectives,
+        frozen=place.frozen,
+        schedule=schedule,
+        sharding=sharding,
+    )
+
+
+def _by_stage(place: Place, data_iterator: Any, *, one_each: bool) -> dict[int, Any]:
+    """The data iterator of each stage; ``one_each``: a rank has one stage of each module, so a list of one is one."""
+    return place.by_stage(single(data_iterator, "data_iterator") if one_each else data_iterator, "data_iterator")
+
+
+def _shapes_at(
+    place: Place,
+    arguments: StepArguments,
+    models: Mapping[int, torch.nn.Module],
+    pg_collection: Any,
+    adjust: Callable[..., Any] | None = None,
+) -> AnnouncedShapes | ExpectedShape | None:
+    if len(place.graph.modules) > 1:
+        return None
+    collection = None if pg_collection is None else collection_of(pg_collection, place.modules[0])
+    return message_shapes(adjust, models, arguments, collection)
 
 
 def forward_backward_with_schedule(
@@ -236,43 +278,39 @@ def forward_backward_with_schedule(
             "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
             "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
         )
-    chunks = len(model) if isinstance(model, (list, tuple)) else 1
-    place = place_of(p2p_communicator, several=True, num_chunks=chunks)
-    if len(place.stages) == 1:
-        model, data_iterator = single(model, "model"), single(data_iterator, "data_iterator")
-    models = place.by_stage(model, "model")
-    require_one_config(models)
+
+    def derive() -> Derived:
+        chunks = len(model) if isinstance(model, (list, tuple)) else 1
+        place = place_of(p2p_communicator, several=True, num_chunks=chunks)
+        one_each = len(place.stages) == 1
+        models = place.by_stage(single(model, "model") if one_each else model, "model")
+        require_one_config(models)
+        return Derived(
+            _proof_at(place, schedule),
+            models,
+            partial(_by_stage, place, one_each=one_each),
+            place.frozen,
+            _shapes_at(place, arguments, models, pg_collection),
+        )
+
+    arguments = StepArguments(
+        f"schedule {schedule}",
+        p2p_communicator,
+        num_microbatches,
+        forward_only,
+        collect_non_loss_data,
+        seq_length,
+        micro_batch_size,
+        decoder_seq_length,
+    )
     return run_step(
-        proof=lambda ties, count, sharding: step_proof(
-            place.graph,
-            count,
-            ties,
-            placement=place.placement,
-            collectives=place.collectives,
-            frozen=place.frozen,
-            schedule=schedule,
-            sharding=sharding,
-        ),
-        communicator=p2p_communicator,
+        derive,
+        arguments,
         forward_step_func=forward_step_func,
-        data_iterators=place.by_stage(data_iterator, "data_iterator"),
-        models=models,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
+        data_iterator=data_iterator,
+        model=model,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
-        frozen=place.frozen,
-        shapes=None
-        if len(place.graph.modules) > 1
-        else message_shapes(
-            None,
-            models,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            collection=None if pg_collection is None else collection_of(pg_collection, place.modules[0]),
-        ),
     )
 
 
@@ -314,45 +352,54 @@ def forward_backward_pipelining_with_interleaving(
             "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
             "P2PCommunicator(pp_group, config)"
         )
-    require_communicator(p2p_communicator)
-    if getattr(p2p_communicator, "graph", None) is not None:
-        raise StepArgumentError(
-            "p2p_communicator serves a graph of modules, and the interleaved step has a single module: use "
-            "get_forward_backward_func(schedule='interleaved_1f1b'), which runs it over the graph"
+
+    def derive() -> Derived:
+        require_communicator(p2p_communicator)
+        if getattr(p2p_communicator, "graph", None) is not None:
+            raise StepArgumentError(
+                "p2p_communicator serves a graph of modules, and the interleaved step has a single module: use "
+                "get_forward_backward_func(schedule='interleaved_1f1b'), which runs it over the graph"
+            )
+        chunks = _chunks(model, p2p_communicator)
+        ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage
+        config = config_of(chunks[0])
+        group_size = checked_option(config, "microbatch_group_size_per_vp_stage")
+        if group_size is None:
+            group_size = ranks
+        _require_group_size(group_size, ranks, checked(num_microbatches, Count, "num_microbatches", StepArgumentError))
+        receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
+        extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
+        models = {chunk * ranks + here: part for chunk, part in enumerate(chunks)}
+        collection = None if pg_collection is None else collection_of(pg_collection, "model")
+        return Derived(
+            lambda ties, count, sharding: interleaved_proof(
+                ranks, len(models), count, group_size, receives, ties, extra_warmup, sharding
+            ),
+            models,
+            partial(_by_chunk, tuple(models)),
+            shapes=message_shapes(adjust_tensor_shapes_fn, models, arguments, collection),
+            interleaved=True,
+            keep=adjust_tensor_shapes_fn is None,
         )
-    chunks = _chunks(model, data_iterator, p2p_communicator)
-    ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage
-    config = config_of(chunks[0][0])
-    group_size = checked_option(config, "microbatch_group_size_per_vp_stage")
-    if group_size is None:
-        group_size = ranks
-    num_microbatches = checked(num_microbatches, Count, "num_microbatches", StepArgumentError)
-    _require_group_size(group_size, ranks, num_microbatches)
-    receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
-    extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
-    models = {chunk * ranks + here: part for chunk, (part, _) in enumerate(chunks)}
+
+    arguments = StepArguments(
+        "interleaved",
+        p2p_communicator,
+        num_microbatches,
+        forward_only,
+        collect_non_loss_data,
+        seq_length,
+        micro_batch_size,
+        decoder_seq_length,
+    )
     return run_step(
-        proof=lambda ties, count, sharding: interleaved_proof(
-            ranks, len(chunks), count, group_size, receives, ties, extra_warmup, sharding
-        ),
-        communicator=p2p_communicator,
+        derive,
+        arguments,
         forward_step_func=forward_step_func,
-        data_iterators={chunk * ranks + here: iterator for chunk, (_, iterator) in enumerate(chunks)},
-        models=models,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
+        data_iterator=data_iterator,
+        model=model,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
-        interleaved=True,
-        shapes=message_shapes(
-            adjust_tensor_shapes_fn,
-            models,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            collection=None if pg_collection is None else collection_of(pg_collection, "model"),
-        ),
     )
 
 
@@ -369,19 +416,13 @@ def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
     return models
 
 
-def _chunks(model: Any, data_iterator: Any, communicator: Any) -> list[tuple[Any, Any]]:
-    """The model and the iterator of each chunk."""
+def _chunks(model: Any, communicator: Any) -> Sequence[Any]:
+    """The model of each chunk."""
     if not isinstance(model, Sequence) or len(model) < 2:
         found = f"a list of {len(model)}" if isinstance(model, Sequence) else type(model).__name__
         raise StepArgumentError(
             f"model is {found}; interleaving takes a list of at least two chunks. With one, use "
             "forward_backward_pipelining_without_interleaving"
-        )
-    iterators = [None] * len(model) if data_iterator is None else data_iterator
-    if not isinstance(iterators, Sequence) or len(iterators) != len(model):
-        found = f"a list of {len(iterators)}" if isinstance(iterators, Sequence) else type(iterators).__name__
-        raise StepArgumentError(
-            f"data_iterator is {found} and model a list of {len(model)} chunks; pass one iterator for each chunk"
         )
     configured = getattr(communicator, "virtual_pipeline_model_parallel_size", None)
     if configured is not None and configured != len(model):
@@ -389,7 +430,18 @@ def _chunks(model: Any, data_iterator: Any, communicator: Any) -> list[tuple[Any
             f"the communicator was made with virtual_pipeline_model_parallel_size={configured}, but model is a list of "
             f"{len(model)} chunks"
         )
-    return list(zip(model, iterators, strict=True))
+    return model
+
+
+def _by_chunk(stages: Sequence[int], data_iterator: Any) -> dict[int, Any]:
+    """The data iterator of each stage, from a list with one for each chunk; None: no chunk needs data."""
+    iterators = [None] * len(stages) if data_iterator is None else data_iterator
+    if not isinstance(iterators, Sequence) or len(iterators) != len(stages):
+        found = f"a list of {len(iterators)}" if isinstance(iterators, Sequence) else type(iterators).__name__
+        raise StepArgumentError(
+            f"data_iterator is {found} and model a list of {len(stages)} chunks; pass one iterator for each chunk"
+        )
+    return dict(zip(stages, iterators, strict=True))
 
 
 def _require_group_size(group_size: int, ranks: int, num_microbatches: int) -> None:

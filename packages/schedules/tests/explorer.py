@@ -125,7 +125,10 @@ class Explorer:
     def __init__(self, plan, lanes="separate", batches="in_order"):
         self.lanes = lanes
         self.one_by_one = lanes == "separate" and batches == "in_order"
-        self.num_microbatches = plan.num_microbatches
+        self.num_slices = plan.num_slices
+        self.pieces = set(range(plan.num_microbatches))
+        if plan.num_slices > 1:
+            self.pieces = {(m, part) for m in range(plan.num_microbatches) for part in range(plan.num_slices)}
         self.places = [set(places) for places in plan.placement]
         self.edges = {(edge.source, edge.destination) for edge in plan.graph.stage_edges}
         self.dead = set(plan.forward_only)
@@ -162,7 +165,7 @@ class Explorer:
     def _wanted(self, position):
         """What must have been done at a position in the end."""
         wanted = set()
-        for microbatch in range(self.num_microbatches):
+        for microbatch in self.pieces:
             for stage, places in enumerate(self.places):
                 if position in places:
                     wanted.add(("F", stage, microbatch))
@@ -191,7 +194,7 @@ class Explorer:
     def _read(self, position, action):
         kind = str(action.kind)
         if kind in ("F", "B", "I", "W"):
-            return self._compute(kind, action.stage, action.microbatch, position)
+            return self._compute(kind, action.stage, _piece(action), position)
         if kind in ("REDUCE", "COLLECTIVE"):
             return self._collective(action, position)
         return self._message(action, position)
@@ -201,8 +204,13 @@ class Explorer:
             return Reading(wrong=STRANGE)
         if kind != "F" and stage in self.dead:
             return Reading(wrong=STRANGE)
-        if microbatch >= self.num_microbatches:
+        if microbatch not in self.pieces:
             return Reading(wrong=UNKNOWN)
+        # Of slices: forward after the one before it in the sequence, backward after the one behind it.
+        beside = []
+        if self.num_slices > 1:
+            step = -1 if kind == "F" else 1
+            beside = [(microbatch[0], microbatch[1] + step)] if 0 <= microbatch[1] + step < self.num_slices else []
         ends = ()
         if len(self.places[stage]) > 1:
             ends = ((("stage", stage), position, (kind, microbatch)),)
@@ -213,11 +221,12 @@ class Explorer:
                 if destination == stage
                 for thing in self._along(source, destination, True, microbatch, position)
             ]
+            used += [("F", stage, other) for other in beside]
             return Reading(("F", stage, microbatch), frozenset(used), ends=ends)
         half, weight = ("half", stage, microbatch), ("weight", stage, microbatch)
         if kind == "W":
             return Reading(weight, frozenset([half]), ends=ends)
-        used = [("F", stage, microbatch)]
+        used = [("F", stage, microbatch), *[("grad", stage, other) for other in beside]]
         for source, destination in self.edges:
             if source == stage and destination not in self.dead:
                 used += self._along(source, destination, False, microbatch, position)
@@ -250,7 +259,7 @@ class Explorer:
             return Reading(wrong=STRANGE)
         if self.places[source] == self.places[destination]:
             return Reading(wrong=STRANGE)
-        content = (source, destination, forward, action.microbatch)
+        content = (source, destination, forward, _piece(action))
         ends = []
         for partner in partners:
             way = (position, partner) if sending else (partner, position)
@@ -258,10 +267,10 @@ class Explorer:
                 ends.append(((*way, forward), sending, content))
             else:
                 ends.append((tuple(sorted(way)), position, (*content, way)))
-        wrong = UNKNOWN if action.microbatch >= self.num_microbatches else None
+        wrong = None if _piece(action) in self.pieces else UNKNOWN
         if not sending:
             return Reading(("received", *content), ends=tuple(ends), wrong=wrong)
-        made = ("F" if forward else "grad", maker, action.microbatch)
+        made = ("F" if forward else "grad", maker, _piece(action))
         return Reading(("sent", *content), frozenset([made]), ends=tuple(ends), wrong=wrong)
 
     def _collective(self, action, position):
@@ -277,9 +286,9 @@ class Explorer:
             if action.stage not in held or action.stage in self.dead:
                 return Reading(wrong=STRANGE, ends=ends)
             finished = {action.stage} | (self.tied.get(action.group, set()) & held)
-            weights = [("weight", stage, m) for stage in finished for m in range(self.num_microbatches)]
+            weights = [("weight", stage, m) for stage in finished for m in self.pieces]
             return Reading(("reduced", action.group or action.stage), frozenset(weights), ends=ends)
-        unknown = action.microbatch is not None and action.microbatch >= self.num_microbatches
+        unknown = action.microbatch is not None and action.microbatch not in self.pieces
         if action.edge is None:
             return Reading(ends=ends, wrong=UNKNOWN if unknown else None)
         source, destination = action.edge.source, action.edge.destination
@@ -410,7 +419,12 @@ def _tensor(action):
     kind = str(action.kind)
     if not kind.startswith(("SEND", "RECV")):
         return None
-    return action.edge.source, action.edge.destination, kind.endswith("_F"), action.microbatch
+    return action.edge.source, action.edge.destination, kind.endswith("_F"), _piece(action)
+
+
+def _piece(action):
+    """The microbatch of an action, with its slice where it has one."""
+    return action.microbatch if action.slice is None else (action.microbatch, action.slice)
 
 
 def _post(steps, posted):

@@ -11,10 +11,10 @@ from attrs import evolve
 
 
 class Alphabet:
-    """A letter for each step of a plan with ``num_microbatches``, and for each that a mistake can make of it."""
+    """A letter for each step of a plan of that shape, and for each that a mistake can make of it."""
 
-    def __init__(self, num_microbatches):
-        self.num_microbatches = num_microbatches
+    def __init__(self, num_microbatches, num_slices=1):
+        self.num_microbatches, self.num_slices = num_microbatches, num_slices
         self._letters = {}
         self._steps = {}
 
@@ -62,6 +62,10 @@ class Alphabet:
                 if microbatch != action.microbatch:
                     other = (*batch[:a], evolve(action, microbatch=microbatch), *batch[a + 1 :])
                     found.append((("renumber", action, microbatch), self.letter(other)))
+            for part in range(self.num_slices) if action.slice is not None else ():
+                if part != action.slice:
+                    other = (*batch[:a], evolve(action, slice=part), *batch[a + 1 :])
+                    found.append((("renumber slice", action, part), self.letter(other)))
         return found
 
     @functools.cache  # noqa: B019
@@ -101,7 +105,7 @@ class Alphabet:
 
 def single_mutations(plan):
     """Every plan that differs from ``plan`` by one mistake, as (what it is, plan)."""
-    alphabet = Alphabet(plan.num_microbatches)
+    alphabet = Alphabet(plan.num_microbatches, plan.num_slices)
     words = [alphabet.word(steps) for steps in plan.positions]
     for position, word in enumerate(words):
         for what, changed in alphabet.changes(word):
@@ -114,7 +118,7 @@ def random_mutant(plan, rng, count):
 
     Each kind of mistake is as likely as every other, however many places there are for it.
     """
-    alphabet = Alphabet(plan.num_microbatches)
+    alphabet = Alphabet(plan.num_microbatches, plan.num_slices)
     words = [alphabet.word(steps) for steps in plan.positions]
     mistakes = []
     for _ in range(count):

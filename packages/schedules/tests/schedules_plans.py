@@ -13,6 +13,9 @@ from pipegrid.schedules import (
     lower,
     multi_module_1f1b,
     one_f_one_b,
+    seq1f1b,
+    seq1f1b_interleaved,
+    seq1f1b_zero_bubble,
     u_shape,
     v_half,
     v_min,
@@ -25,6 +28,7 @@ FLAT = (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
 LOOPED = (interleaved_1f1b, interleaved_zero_bubble, looped_bfs, forward_only)
 V_SHAPED = (zero_bubble_v, v_half, v_min, dualpipe_v)
 U_SHAPED = (u_shape,)
+SLICED = (seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble)
 GENERATORS = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -39,6 +43,9 @@ GENERATORS = {
     "v_min": v_min,
     "dualpipe_v": dualpipe_v,
     "u_shape": u_shape,
+    # As many slices as the others have microbatches.
+    "seq1f1b": lambda p, m: seq1f1b(p, -(-m // 2), num_slices=2),
+    "seq1f1b_zero_bubble": lambda p, m: seq1f1b_zero_bubble(p, -(-m // 2), num_slices=2),
 }
 
 
@@ -52,6 +59,8 @@ def compute_plans(num_positions, num_microbatches):
                 f"{generator.__name__} with {chunks} chunks",
                 generator(num_positions, num_microbatches, num_chunks=chunks),
             )
+    for generator in SLICED:
+        yield f"{generator.__name__} with 2 slices", generator(num_positions, num_microbatches, num_slices=2)
 
 
 def random_module_plan(seed):

@@ -31,6 +31,7 @@ PLANNING = {
         "timeline",
         "to_json",
     ),
+    *("balanced_slices", "seq1f1b", "seq1f1b_interleaved", "seq1f1b_zero_bubble", "slice_times"),
     *("u_shape", "v_half", "v_min", "verify", "with_reduce", "write_perfetto", "write_svg"),
     *("zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"),
 }

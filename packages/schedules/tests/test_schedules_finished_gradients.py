@@ -28,7 +28,7 @@ from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import P2PCommunicator
 
 WORDS, WIDTH = 7, 4
-NAMES = [name for name, schedule in SCHEDULES.items() if schedule.trains]
+NAMES = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 
 
 @frozen

@@ -43,7 +43,7 @@ def best_named(costs, cap, p, v, m):
     """The least makespan of the catalogue's schedules with ``v`` chunks, found here and not by `greedy`."""
     makespans = []
     for schedule in SCHEDULES.values():
-        if schedule.trains and schedule.chunks in (None, v):
+        if schedule.trains and not schedule.sliced and schedule.chunks in (None, v):
             plan = schedule.plan(p, m, v)
             if plan.num_stages != p * v:  # a U has one stage more than positions
                 continue

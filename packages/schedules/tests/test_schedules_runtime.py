@@ -87,7 +87,11 @@ PLANS = {
     "1f1b": lower(one_f_one_b(3, 4)),
     "early receives": lower(one_f_one_b(4, 5), receives="early"),
     "one position": lower(multi_module_1f1b(DIAMOND, 3, placement=[0, 0, 0, 0])),
-    **{f"{name}, 3 positions": lower(SCHEDULES[name].plan(3, 4)) for name in SCHEDULES if SCHEDULES[name].trains},
+    **{
+        f"{name}, 3 positions": lower(known.plan(3, 4))
+        for name, known in SCHEDULES.items()
+        if known.trains and not known.sliced
+    },
     "uneven chunks": lower(interleaved_1f1b(3, 5, num_stages=5)),
     "greedy": lower(greedy(Costs(F=1, I=1.2, W=0.8), num_positions=3, num_microbatches=5)),
     "two stages on each of two positions": lower(multi_module_1f1b(DIAMOND, 3, placement=[0, 1, 0, 1])),

@@ -112,7 +112,9 @@ class Weighty:
         return bent.neg().sum() if self.last else bent.neg()
 
 
-@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.trains])
+@pytest.mark.parametrize(
+    "name", [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
+)
 def test_as_many_bytes_are_live_as_the_plan_predicts(name, network, memory_communicator, in_threads):
     plan = lower(SCHEDULES[name].plan(3, 7))
     proof = verify(plan)

@@ -27,6 +27,9 @@ from pipegrid.schedules.generators import (
     multi_module_1f1b,
     one_f_one_b,
     schedule_for,
+    seq1f1b,
+    seq1f1b_interleaved,
+    seq1f1b_zero_bubble,
     stage_places,
     u_shape,
     u_shape_counts as u_shape_counts,
@@ -55,7 +58,14 @@ from pipegrid.schedules.plan import (
     to_text,
 )
 from pipegrid.schedules.search import compare, greedy, search
-from pipegrid.schedules.simulate import Costs, CostsError as CostsError, Simulation as Simulation, simulate
+from pipegrid.schedules.simulate import (
+    Costs,
+    CostsError as CostsError,
+    Simulation as Simulation,
+    balanced_slices,
+    simulate,
+    slice_times,
+)
 from pipegrid.schedules.timeline import (
     Recorder,
     Recording as Recording,
@@ -116,6 +126,7 @@ __all__ = [
     "Recorder",
     "accumulate_in_main_grad",
     "ascii_timeline",
+    "balanced_slices",
     "chain",
     "clip_grad_norm_",
     "compare",
@@ -141,7 +152,11 @@ __all__ = [
     "reduce_gradients",
     "schedule_for",
     "search",
+    "seq1f1b",
+    "seq1f1b_interleaved",
+    "seq1f1b_zero_bubble",
     "simulate",
+    "slice_times",
     "stage_places",
     "step_plan",
     "tie_parameters",

@@ -104,7 +104,7 @@ def show(arguments: argparse.Namespace) -> int:
             plan = searched(arguments, costs)
         else:
             schedule = find_schedule(name, arguments.chunks)
-            plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks)
+            plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks, num_slices=arguments.slices)
             name = schedule.name
     if arguments.lower:
         plan = lower(plan)
@@ -172,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--pp", type=int, help="positions")
     draw.add_argument("--microbatches", type=int)
     draw.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
+    draw.add_argument("--slices", type=int, help="slices of each microbatch, for the schedules named seq1f1b")
     draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
     draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
     draw.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what search makes short")

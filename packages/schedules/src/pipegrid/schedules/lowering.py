@@ -101,7 +101,8 @@ class _Line:
     """All computes in one order, by start; a compute of a shared stage has one place for all its positions.
 
     ``at``: per position, the place of each of its computes; ``start`` and ``end``: their dates; ``made``: per position,
-    stage and direction, the place of the compute of each microbatch.
+    stage and direction, the place of the compute of each microbatch. Here and below, what is said of a microbatch holds
+    of a slice where the plan has slices, and its number is that of the piece.
     """
 
     at: list[list[int]]
@@ -140,13 +141,13 @@ def _line(plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[
     made: dict[tuple[int, int, Direction], list[int]] = {}
     for position, own in enumerate(computes):
         forwards, backwards = (
-            {stage: made.setdefault((position, stage, way), [0] * plan.num_microbatches) for stage in stages}
+            {stage: made.setdefault((position, stage, way), [0] * plan.num_pieces) for stage in stages}
             for way, stages in ((FORWARD, plan.stages_at[position]), (BACKWARD, plan.stages_at[position]))
         )
         for action, place in zip(own, at[position], strict=True):
             if action.kind is not W:
                 table = forwards if action.kind is F else backwards
-                table[action.stage][action.microbatch or 0] = place
+                table[action.stage][plan.piece_of(action)] = place
     return _Line(at, start, end, made)
 
 
@@ -260,7 +261,7 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
     """Per position its computes, and between them its communication."""
     flows = dataflow_of(plan).crossing
     writers = [_Writer(own) for own in computes]
-    count = plan.num_microbatches
+    count = plan.num_microbatches, plan.num_slices
     parties = [[_party(flow, place, writers[place], line, count) for place in flow.parties] for flow in flows]
     for (_, *befores), transfers in _exchanges(_events(line, flows, receives), flows, parties):
         number, first = transfers[0]
@@ -302,7 +303,7 @@ def _exchanges(
     return exchanges.items()
 
 
-def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: int) -> _Party:
+def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: tuple[int, int]) -> _Party:
     ends = []
     if flow.group is not None:
         ends = [Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)]
@@ -310,7 +311,7 @@ def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: i
         send, receive = MESSAGE_KINDS[flow.direction]
         ends += [Action(send, flow.producer, 0, flow.edge)] if position in flow.senders else []
         ends += [Action(receive, flow.consumer, 0, flow.edge)] if position in flow.receivers else []
-    actions = list(zip(*[for_microbatches(end, count) for end in ends], strict=True))
+    actions = list(zip(*[for_microbatches(end, *count) for end in ends], strict=True))
     return _Party(writer, line.at[position], frozenset(flow.parties) - {position}, actions)
 
 

@@ -64,7 +64,7 @@ def with_gathers(
         if stage in forward_only or action.kind not in _LAST_HALVES:
             continue
         ends = last[stage] == number
-        if ends or reduce[stage] == "microbatch":
+        if ends or (reduce[stage] == "microbatch" and not action.slice):  # slice 0 has the last backward
             after[number + 1].append(Action(REDUCE_GRAD, stage))
     for number, freed, gathered in _swaps([(number, action.stage) for number, action in uses], window):
         after[number] += [Action(RESHARD, stage) for stage in freed] + [Action(UNSHARD, stage) for stage in gathered]

@@ -37,11 +37,12 @@ U_SHAPE = "u_shape"
 
 @checked_arguments(PlanError)
 def fitting_schedules(num_chunks: Count) -> tuple[str, ...]:
-    """The schedules that train ``num_chunks`` stages of a module on each of its positions.
+    """The schedules that train ``num_chunks`` stages of a module on each of its positions, in whole microbatches.
 
     A U has one on each, and the last stage on the first position besides.
     """
-    return tuple(known.name for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks))
+    fitting = [known for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks)]
+    return tuple(known.name for known in fitting if not known.sliced)
 
 
 def _fits(known: Schedule, num_chunks: int) -> bool:

@@ -11,6 +11,7 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.controllable_memory import v_half, v_min
 from pipegrid.schedules.generators.looped import forward_only, interleaved_1f1b, interleaved_zero_bubble, looped_bfs
 from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
+from pipegrid.schedules.generators.sliced import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
 from pipegrid.schedules.generators.u_shaped import u_shape
 from pipegrid.schedules.generators.v_shaped import dualpipe_v, zero_bubble_v
 from pipegrid.schedules.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
@@ -24,7 +25,8 @@ class Schedule:
 
     ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is
     for (of a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``.
-    ``trains``: False for forwards alone.
+    ``trains``: False for forwards alone. ``sliced``: cuts microbatches along the sequence, for stages with causal
+    attention; the function takes ``num_slices``.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Schedule:
     chunks: int | None
     source: str
     trains: bool = True
+    sliced: bool = False
 
     def plan(
         self,
@@ -40,23 +43,34 @@ class Schedule:
         num_chunks: int | None = None,
         *,
         num_stages: int | None = None,
+        num_slices: int | None = None,
     ) -> Plan:
         """The schedule's plan of computes; ``num_chunks`` is by default its own number (2 where any will do).
 
-        ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out.
+        ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out. ``num_slices``
+        is by default 4 in the schedules with slices.
 
         Raises:
-            PlanError: a number of chunks that the schedule is not for, or a size below 1.
+            PlanError: a number of chunks or slices that the schedule is not for, or a size below 1.
         """
         checked(num_chunks, Count | None, "num_chunks", PlanError)
+        checked(num_slices, Count | None, "num_slices", PlanError)
+        slices = {"num_slices": num_slices or 4} if self.sliced else {}
+        if not self.sliced and num_slices not in (None, 1):
+            raise PlanError(
+                f"{self.name} does not cut microbatches into {num_slices} slices; these do: "
+                f"{', '.join(known.name for known in SCHEDULES.values() if known.sliced)}"
+            )
         if self.chunks is None:
-            return self.function(num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages)
+            return self.function(
+                num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages, **slices
+            )
         if num_chunks not in (None, self.chunks):
             raise PlanError(
                 f"{self.name} has {self.chunks} chunk{'s' if self.chunks > 1 else ''} per position, not "
                 f"{num_chunks}; leave the number out, or choose interleaved_1f1b, interleaved_zero_bubble or looped_bfs"
             )
-        return self.function(num_positions, num_microbatches)
+        return self.function(num_positions, num_microbatches, **slices)
 
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
@@ -75,6 +89,15 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             Schedule("v_min", v_min, 2, "Qi et al. 2024, section 4"),
             Schedule("dualpipe_v", dualpipe_v, 2, "DeepSeek-AI 2024, section 3.2.1; Qi et al. 2025"),
             Schedule("u_shape", u_shape, 2, "Vepakomma et al. 2018; the order is ours"),
+            Schedule("seq1f1b", seq1f1b, 1, "Sun et al. 2024", sliced=True),
+            Schedule("seq1f1b_interleaved", seq1f1b_interleaved, None, "Sun et al. 2024", sliced=True),
+            Schedule(
+                "seq1f1b_zero_bubble",
+                seq1f1b_zero_bubble,
+                1,
+                "Sun et al. 2024; Qi et al. 2023, section 2.1",
+                sliced=True,
+            ),
             Schedule("forward_only", forward_only, None, "the forwards of interleaved_1f1b", trains=False),
         )
     }

@@ -6,10 +6,11 @@ weight-gradient halves), one end of a message (``SEND_F`` and ``RECV_F`` for an 
 whose parameters are sharded over its data lanes, ``UNSHARD`` gathers them, ``RESHARD`` frees them, and ``REDUCE_GRAD``
 reduce-scatters the gradients since the last one: the names of torch.distributed.pipelining.
 
-Its token reads stage, kind, microbatch, then the stage at the other end, the arrow pointing the way the data
-goes, then the group::
+Its token reads stage, kind, microbatch (and its slice, where microbatches are cut along the sequence), then the stage
+at the other end, the arrow pointing the way the data goes, then the group::
 
     3F7              forward of stage 3, microbatch 7
+    3F7.2            of its slice 2
     3SEND_F7>4       stage 3 sends microbatch 7's activation to stage 4
     4RECV_F7<3       stage 4 receives it
     4SEND_B7>3       and sends the gradient back
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
+from itertools import product
 from typing import Annotated, TypeAlias
 
 from attrs import frozen
@@ -113,7 +116,7 @@ class Action:
 
     ``stage``: the sender for a send, the receiver for a receive, and for a ``COLLECTIVE`` along an edge the stage
     whose result travels. ``edge``: the edge of the message, from source to destination of the activation, also for
-    a gradient, which flows against it.
+    a gradient, which flows against it. ``slice``: the part of the microbatch's sequence, in a plan with slices.
 
     Raises:
         PlanError: a field that the kind needs is missing, one that it has no use for is given, or the stage is at
@@ -125,6 +128,7 @@ class Action:
     microbatch: int | None = None
     edge: Edge | None = None
     group: str | None = None
+    slice: int | None = None
 
     def __attrs_post_init__(self) -> None:
         # Fast path: plans have hundreds of thousands of actions.
@@ -133,6 +137,7 @@ class Action:
             or type(self.stage) is not int
             or type(self.microbatch) is not int
             or self.group is not None
+            or self.slice is not None
         ):
             _check_fields(self)
         elif self.kind not in COMPUTES or self.edge is not None or self.stage < 0 or self.microbatch < 0:
@@ -150,6 +155,8 @@ class Action:
         peer = self.peer
         way = "" if peer is None else f"{'<' if self.kind.is_receive else '>'}{peer}"
         microbatch = "" if self.microbatch is None else self.microbatch
+        if self.slice is not None:
+            microbatch = f"{microbatch}.{self.slice}"
         group = "" if self.group is None else f"@{self.group}"
         return f"{self.stage}{self.kind}{microbatch}{way}{group}"
 
@@ -169,24 +176,35 @@ class Action:
         return Direction.FORWARD if forward else Direction.BACKWARD
 
 
-_SET_FIELDS = tuple(vars(Action)[name].__set__ for name in ("kind", "stage", "microbatch", "edge", "group"))
+_SET_FIELDS = tuple(vars(Action)[name].__set__ for name in ("kind", "stage", "microbatch", "edge", "group", "slice"))
 
 
-def for_microbatches(action: Action, count: int) -> list[Action]:
-    """``action`` for each of ``count`` microbatches.
+def for_microbatches(action: Action, count: int, num_slices: int = 1) -> list[Action]:
+    """``action`` for each of ``count`` microbatches, or for each of their slices.
 
-    The fields but ``microbatch`` are those of an Action, so they are not checked again; this is three times as fast.
+    The other fields are those of an Action, so they are not checked again; this is three times as fast.
     """
-    set_kind, set_stage, set_microbatch, set_edge, set_group = _SET_FIELDS
+    set_kind, set_stage, set_microbatch, set_edge, set_group, set_slice = _SET_FIELDS
     kind, stage, edge, group = action.kind, action.stage, action.edge, action.group
-    made = [Action.__new__(Action) for _ in range(count)]
-    for microbatch, copy in enumerate(made):
+    pieces: Iterable[tuple[int, int | None]] = ((microbatch, None) for microbatch in range(count))
+    if num_slices > 1:
+        pieces = product(range(count), range(num_slices))
+    made = [Action.__new__(Action) for _ in range(count * num_slices)]
+    for copy, (microbatch, part) in zip(made, pieces, strict=True):
         set_kind(copy, kind)
         set_stage(copy, stage)
         set_microbatch(copy, microbatch)
         set_edge(copy, edge)
         set_group(copy, group)
+        set_slice(copy, part)
     return made
+
+
+def for_piece(action: Action, piece: int, num_slices: int) -> Action:
+    """``action`` for another piece (see `Plan.piece_of`)."""
+    microbatch, part = divmod(piece, num_slices)
+    part_or_none = part if num_slices > 1 else None
+    return Action(action.kind, action.stage, microbatch, action.edge, action.group, part_or_none)
 
 
 _FIELDS = {
@@ -194,6 +212,7 @@ _FIELDS = {
     "microbatch": Index | None,
     "edge": Annotated[Edge, instance(Edge, "an Edge(source, destination)")] | None,
     "group": GroupName | None,
+    "slice": Index | None,
 }
 
 
@@ -223,6 +242,8 @@ def _check_fields(action: Action) -> None:
             raise PlanError(f"a {kind}{'' if edge is None else f' along edge {edge}'} of stage {stage} has no {name}")
         if value is not None and name not in needed | possible:
             raise PlanError(f"a {kind} of stage {stage} names {name} {value}, which it does not take")
+    if action.slice is not None and action.microbatch is None:
+        raise PlanError(f"a {kind} of stage {stage} names slice {action.slice} of no microbatch")
     if edge is None:
         return
     if edge.source >= edge.destination:
@@ -256,7 +277,7 @@ def weight_backward(stage: int, microbatch: int) -> Action:
 
 
 _TOKEN = re.compile(
-    r"(?P<stage>\d{1,9})(?P<kind>[A-Za-z_]+)(?P<microbatch>\d{1,9})?"
+    r"(?P<stage>\d{1,9})(?P<kind>[A-Za-z_]+)(?:(?P<microbatch>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
     r"(?:(?P<way>[<>])(?P<peer>\d{1,9}))?(?:@(?P<group>[A-Za-z0-9_.:\-]+))?",
     re.ASCII,
 )
@@ -289,4 +310,5 @@ def parse_action(token: str) -> Action:
         at_source = kind.is_at_source if kind.is_message else stage < peer
         edge = Edge(stage, peer) if at_source else Edge(peer, stage)
     microbatch = None if match["microbatch"] is None else int(match["microbatch"])
-    return Action(kind, stage, microbatch, edge, match["group"])
+    part = None if match["slice"] is None else int(match["slice"])
+    return Action(kind, stage, microbatch, edge, match["group"], part)

@@ -71,11 +71,11 @@ def _is_implied_by_its_table(plan: Plan) -> bool:
             if plan.placement[action.stage] != (position,) or (action.microbatch or 0) >= count:
                 return False
             if action.kind is ActionKind.F:
-                forwards.add((action.stage, action.microbatch))
+                forwards.add((action.stage, plan.piece_of(action)))
             trains = trains or action.kind is not ActionKind.F
     return (
         plan.graph == chain(stages)
-        and len(forwards) == stages * count
+        and len(forwards) == stages * plan.num_pieces
         and plan.forward_only == (() if trains else tuple(range(stages)))
         and not plan.groups
     )

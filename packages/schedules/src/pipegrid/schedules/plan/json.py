@@ -3,7 +3,7 @@
 An object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`` (pairs of names), ``placement``
 (positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and ``positions``:
 per position its steps, an action as its token and a batch as a list of tokens. Optional: ``edges``,
-``forward_only`` and ``groups``, and a group's ``edges`` and ``tied``.
+``forward_only``, ``groups`` and ``slices`` (of each microbatch), and a group's ``edges`` and ``tied``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def to_json(plan: Plan) -> str:
     require_plan(plan)
     head: dict[str, Any] = {
         "microbatches": plan.num_microbatches,
+        **({"slices": plan.num_slices} if plan.num_slices > 1 else {}),
         "modules": plan.graph.modules,
         "edges": plan.graph.edges,
         "placement": plan.placement,
@@ -119,6 +120,7 @@ class _Document:
     edges: tuple[tuple[str, str], ...] = ()
     forward_only: tuple[int, ...] = ()
     groups: tuple[Group, ...] = ()
+    slices: int = 1
 
 
 def _plan(document: _Document) -> Plan:
@@ -127,8 +129,9 @@ def _plan(document: _Document) -> Plan:
     actions = list(_actions(document.positions))
     if not actions:
         raise PlanFieldError("no position does anything", path="positions")
-    check_extent((action for _, action in actions), graph, count)
-    expected = expectation(graph, count, document.groups)
+    slices = checked(document.slices, Count, "slices", PlanError)
+    check_extent((action for _, action in actions), graph, count, slices)
+    expected = expectation(graph, count, document.groups, slices)
     for path, action in actions:
         if (instead := expected(action)) is not None:
             raise PlanFieldError(
@@ -141,6 +144,7 @@ def _plan(document: _Document) -> Plan:
         num_microbatches=count,
         forward_only=document.forward_only,
         groups=document.groups,
+        num_slices=slices,
     )
 
 

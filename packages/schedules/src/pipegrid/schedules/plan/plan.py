@@ -43,7 +43,9 @@ class Plan:
 
     ``positions``: per position, its steps. ``graph``: the modules, and so the stages and their edges.
     ``placement``: per stage, the position that holds it (or the positions, where a module is colocated with
-    several stages of another). ``num_microbatches``: the microbatches of one training step.
+    several stages of another). ``num_microbatches``: the microbatches of one training step. ``num_slices``: the slices
+    into which each of them is cut along its sequence; then every action of a microbatch names its slice, of which 0 is
+    the first in the sequence. Slices are for a single module.
     ``forward_only``: the stages without a backward, because nothing before or in them is trained (all of
     them in an evaluation); no gradient travels along an edge with such an end. ``groups``: the groups that
     ``REDUCE`` and ``COLLECTIVE`` actions name.
@@ -60,6 +62,7 @@ class Plan:
     num_microbatches: Count
     forward_only: tuple[Index, ...] = field(converter=ascending, default=())
     groups: tuple[Group, ...] = field(converter=_as_groups, default=())
+    num_slices: Count = 1
 
     def __attrs_post_init__(self) -> None:
         require_graph(self.graph)
@@ -68,6 +71,7 @@ class Plan:
         _check_placement(self)
         _check_forward_only(self)
         _check_groups(self)
+        _check_slices(self)
 
     @property
     def num_positions(self) -> int:
@@ -78,6 +82,15 @@ class Plan:
     def num_stages(self) -> int:
         """Stages of the graph."""
         return len(self.placement)
+
+    @property
+    def num_pieces(self) -> int:
+        """What passes through each stage, piece by piece: the microbatches of a step, or all of their slices."""
+        return self.num_microbatches * self.num_slices
+
+    def piece_of(self, action: Action) -> int:
+        """The number of an action's piece: its microbatch, or its slice counted through all microbatches."""
+        return (action.microbatch or 0) * self.num_slices + (action.slice or 0)
 
     @cached_property
     def stages_at(self) -> tuple[tuple[int, ...], ...]:
@@ -160,6 +173,7 @@ def compute_plan(
     placement: Iterable[int | Iterable[int]],
     num_microbatches: int,
     forward_only: Iterable[int] = (),
+    num_slices: int = 1,
 ) -> Plan:
     """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain.
 
@@ -172,6 +186,7 @@ def compute_plan(
         placement=placement,
         num_microbatches=num_microbatches,
         forward_only=forward_only,
+        num_slices=num_slices,
     )
 
 
@@ -288,6 +303,40 @@ def _check_groups(plan: Plan) -> None:
             )
 
 
+def _check_slices(plan: Plan) -> None:
+    count = plan.num_slices
+    if count > 1 and len(plan.graph.modules) > 1:
+        raise PlanFieldError(
+            f"microbatches are cut into {count} slices over the modules {', '.join(plan.graph.order)}; slices are for "
+            "a single module",
+            path="slices",
+        )
+    if count == 1 and not _names_slices(plan):
+        return
+    numbers = range(count)
+    for position in range(plan.num_positions):
+        for action in plan.actions(position):
+            if action.slice is None:
+                if count > 1 and action.microbatch is not None:
+                    raise PlanFieldError(
+                        f"{action} names no slice; microbatches are cut into {count}: write a slice of "
+                        f"0..{count - 1}, as in 0F0.{count - 1}",
+                        path="slices",
+                    )
+            elif count == 1 or action.slice not in numbers:
+                cut = f"cut into {count}, 0..{count - 1}" if count > 1 else "not cut into slices (num_slices is 1)"
+                raise PlanFieldError(f"{action} names slice {action.slice}; microbatches are {cut}", path="slices")
+
+
+def _names_slices(plan: Plan) -> bool:
+    """Whether any action names a slice; quickly, as plans have hundreds of thousands of actions."""
+    return any(
+        any(step.slice is not None for step in steps if type(step) is Action)
+        or any(action.slice is not None for step in steps if type(step) is tuple for action in step)
+        for steps in plan.positions
+    )
+
+
 # How a plan is written
 
 
@@ -311,6 +360,7 @@ def header_lines(plan: Plan) -> list[str]:
     edges = [f"{_name_text(source)}>{_name_text(destination)}" for source, destination in plan.graph.edges]
     lines = [
         f"microbatches {plan.num_microbatches}",
+        f"slices {plan.num_slices}" if plan.num_slices > 1 else "",
         " ".join(["modules", *modules]),
         " ".join(["edges", *edges]) if edges else "",
         " ".join(["placement", *(",".join(map(str, places)) for places in plan.placement)]),

@@ -10,8 +10,8 @@ The text form has a header, then one line per position::
     1: 1RECV_F0<0 1F0 1B0 [1RECV_F1<0 1SEND_B0>0] ...
 
 A header line may be left out where the table implies it: without ``modules`` the stages are a chain, without
-``placement`` a stage lies where its actions are, without ``microbatches`` the highest number counts.
-``forward_only`` and ``group`` lines are written only where they differ from the default. ``#`` starts
+``placement`` a stage lies where its actions are, without ``microbatches`` or ``slices`` the highest number counts.
+``slices``, ``forward_only`` and ``group`` lines are written only where they differ from the default. ``#`` starts
 a comment.
 """
 
@@ -67,7 +67,7 @@ def lines_of(text: Any) -> list[str]:
 
 # The header and the table, gathered token by token and then read as one plan
 
-_ONCE = ("microbatches", "modules", "edges", "placement", "forward_only")
+_ONCE = ("microbatches", "modules", "edges", "placement", "forward_only", "slices")
 
 
 @define
@@ -156,11 +156,11 @@ class Reader:
         return self.header[part][0].line if part in self.header else None
 
     def _plan(self) -> Plan:
-        graph, count = self._graph(), self._num_microbatches()
-        declared = count if "microbatches" in self.header else 0
-        check_extent((action for _, action in self._all_actions()), graph, declared)
+        graph, count, slices = self._graph(), self._num_microbatches(), self._num_slices()
+        declared = (count if "microbatches" in self.header else 0, slices if "slices" in self.header else 0)
+        check_extent((action for _, action in self._all_actions()), graph, *declared)
         groups = [self._group(number, words) for number, words in enumerate(self.groups)]
-        expected = expectation(graph, count, groups)
+        expected = expectation(graph, count, groups, slices)
         for token, action in self._all_actions():
             if (instead := expected(action)) is not None:
                 raise token.error(instead)
@@ -176,6 +176,7 @@ class Reader:
             if "forward_only" in header
             else self._inferred_forward_only(graph),
             groups=groups,
+            num_slices=slices,
         )
 
     def _all_actions(self) -> Iterator[tuple[Token, Action]]:
@@ -183,20 +184,27 @@ class Reader:
             yield from row
 
     def _num_microbatches(self) -> int:
-        words = self.header.get("microbatches")
-        if words is None and self.num_microbatches is not None:
+        if "microbatches" not in self.header and self.num_microbatches is not None:
             return self.num_microbatches
+        return self._declared("microbatch", "microbatches", lambda action: action.microbatch)
+
+    def _num_slices(self) -> int:
+        return self._declared("slice", "slices", lambda action: action.slice)
+
+    def _declared(self, one: str, several: str, number: Callable[[Action], int | None]) -> int:
+        """The count of a header line, or else the one that the table implies."""
+        words = self.header.get(several)
         if words is None:
-            return 1 + self._highest("microbatch", lambda action: action.microbatch)
+            return 1 + self._highest(one, number)
         if len(words) != 2:
-            raise (words[2] if words[2:] else words[0].end()).error("one number after 'microbatches'")
-        count = words[1].number("a number of microbatches")
+            raise (words[2] if words[2:] else words[0].end()).error(f"one number after {several!r}")
+        count = words[1].number(f"a number of {several}")
         if count < 1:
-            raise words[1].error("at least 1 microbatch")
+            raise words[1].error(f"at least 1 {one}")
         return count
 
     def _highest(self, what: str, number: Callable[[Action], int | None]) -> int:
-        """The highest stage or microbatch of the table; each takes an action, so a larger number is a mistake."""
+        """The highest stage, microbatch or slice of the table; each takes an action, so a larger one is a mistake."""
         count, highest = sum(map(len, self.actions)), 0
         for token, action in self._all_actions():
             highest = max(highest, number(action) or 0)
@@ -240,14 +248,14 @@ class Reader:
 
         A stray action of a stage elsewhere is an error at its token, rather than a chain of errors that follow.
         """
-        computes: list[dict[int, set[tuple[bool, int | None]]]] = [{} for _ in range(graph.num_stages)]
+        computes: list[dict[int, set[tuple[object, ...]]]] = [{} for _ in range(graph.num_stages)]
         for position, row in enumerate(self.actions):
             for _, action in row:
                 if action.kind is ActionKind.COLLECTIVE:  # members of the group need not hold the stage
                     continue
                 done = computes[action.stage].setdefault(position, set())
                 if action.kind.is_compute:
-                    done.add((action.kind is ActionKind.F, action.microbatch))
+                    done.add((action.kind is ActionKind.F, action.microbatch, action.slice))
         placement = []
         for stage, by_position in enumerate(computes):
             if not by_position:

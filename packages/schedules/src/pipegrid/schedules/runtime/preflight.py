@@ -88,6 +88,10 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
             which edges carry gradients, messages but no communicator, a reducer for a group or stage that the plan
             does not reduce, or as `check_collectives`.
     """
+    if plan.num_slices > 1:
+        raise PlanMismatchError(
+            f"the plan cuts microbatches into {plan.num_slices} slices, which the runtime does not run yet"
+        )
     if not plan.has_communication and dataflow_of(plan).lanes:
         raise PlanMismatchError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: nothing would be "

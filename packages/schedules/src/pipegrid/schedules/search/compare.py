@@ -37,7 +37,7 @@ class Row:
         return self.schedule if self.plan.num_chunks == 1 else f"{self.schedule} ({self.plan.num_chunks} chunks)"
 
 
-COMPARED = (*(name for name, schedule in SCHEDULES.items() if schedule.trains), "greedy")
+COMPARED = (*(name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced), "greedy")
 """The schedules that `compare` knows."""
 
 

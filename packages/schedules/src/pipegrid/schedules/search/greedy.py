@@ -195,7 +195,7 @@ def named(problem: Problem) -> Iterator[Candidate]:
     if len(problem.graph.modules) == 1:
         chunks = -(-problem.graph.num_stages // problem.num_positions)
         for schedule in SCHEDULES.values():
-            if schedule.trains and schedule.chunks in (None, chunks):
+            if schedule.trains and not schedule.sliced and schedule.chunks in (None, chunks):
                 plan = schedule.plan(
                     problem.num_positions,
                     problem.num_microbatches,

@@ -8,6 +8,7 @@ from pipegrid.schedules.simulate.costs import (
     costs_to_json,
     require_costs,
 )
+from pipegrid.schedules.simulate.slice_lengths import balanced_slices, slice_times
 from pipegrid.schedules.simulate.simulation import Simulation, activation_sizes, simulate, unit_costs
 
 __all__ = [
@@ -16,9 +17,11 @@ __all__ = [
     "OtherCutError",
     "Simulation",
     "activation_sizes",
+    "balanced_slices",
     "costs_from_json",
     "costs_to_json",
     "require_costs",
     "simulate",
+    "slice_times",
     "unit_costs",
 ]

@@ -59,6 +59,7 @@ PER_STAGE = (
     *("UNSHARD", "REDUCE_GRAD", "parameters"),
 )
 PER_EDGE = ("latency", "bandwidth", "message")
+PER_SLICE = ("slice_lengths", "slice_times")
 StageCost: TypeAlias = Literal[
     "F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release", "UNSHARD", "REDUCE_GRAD", "parameters"
 ]
@@ -84,6 +85,11 @@ class Costs:
     parameters of a stage and to reduce-scatter its gradients, beside computes; ``parameters`` is the memory of the
     gathered parameters (in bytes, say), and that of their gradients until they are reduced.
 
+    Of a plan with slices, all of these are of whole microbatches, and divided among their slices: ``slice_lengths`` are
+    the lengths of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided, and
+    ``slice_times`` those of ``F``, ``B`` and ``I``, of which the later ones take longer for causal attention
+    (`slice_times`); both are equal by default.
+
     Raises:
         CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
     """
@@ -103,6 +109,8 @@ class Costs:
     UNSHARD: PerStage = field(default=0.0, converter=_per_stage)
     REDUCE_GRAD: PerStage = field(default=0.0, converter=_per_stage)
     parameters: PerStage = field(default=0.0, converter=_per_stage)
+    slice_lengths: tuple[float, ...] = field(default=(), converter=tuple)
+    slice_times: tuple[float, ...] = field(default=(), converter=tuple)
 
     def __attrs_post_init__(self) -> None:
         for attribute in fields(Costs):
@@ -111,6 +119,12 @@ class Costs:
                 continue
             if not isinstance(value, tuple) or name == "overhead":
                 _check(name, value)
+                continue
+            if name in PER_SLICE:
+                for entry in value:
+                    _check(name, entry)
+                if value and not math.fsum(value) > 0:
+                    raise CostsError(f"{name} is {value}; a slice has some part of its microbatch")
                 continue
             if not value:
                 raise CostsError(f"{name} is empty; give one number, or one per stage or edge")
@@ -143,6 +157,10 @@ class Costs:
         """
         if not 0.0 <= input_share <= 1.0:
             raise CostsError(f"input_share is {input_share}; it is a share of a backward, from 0 to 1")
+        if recording.plan.num_slices > 1:
+            raise CostsError(
+                f"the recording is of microbatches cut into {recording.plan.num_slices} slices; record whole ones"
+            )
         held = {stage for track in recording.tracks for stage in recording.plan.stages_at[track.position]}
         if missing := sorted(set(range(recording.plan.num_stages)) - held):
             raise CostsError(f"no rank recorded stage {missing[0]}; gather the track of a rank of every position")
@@ -192,6 +210,20 @@ class Costs:
         if missing:
             raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
         return {edge: float(known[edge]) for edge in edges}
+
+    def per_slice(self, name: str, num_slices: int) -> tuple[float, ...]:
+        """The share of a microbatch (``"slice_lengths"`` or ``"slice_times"``) of each of ``num_slices`` slices.
+
+        Raises:
+            CostsError: given for another number of slices.
+        """
+        value: tuple[float, ...] = getattr(self, name)
+        if not value:
+            return (1.0 / num_slices,) * num_slices
+        if len(value) != num_slices:
+            raise CostsError(f"{name} is given for {len(value)} slices; the plan has {num_slices}")
+        whole = math.fsum(value)
+        return tuple(entry / whole for entry in value)
 
     @checked_arguments(CostsError)
     def cut_into(

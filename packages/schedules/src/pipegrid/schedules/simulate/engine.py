@@ -25,7 +25,7 @@ Times: TypeAlias = tuple[tuple[float, ...], ...]
 """Per position, a time for each of its actions, in the order of `Plan.actions`."""
 
 Slots: TypeAlias = list[float | None]
-"""Per microbatch, the time at which a result or a message is there; None: not yet."""
+"""Per piece (a microbatch, or a slice of one), the time at which a result or a message is there; None: not yet."""
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 NEVER = float("inf")
@@ -79,6 +79,7 @@ class _Compute:
     gives: tuple[Slots, ...]
     sends: _Ends  # in plans of computes alone, which have no sends of their own
     places: tuple[int, ...]  # all positions of a shared stage, which compute it together
+    shares: Sequence[float]  # of the duration, per slice; in a plan with slices
 
 
 class _Arrival(NamedTuple):
@@ -87,6 +88,7 @@ class _Arrival(NamedTuple):
     action: Action
     at: int
     entry: _Compute
+    piece: int
     time: float
     duration: float
 
@@ -114,6 +116,8 @@ class Simulator:
         edges = plan.graph.stage_edges
         latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))
         self.travel = {edge: (message[edge] / bandwidth[edge], latency[edge]) for edge in edges}
+        self.slice_times = costs.per_slice("slice_times", plan.num_slices)
+        self.slice_lengths = costs.per_slice("slice_lengths", plan.num_slices)
 
         # Results by direction, stage and position that made them; arrivals by edge, direction, position and the
         # position they came from (None: a collective).
@@ -174,6 +178,7 @@ class Simulator:
         tables = self.computes[position]
         forwards, backwards, inputs, weights = tables[F], tables[B], tables[I], tables[W]
         messages, durations = self.ends[position], None if self.durations is None else self.durations[position]
+        num_slices, lengths = self.plan.num_slices, self.slice_lengths
         overhead, now, index = self.overhead, self.clock[position], self.at[position]
         first, waits_for = index, self.waits_for
         try:
@@ -205,6 +210,11 @@ class Simulator:
                     entry = table[action.stage] = self._compute(kind, action.stage, position)
                 microbatch = action.microbatch
                 assert microbatch is not None
+                duration, weight = entry.duration, 1.0
+                if num_slices > 1:  # from here on, the number of the piece
+                    assert action.slice is not None
+                    microbatch = microbatch * num_slices + action.slice
+                    duration, weight = duration * entry.shares[action.slice], lengths[action.slice]
                 begin = now
                 for slots in entry.needs:
                     time = slots[microbatch]
@@ -213,11 +223,12 @@ class Simulator:
                         return
                     if time > begin:  # noqa: PLR1730 -- the hot loop
                         begin = time
-                duration = entry.duration if durations is None else durations[index]
+                if durations is not None:
+                    duration = durations[index]
                 if entry.places:
                     self.order.append((Run(position, first, index),))
                     first = index
-                    together = self._join(position, _Arrival(action, index, entry, begin, duration))
+                    together = self._join(position, _Arrival(action, index, entry, microbatch, begin, duration))
                     if together is None:
                         return  # the last to come carries this position on
                     now, index = together, index + 1
@@ -229,7 +240,8 @@ class Simulator:
                 for slots in entry.gives:
                     slots[microbatch] = now
                 for lane, occupied, latency, slots in entry.sends:
-                    lane.free = (now if now > lane.free else lane.free) + occupied  # noqa: FURB136 -- the hot loop
+                    free = now if now > lane.free else lane.free  # noqa: FURB136 -- the hot loop
+                    lane.free = free + occupied * weight
                     slots[microbatch] = lane.free + latency
                     waiting = waits_for[lane.destination]
                     if waiting is not None and waiting[0] is slots and waiting[1] == microbatch:
@@ -268,6 +280,8 @@ class Simulator:
             () if kind is ActionKind.W else (own,),
             sends,
             self.dataflow.shared.get(stage, ()),
+            # Attention has no weights: their gradients take as long as a slice is.
+            self.slice_lengths if kind is ActionKind.W else self.slice_times,
         )
 
     def _needed(self, flow: EdgeFlow, position: int) -> list[Slots]:
@@ -282,11 +296,11 @@ class Simulator:
         ]
 
     def _slots_made(self, direction: Direction, stage: int, position: int) -> Slots:
-        return self.made.setdefault((direction, stage, position), [None] * self.plan.num_microbatches)
+        return self.made.setdefault((direction, stage, position), [None] * self.plan.num_pieces)
 
     def _slots_arrived(self, flow: EdgeFlow, at: int, source: int | None) -> Slots:
         key = (flow.edge, flow.direction, at, source)
-        return self.arrived.setdefault(key, [None] * self.plan.num_microbatches)
+        return self.arrived.setdefault(key, [None] * self.plan.num_pieces)
 
     def _arrive(self, position: int, slots: Slots, microbatch: int, time: float) -> None:
         slots[microbatch] = time
@@ -297,7 +311,8 @@ class Simulator:
 
     def _join(self, position: int, arrival: _Arrival) -> float | None:
         """Come to a compute of a shared stage; the time at which it is done, or None while others are to come."""
-        stage, microbatch = arrival.action.stage, arrival.action.microbatch
+        stage, microbatch = arrival.action.stage, arrival.piece
+        weight = self.slice_lengths[arrival.action.slice or 0]
         here = self.joined[stage]
         here[position] = arrival
         if len(here) < len(arrival.entry.places):
@@ -308,7 +323,6 @@ class Simulator:
                 f"the plan gets stuck: stage {stage} lies on several positions, which come to different computes of "
                 f"it ({ways}); verify(plan) says why"
             )
-        assert microbatch is not None
         begin = max(other.time for other in here.values()) + self.overhead
         done = begin + max(other.duration for other in here.values())
         self.order.append(tuple([Run(member, other.at, other.at + 1) for member, other in here.items()]))
@@ -317,7 +331,7 @@ class Simulator:
             for slots in entry.gives:
                 slots[microbatch] = done
             for lane, occupied, latency, slots in entry.sends:
-                lane.free = max(lane.free, done) + occupied
+                lane.free = max(lane.free, done) + occupied * weight
                 self._arrive(lane.destination, slots, microbatch, lane.free + latency)
             if member != position:
                 self.clock[member], self.at[member] = done, index + 1
@@ -347,11 +361,14 @@ class Simulator:
             routes = [pair for pair in flow.routes if position == pair[0 if sending else 1]]
             ends = table[action.edge] = tuple([self._end(flow, *pair) for pair in routes])
         assert action.microbatch is not None
+        microbatch, weight = action.microbatch, 1.0
+        if action.slice is not None:
+            microbatch, weight = self.plan.piece_of(action), self.slice_lengths[action.slice]
         for lane, occupied, latency, slots in ends:
             if sending:
-                lane.sends.append((now, index, occupied, latency))
+                lane.sends.append((now, index, occupied * weight, latency))
             else:
-                lane.receives.append((now, index, slots, action.microbatch))
+                lane.receives.append((now, index, slots, microbatch))
             if lane.sends and lane.receives:
                 self._transfer(lane)
 
@@ -400,7 +417,7 @@ class Simulator:
             if other.edge is not None and other.microbatch is not None and other.direction is not None:
                 flow = self.flows.get((other.edge, other.direction))
                 if flow is not None:
-                    self._slots_arrived(flow, member, None)[other.microbatch] = done
+                    self._slots_arrived(flow, member, None)[self.plan.piece_of(other)] = done
             if member != position:
                 self.clock[member], self.at[member] = done, at + 1
                 self.runnable.append(member)
@@ -415,7 +432,7 @@ class Simulator:
             done = self.data_lanes_free[position] = start + self.duration[action.kind][stage]
         if action.kind is ActionKind.UNSHARD:
             slots = self.unsharded[position].setdefault(stage, [])
-            slots[:] = [done] * self.plan.num_microbatches
+            slots[:] = [done] * self.plan.num_pieces
         self.start[position][index], self.end[position][index] = start, done
         return now
 

@@ -108,14 +108,15 @@ class Simulation:
 
         A stage's microbatch is live from the start of its ``F`` until the end of its ``W`` (or ``B``), less what
         the costs say that its ``I`` releases; with ``until="I"``, until the end of its ``I`` (or ``B``). A
-        forward-only stage holds it during ``F``.
+        forward-only stage holds it during ``F``. A slice holds its share of that, by its length.
         """
         checked(until, Literal["W", "I"], "until", PlanError)
         require_position(position, self.plan)
         points: list[tuple[float, float]] = []
+        lengths = self.costs.per_slice("slice_lengths", self.plan.num_slices)
         held = 0.0
         for start, end, action in self._computes[position]:
-            size = self.activation[action.stage]
+            size = self.activation[action.stage] * lengths[action.slice or 0]
             if action.kind is _F:
                 held += size
                 points.append((start, held))

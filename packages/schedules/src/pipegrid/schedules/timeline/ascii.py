@@ -37,7 +37,7 @@ def _painted(text: str, kind: str, shade: float) -> str:
 def _text(span: Span, shade: int, width: int) -> str:
     """``span`` in ``width`` characters: kind, microbatch and a mark for each earlier stage, as they fit."""
     fill = FILL.get(span.kind, "#")
-    number = span.label or ("" if span.microbatch is None else str(span.microbatch))
+    number = span.label or span.number
     kind = span.kind if span.kind in FILL else span.kind[:1]
     marks = "'" * shade
     for text in (kind + number + marks, kind + number, kind, ""):
@@ -57,8 +57,7 @@ def _columns(timeline: Timeline, width: int) -> float:
             shortest = min(shortest, span.duration)
             stages = timeline.stages[span.row]
             marks = stages.index(span.stage) if span.stage in stages else 0
-            digits = "" if span.microbatch is None else str(span.microbatch)
-            wanted = max(wanted, (1 + len(digits) + marks) / span.duration)
+            wanted = max(wanted, (1 + len(span.number) + marks) / span.duration)
     if wanted <= fits:
         return wanted or fits
     whole = int(fits * shortest)  # whole columns for the shortest span, if there are any, keep rows even

@@ -75,14 +75,15 @@ def _stage_name(plan: Plan, stage: int) -> str:
 
 def _title(plan: Plan) -> str:
     positions, microbatches = plan.num_positions, plan.num_microbatches
+    slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
     return (
         f"{positions} position{'s' if positions > 1 else ''}, "
-        f"{microbatches} microbatch{'es' if microbatches > 1 else ''}"
+        f"{microbatches} microbatch{'es' if microbatches > 1 else ''}{slices}"
     )
 
 
 def _span(row: int, start: float, end: float, action: Action) -> Span:
-    return Span(row, start, end, action.kind.value, action.stage, action.microbatch)
+    return Span(row, start, end, action.kind.value, action.stage, action.microbatch, slice=action.slice)
 
 
 def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
@@ -151,7 +152,7 @@ def _flows(plan: Plan, rows: Sequence[tuple[int, Sequence[tuple[int, Action]]]])
     for position, actions in rows:
         for index, action in actions:
             if action.microbatch is not None:
-                spans[position, action.kind, action.stage, action.edge, action.microbatch].append(index)
+                spans[position, action.kind, action.stage, action.edge, plan.piece_of(action)].append(index)
     flows = []
     for flow in dataflow_of(plan).crossing:
         edge, computes = None, _COMPUTES[flow.direction]
@@ -160,9 +161,9 @@ def _flows(plan: Plan, rows: Sequence[tuple[int, Sequence[tuple[int, Action]]]])
             edge, (send, receive) = flow.edge, MESSAGE_KINDS[flow.direction]
             first, last = (send,), (receive,)
         for sender, receiver in flow.routes:
-            for microbatch in range(plan.num_microbatches):
-                begins = [i for kind in first for i in spans.get((sender, kind, flow.producer, edge, microbatch), ())]
-                ends = [i for kind in last for i in spans.get((receiver, kind, flow.consumer, edge, microbatch), ())]
+            for piece in range(plan.num_pieces):
+                begins = [i for kind in first for i in spans.get((sender, kind, flow.producer, edge, piece), ())]
+                ends = [i for kind in last for i in spans.get((receiver, kind, flow.consumer, edge, piece), ())]
                 flows += [Flow(begins[k % len(begins)], index) for k, index in enumerate(ends) if begins]
     return flows
 

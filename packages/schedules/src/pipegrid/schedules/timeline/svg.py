@@ -199,7 +199,7 @@ class _Panel:
             yield f"{rect}/>"
         if span.kind in HATCHED:
             yield f'<rect fill="url(#hatch)" {place} pointer-events="none"/>'
-        text = span.label or ("" if span.microbatch is None else str(span.microbatch))
+        text = span.label or span.number
         size = min(13.0, (width - 4) / (DIGIT * len(text))) if text else 0.0
         if size >= 6 and not span.is_transfer:
             more = f' fill="{ink_on(fill)}" font-size="{_n(size)}" pointer-events="none"'
@@ -254,7 +254,8 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
             parts.append(f'<rect fill="url(#hatch)" x="{_n(x)}" y="{_n(y)}" width="14" height="14"/>')
         parts.append(_text("ink", x + 20, y + 11, text))
         x += length
-    words = ["Numbers are microbatches."]
+    sliced = any(span.slice is not None for span in spans)
+    words = ["Numbers are microbatches and, after the dot, their slices." if sliced else "Numbers are microbatches."]
     if any(panel.most_stages > 1 for panel in panels):
         words.append("Darkest: the first stage of a row; lighter: its later stages.")
     parts.append(_text("soft", PAD, y + 32, " ".join(words)))

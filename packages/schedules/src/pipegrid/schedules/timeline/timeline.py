@@ -49,6 +49,7 @@ class Span:
     stage: int | None = None
     microbatch: int | None = None
     label: str = ""
+    slice: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.start > self.end:
@@ -71,11 +72,14 @@ class Span:
 
     @property
     def name(self) -> str:
-        """The label, or the action as a plan writes it: stage, kind, microbatch (``2F7``)."""
-        if self.label:
-            return self.label
-        stage, microbatch = ("" if number is None else str(number) for number in (self.stage, self.microbatch))
-        return f"{stage}{self.kind}{microbatch}"
+        """The label, or the action as a plan writes it: stage, kind, microbatch and slice (``2F7``, ``2F7.1``)."""
+        return self.label or f"{'' if self.stage is None else self.stage}{self.kind}{self.number}"
+
+    @property
+    def number(self) -> str:
+        """The microbatch, and after a dot its slice; empty without."""
+        microbatch = "" if self.microbatch is None else str(self.microbatch)
+        return microbatch if self.slice is None else f"{microbatch}.{self.slice}"
 
 
 @frozen(field_transformer=checked_fields(TimelineError))

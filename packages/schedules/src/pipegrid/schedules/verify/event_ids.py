@@ -1,10 +1,13 @@
-"""Event ids: one integer per send, receive, result, joined compute, collective call and shared exchange of a plan."""
+"""Event ids: one integer per send, receive, result, joined compute, collective call and shared exchange of a plan.
+
+What happens to each microbatch, or to each slice, has ids in a row, by the number of the piece (`Plan.piece_of`).
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipegrid.schedules.plan import Action, ActionKind, Lane, Plan
+from pipegrid.schedules.plan import Action, ActionKind, Lane, Plan, for_piece
 from pipegrid.schedules.verify.dataflow import EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
@@ -16,23 +19,23 @@ MESSAGE_KINDS = {
 
 
 class Route(NamedTuple):
-    """The messages of one flow from one position to another; ``sent`` and ``received`` are the ids of microbatch 0."""
+    """The messages of one flow from one position to another; ``sent`` and ``received`` are the ids of piece 0."""
 
     flow: EdgeFlow
     lane: Lane
     sent: int
     received: int
 
-    def end(self, microbatch: int, *, sends: bool) -> Action:
-        """The action at one of the two ends."""
+    def end(self, *, sends: bool) -> Action:
+        """The action at one of the two ends, for microbatch 0."""
         send, receive = MESSAGE_KINDS[self.flow.direction]
         if sends:
-            return Action(send, self.flow.producer, microbatch, self.flow.edge)
-        return Action(receive, self.flow.consumer, microbatch, self.flow.edge)
+            return Action(send, self.flow.producer, 0, self.flow.edge)
+        return Action(receive, self.flow.consumer, 0, self.flow.edge)
 
 
 class EventIds:
-    """The event ids of a plan, which follow from its shape alone; each table entry is the id of microbatch 0.
+    """The event ids of a plan, which follow from its shape alone; each table entry is the id of piece 0.
 
     ``routes`` come first: all sends, then all receives. ``made``: in a plan of computes, the result of (position,
     stage, direction). ``joined``: that (position, stage, kind) has come to a compute of a shared stage. ``exchanges``:
@@ -42,7 +45,7 @@ class EventIds:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.dataflow = plan, dataflow_of(plan)
         self.size = 0
-        count, crossing = plan.num_microbatches, self.dataflow.crossing if plan.has_communication else ()
+        count, crossing = plan.num_pieces, self.dataflow.crossing if plan.has_communication else ()
         pairs = [(flow, *pair) for flow in crossing for pair in flow.routes]
         bases = self._take(count, len(pairs)), self._take(count, len(pairs))
         self.routes = [
@@ -81,7 +84,7 @@ class EventIds:
             self._calls[key] = self._take(1)[0]
         return self._calls[key]
 
-    def message(self, sent: int) -> tuple[Route, int]:
-        """The route and the microbatch of the message whose send has the id ``sent``."""
-        route, microbatch = divmod(sent, self.plan.num_microbatches)
-        return self.routes[route], microbatch
+    def message(self, sent: int, *, sends: bool) -> Action:
+        """The action at one of the two ends of the message whose send has the id ``sent``."""
+        route, piece = divmod(sent, self.plan.num_pieces)
+        return for_piece(self.routes[route].end(sends=sends), piece, self.plan.num_slices)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from pipegrid.schedules.errors import Fault
-from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Plan, Step, actions_of, step_text
+from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Plan, Step, actions_of, for_piece, step_text
 from pipegrid.schedules.verify.deadlock import Wait
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
 from pipegrid.transport.edge import Direction
@@ -47,33 +47,39 @@ def why_refused(
     table: PositionTable, flags: bytearray, steps: Sequence[Step], step: int, action: Action, rule: ActionRule
 ) -> Fault:
     """The fault of an action that breaks its rule, with the ``flags`` that are set before it."""
-    microbatch, count, position = action.microbatch or 0, table.plan.num_microbatches, table.position
-    if microbatch >= count:
-        return unknown_microbatch(action, count, position, step)
-    if flags[rule.done + microbatch]:
+    plan, position = table.plan, table.position
+    piece = plan.piece_of(action)
+    if piece >= plan.num_pieces:
+        return unknown_microbatch(action, plan.num_microbatches, position, step)
+    if flags[rule.done + piece]:
         return Fault("duplicate", f"{action} has been done before, and may be done once", position, step)
-    unmet = next(needed for needed in rule.needs if not flags[needed + microbatch])
-    makers = [_of(maker, microbatch) for maker in table.makers[unmet]]
+    unmet = next(needed for needed in rule.needs if not flags[needed + piece])
+    makers = [for_piece(maker, piece, plan.num_slices) for maker in table.makers[unmet]]
+    later, text = _needs(action, makers, steps)
+    late = later and action.kind in COMPUTES and makers[0].kind.is_receive
+    return Fault("late-receive" if late else "dependency", text, position, step)
+
+
+def out_of_sequence(table: PositionTable, done: int, steps: Sequence[Step], step: int, action: Action) -> Fault:
+    """The fault of a slice that runs before the one that it needs; ``done``: the flags of the action's results."""
+    plan, forward = table.plan, action.kind is ActionKind.F
+    piece = plan.piece_of(action) + (-1 if forward else 1)
+    makers = [for_piece(maker, piece, plan.num_slices) for maker in table.makers[done]]
+    why = "it reads the keys and values" if forward else "the gradients of its keys and values come from that"
+    return Fault("dependency", f"{_needs(action, makers, steps)[1]}: {why}", table.position, step)
+
+
+def _needs(action: Action, makers: Sequence[Action], steps: Sequence[Step]) -> tuple[bool, str]:
+    """Whether one of ``makers`` comes later on the position, and the text that ``action`` needs it before."""
     later = [at for maker in makers if (at := step_of(maker, steps)) is not None]
     where = f"which comes at step {later[0]}" if later else "which this position never does"
-    late = bool(later) and action.kind in COMPUTES and makers[0].kind.is_receive
-    return Fault(
-        "late-receive" if late else "dependency",
-        f"{action} needs {' or '.join(map(str, makers))} before it, {where}",
-        position,
-        step,
-    )
+    return bool(later), f"{action} needs {' or '.join(map(str, makers))} before it, {where}"
 
 
 def step_of(action: Action, steps: Sequence[Step]) -> int | None:
     """The last step that contains ``action``; None if there is none."""
     found = [index for index, step in enumerate(steps) if action in actions_of(step)]
     return found[-1] if found else None
-
-
-def _of(action: Action, microbatch: int) -> Action:
-    """The same action for another microbatch."""
-    return Action(action.kind, action.stage, microbatch, action.edge, action.group)
 
 
 def unknown_microbatch(action: Action, count: int, position: int, step: int) -> Fault:
@@ -84,17 +90,18 @@ def unknown_microbatch(action: Action, count: int, position: int, step: int) -> 
 
 def missing(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
     """The actions that a position never does, one fault for each kind of action."""
-    count = table.plan.num_microbatches
+    count, slices = table.plan.num_pieces, table.plan.num_slices
     faults = []
     for rule in (*table.table.values(), *table.collectives.values()):
         kind, done = rule.action.kind, rule.done
         if kind is ActionKind.B or not flags.count(0, done, done + count):
             continue  # B and I set one flag between them; it is looked at once, for I
-        lacking = [microbatch for microbatch in range(count) if not flags[done + microbatch]]
+        lacking = [piece for piece in range(count) if not flags[done + piece]]
         if kind is ActionKind.W:  # without an I the whole backward is missing
-            lacking = [microbatch for microbatch in lacking if flags[rule.needs[0] + microbatch]]
+            lacking = [piece for piece in lacking if flags[rule.needs[0] + piece]]
         if lacking:
-            faults.append(_missing(table.position, table.makers.get(done, (rule.action,)), lacking))
+            makers = table.makers.get(done, (rule.action,))
+            faults.append(_missing(table.position, [[for_piece(one, p, slices) for one in makers] for p in lacking]))
     remedy = "" if table.plan.has_communication else "; lower adds it to a plan of computes"
     return faults + [
         Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done{remedy}", table.position)
@@ -103,9 +110,9 @@ def missing(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[F
     ]
 
 
-def _missing(position: int, actions: tuple[Action, ...], microbatches: list[int]) -> Fault:
-    listed = ", ".join(" or ".join(str(_of(action, m)) for action in actions) for m in microbatches[:8])
-    more = f" and {len(microbatches) - 8} more" if len(microbatches) > 8 else ""
+def _missing(position: int, lacking: Sequence[Sequence[Action]]) -> Fault:
+    listed = ", ".join(" or ".join(map(str, actions)) for actions in lacking[:8])
+    more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
     return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
 
 
@@ -140,4 +147,4 @@ def _part_text(step: Step, part: int) -> str:
 
 
 def _flow_of(action: Action) -> tuple[object, ...]:
-    return action.edge, action.direction, action.microbatch, action.group
+    return action.edge, action.direction, action.microbatch, action.slice, action.group

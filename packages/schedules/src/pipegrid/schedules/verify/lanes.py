@@ -22,8 +22,7 @@ def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
             number = next(i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b)
             ends = []
             for sends, position, order in ((True, lane.source, sent), (False, lane.destination, received)):
-                route, microbatch = ids.message(order[number])
-                action = route.end(microbatch, sends=sends)
+                action = ids.message(order[number], sends=sends)
                 ends.append(f"position {position}, step {step_of(action, verifiers[position].steps)}: {action}")
             faults.append(
                 Fault(

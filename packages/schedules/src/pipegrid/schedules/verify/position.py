@@ -11,7 +11,7 @@ from attrs import Factory, define
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Lane, Plan, Step
 from pipegrid.schedules.verify.deadlock import Program
-from pipegrid.schedules.verify.explain import missing, unknown_microbatch, why_no_rule, why_refused
+from pipegrid.schedules.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
@@ -75,12 +75,13 @@ class PositionVerifier:
     def _verify(self, orders: Sequence[list[int]]) -> None:
         table, program, flags, calls = self.table, self.program, self.flags, self.calls
         plan, rules, operations, in_order = table.plan, table.table, program.operations, table.blocking.in_order
-        count, forward_only, shared = plan.num_microbatches, frozenset(plan.forward_only), table.ids.dataflow.shared
+        count, forward_only, shared = plan.num_pieces, frozenset(plan.forward_only), table.ids.dataflow.shared
+        num_slices = plan.num_slices
         note = [order.append for order in orders]
         live = peak = live_inputs = input_peak = num_actions = 0
         # A stage's share of the position, in whole numbers of a unit small enough for all its stages.
-        unit = math.lcm(*(plan.stages_beside[stage] for stage in table.stages))
-        sizes = {stage: unit // plan.stages_beside[stage] for stage in table.stages}
+        unit = num_slices * math.lcm(*(plan.stages_beside[stage] for stage in table.stages))
+        sizes = {stage: unit // (num_slices * plan.stages_beside[stage]) for stage in table.stages}
         waits: list[int] = []  # a batch posts all its messages, and then waits for their other ends
         posted: list[tuple[int, int]] = []  # with shared lanes: partner and message
         ends = program.ends
@@ -99,6 +100,8 @@ class PositionVerifier:
                     self._verify_collective(index, action, waits)
                     continue
                 _, done, needs, also, flow, messages, events = rule
+                if num_slices > 1:  # from here on, the number of the piece
+                    microbatch = plan.piece_of(action)
                 at = done + microbatch
                 if microbatch >= count or flags[at]:
                     self._refuse(index, action, rule)
@@ -124,6 +127,8 @@ class PositionVerifier:
                     continue
                 if also is not None:
                     flags[also + microbatch] = 1
+                if num_slices > 1 and kind is not W:
+                    self._verify_sequence(index, action, done)
                 if events:
                     for event in events:
                         operations.append(event + microbatch if event >= 0 else event - microbatch)
@@ -171,6 +176,13 @@ class PositionVerifier:
 
     def _refuse(self, index: int, action: Action, rule: ActionRule) -> None:
         self.faults.append(why_refused(self.table, self.flags, self.steps, index, action, rule))
+
+    def _verify_sequence(self, index: int, action: Action, done: int) -> None:
+        """Verify that a slice runs forward after the one before it in the sequence, backward after the one behind."""
+        plan, step = self.table.plan, -1 if action.kind is F else 1
+        assert action.slice is not None  # of every action in a plan with slices
+        if 0 <= action.slice + step < plan.num_slices and not self.flags[done + plan.piece_of(action) + step]:
+            self.faults.append(out_of_sequence(self.table, done, self.steps, index, action))
 
     def _fault(self, rule: str, message: str, step: int) -> None:
         self.faults.append(Fault(rule, message, self.position, step))
@@ -240,14 +252,14 @@ class PositionVerifier:
             self._fault("duplicate", f"{action} is here a second time", index)
             return False
         self.reduced.add(name)
-        count = table.plan.num_microbatches
+        count = table.plan.num_pieces
         for held in {stage, *table.tied.get(name, ())}:
             left = self.flags.count(0, table.weights[held], table.weights[held] + count)
             if left:
                 self._fault(
                     "dependency",
-                    f"{action} comes before the last backward of stage {held}; {left} of {count} microbatches are "
-                    "not done",
+                    f"{action} comes before the last backward of stage {held}; {left} of {count} "
+                    f"{'microbatches' if table.plan.num_slices == 1 else 'slices'} are not done",
                     index,
                 )
         return True
@@ -265,11 +277,12 @@ class PositionVerifier:
         if action.group != group:
             self._fault("group", f"{action}: edge {action.edge} already uses the group {group!r}", index)
             return False
-        done = rule.done + action.microbatch
-        if action.microbatch >= plan.num_microbatches or self.flags[done]:
+        piece = plan.piece_of(action)
+        done = rule.done + piece
+        if piece >= plan.num_pieces or self.flags[done]:
             self._refuse(index, action, rule)
             return False
-        if any(not self.flags[needed + action.microbatch] for needed in rule.needs):
+        if any(not self.flags[needed + piece] for needed in rule.needs):
             self._refuse(index, action, rule)
         self.flags[done] = 1
         return True

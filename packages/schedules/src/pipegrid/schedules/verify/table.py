@@ -36,7 +36,7 @@ RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int]
 
 
 class MessageEnd(NamedTuple):
-    """One end of one message of an action; ``message`` and ``waits`` are for microbatch 0."""
+    """One end of one message of an action; ``message`` and ``waits`` are for piece 0."""
 
     order: int
     """The number, in `PositionTable.lanes`, of the lane on which this end is noted in order."""
@@ -49,7 +49,7 @@ class MessageEnd(NamedTuple):
 
 
 class ActionRule(NamedTuple):
-    """The rule of one kind of action at one position; ``done``, ``needs``, ``also``: flags for microbatch 0."""
+    """The rule of one kind of action at one position; ``done``, ``needs``, ``also``: flags for piece 0."""
 
     action: Action
     """The action for microbatch 0."""
@@ -63,13 +63,13 @@ class ActionRule(NamedTuple):
     """The number of the flow whose message the action is."""
     messages: tuple[MessageEnd, ...] = ()
     events: tuple[int, ...] = ()
-    """The events of the action for microbatch 0, in order: an id to set, or ``~id`` to wait for."""
+    """The events of the action for piece 0, in order: an id to set, or ``~id`` to wait for."""
 
 
 class PositionTable:
     """The rules of one position, which follow from the plan's shape alone.
 
-    ``num_flags``: number of flags; ``makers``: per flag of microbatch 0, the actions that set it; ``lanes``: the lanes
+    ``num_flags``: number of flags; ``makers``: per flag of piece 0, the actions that set it; ``lanes``: the lanes
     on which the position sends (True) or receives (False); ``partners``: with shared lanes, the positions that it
     exchanges with; ``tied``: per group, the tied stages of the position.
     """
@@ -103,7 +103,7 @@ class PositionTable:
 
     def _flags(self, *makers: Action) -> int:
         first = self.num_flags
-        self.num_flags += self.plan.num_microbatches
+        self.num_flags += self.plan.num_pieces
         if makers:
             self.makers[first] = makers
         return first

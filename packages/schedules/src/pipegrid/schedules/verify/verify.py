@@ -81,10 +81,11 @@ class Proof:
         else:
             each = " in the order of each batch" if self.lanes == "separate" and self.batches == "in_order" else ""
             blocking = f"no deadlock even if sends block{each}, {self.lanes} lanes"
+        slices = f" of {self.plan.num_slices} slices" if self.plan.num_slices > 1 else ""
         gathered = max(self.peak_gathered)
         sharded = f"; parameters there for each compute, of at most {gathered} stages at once" if gathered else ""
         return (
-            f"{self.num_positions} positions, {self.num_microbatches} microbatches, "
+            f"{self.num_positions} positions, {self.num_microbatches} microbatches{slices}, "
             f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
             f"{blocking}{sharded}; at most {max(self.peak_live):g} microbatches live on a position, "
             f"{max(self.communicators)} communicators per rank"
@@ -106,7 +107,9 @@ def verify(
     on each position that holds it; each compute finds its inputs, made before it on its position or received
     before it; each message is sent once and received once, in the same order on its lane; members name a
     group's collectives in one order; the positions of a stage that lies on several do its computes in one order, as
-    their ranks may communicate inside it; and no positions wait for each other in a cycle.
+    their ranks may communicate inside it; and no positions wait for each other in a cycle. The slices of a microbatch
+    run forward in the order of the sequence, as each reads the keys and values of those before it, and backward in
+    reverse.
 
     ``rendezvous``: a position goes on from a message only when its partner has come to the other end of it. This is the
     worst that NCCL may do. Without it a send is buffered, a receive is posted, and only the compute that needs the data
@@ -135,8 +138,9 @@ def verify(
     checked(window, Count | None, "window", PlanError)
     limits = _limits(memory_limit, plan)
     num_steps = sum(map(len, plan.positions))
-    if plan.num_microbatches > num_steps:  # a compute is a step; an error before memory for each microbatch is taken
-        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches"
+    if plan.num_pieces > num_steps:  # a compute is a step; an error before memory for each piece is taken
+        slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
+        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
         raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
     ids = EventIds(plan)
     blocking = Blocking(rendezvous=rendezvous, lanes=lanes, batches=batches)

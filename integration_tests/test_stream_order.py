@@ -98,34 +98,35 @@ def data_lanes():
     return ProcessGroupCollection.from_grid(grid), grid.destroy
 
 
-# What is made, what uses it, whether buffers are used again; and the orders, each with the part of the text of a race.
+UNORDERED, FREED = "no event orders the two", "was freed while"
+# What is made, what uses it, whether buffers are used again; and the orders, each with the part of the text of a race,
+# and the ranks that find it.
 CASES = {
     "NCCL": (
         lanes_of([THERE]),
         messages,
         False,
-        [(NcclTicket, "order", "no event orders the two"), (completion, "used_here", "was freed while")],
+        [(NcclTicket, "order", UNORDERED, [1]), (completion, "used_here", FREED, [1])],
     ),
-    "NCCL, buffers used again": (lanes_of([THERE]), messages, True, [(payload, "follow", "no event orders the two")]),
+    "NCCL, buffers used again": (lanes_of([THERE]), messages, True, [(payload, "follow", UNORDERED, [1])]),
     "staged": (
         lanes_of([THERE], staged=True),
         messages,
         False,
-        [(staged.StagedTicket, "order", "no event orders the two"), (completion, "used_here", "was freed while")],
+        [
+            (staged, "follow", UNORDERED, [0, 1]),
+            (staged, "used_here", FREED, [0]),
+            (completion, "used_here", FREED, [1]),
+        ],
     ),
     "one rank": (
         lanes_of([HERE]),
         copies_on_one_rank,
         False,
-        [(local, "follow", "no event orders the two"), (local, "used_here", "was freed while")],
+        [(local, "follow", UNORDERED, [1]), (local, "used_here", FREED, [1])],
     ),
-    "landing": (
-        a_bridge,
-        landings,
-        False,
-        [(receive, "follow", "no event orders the two"), (receive, "used_here", "was freed while")],
-    ),
-    "reductions": (data_lanes, reductions, False, [(collectives.Waiting, "wait", "no event orders the two")]),
+    "landing": (a_bridge, landings, False, [(receive, "follow", UNORDERED, [1]), (receive, "used_here", FREED, [1])]),
+    "reductions": (data_lanes, reductions, False, [(collectives.Waiting, "wait", UNORDERED, [0, 1])]),
 }
 
 
@@ -137,24 +138,21 @@ def test_an_order_between_streams_is_there_and_a_race_without_it(ranks, monkeypa
     monkeypatch.setattr(streams, "cuda", device.streams)
     monkeypatch.setattr(streams, "types", {"cpu"})
     monkeypatch.setattr(staged, "pinned_like", torch.empty_like)  # there is no pinned memory here
-    made, end = make()
+    with device.streams.watch():
+        made, end = make()
     for _ in range(2):  # the first time, shapes are agreed
-        with device.streams.watch():
+        with device.streams.watch() as syncs:
             use(ranks, device, made, reuse=reuse)
+        assert syncs == []
         assert device.violations == []
-    for where, name, text in orders:
+    for where, name, text, concerned in orders:
         ranks.barrier()
         with monkeypatch.context() as planted, device.streams.watch():
             planted.setattr(where, name, nothing)
             use(ranks, device, made, reuse=reuse)
         found = [violation for violation in device.violations if text in violation]
         device.violations.clear()
-        assert found or not concerns(case, ranks.rank), (name, device.violations)
+        assert found or ranks.rank not in concerned, (name, device.violations)
     device.streams.synchronize()
     end()
     device.violations.clear()
-
-
-def concerns(case, rank):
-    """Whether the rank is the one that waits."""
-    return rank == 1 or case == "reductions"

@@ -94,8 +94,12 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
         if lane.take_error(error):
             over.append((lane, error))
             connections.setdefault(id(lane.connection), (lane.connection, text))
-    # A group with nothing under way is shut down, which waits for the device; any other is aborted.
-    busy = [one for one, _ in connections.values() if kind != "closed" or any(lane.queue for lane in one.lanes)]
+    # A group of a device with nothing under way is shut down, which waits for the device; any other is aborted.
+    busy = [
+        one
+        for one, _ in connections.values()
+        if kind != "closed" or not one.mover.streams or any(lane.queue for lane in one.lanes)
+    ]
     if kind != "lost":
         limit = time.monotonic() + _TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS)
         wired = [(connection.wire, text) for connection, text in connections.values() if connection.wire is not None]

@@ -51,10 +51,13 @@ def _under(stream: torch.Stream) -> Iterator[None]:
         yield
 
 
-def mark(device: torch.device) -> Sequence[Any]:
-    """Record an event on the current stream; no event on a device without streams."""
+def mark(device: torch.device, *, blocking: bool = False) -> Sequence[Any]:
+    """Record an event on the current stream; no event on a device without streams.
+
+    A thread that waits for a ``blocking`` event sleeps; others keep a core busy.
+    """
     stream = current_stream(device)
-    return () if stream is None else (stream.record_event(),)
+    return () if stream is None else (stream.record_event(cuda.Event(blocking=True) if blocking else None),)
 
 
 def follow(events: Sequence[Any], device: torch.device) -> None:

@@ -79,6 +79,7 @@ class Streams:
         self._memories: dict[int, Memory] = {}
         self._names: dict[int, str] = {}
         self._kept: set[tuple[int, int]] = set()
+        self._watching = 0  # the thread inside `watch`
         self._local = threading.local()
         self._default = self.make_stream("the default stream")
 
@@ -183,8 +184,9 @@ class Streams:
         """The host waits for what ``clock`` holds, whose end on a late device is ``signal``."""
         self._hold(signal)
         self.host_knows(clock)
-        where, stack = _caller()
-        self.host_syncs.append(HostSync(what, where, stack))
+        if threading.get_ident() == self._watching:
+            where, stack = _caller()
+            self.host_syncs.append(HostSync(what, where, stack))
 
     def _hold(self, signal: Signal) -> None:
         if self.late is not None and not signal.done:
@@ -365,10 +367,12 @@ class Streams:
         """Note every operation of this thread as work; yields the host synchronisations inside the block."""
         before = len(self.host_syncs)
         seen: list[HostSync] = []
+        self._watching = threading.get_ident()
         try:
             with Calls(self), Operations(self):
                 yield seen
         finally:
+            self._watching = 0
             self.sweep()
             seen += self.host_syncs[before:]
 

@@ -1,13 +1,17 @@
 """Staged: tensors of any device over gloo, through host memory (pinned, for a GPU).
 
-For several ranks on one GPU, and for GPUs without NCCL. A send is copied on the stream that made it, and the host waits
-for the copy before it is posted. A receive is copied to its buffer on the stream that it was posted under (the receive
-stream of the lanes, so that it does not queue behind the computing that the host has issued), when the host sees that
-it has come; a stream that uses it is ordered after the copy. On a CPU the same code copies through a buffer.
+For several ranks on one GPU, and for GPUs without NCCL. A send is copied on a stream of its own, after what made the
+tensor, and a thread hands the copy to gloo when it is there: neither the host nor the computing stream waits for it. A
+receive is copied to its buffer on the stream that it was posted under (the receive stream of the lanes, so that it does
+not queue behind the computing that the host has issued), when the host sees that it has come; a stream that uses it is
+ordered after the copy. On a CPU the same code copies through a buffer, at once.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,16 +19,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrid.transport.backends.base import Operation
-from pipegrid.transport.backends.gloo import GlooMover, GlooTicket
-from pipegrid.transport.streams import current_stream, follow, mark, pinned_like, working_on
+from pipegrid.transport.backends.base import Operation, Ticket
+from pipegrid.transport.backends.gloo import GlooMover
+from pipegrid.transport.errors import text_of
+from pipegrid.transport.streams import current_stream, follow, mark, new_stream, pinned_like, used_here, working_on
+from pipegrid.transport.wait_lock import BackgroundThread
 
 
-class StagedTicket:
-    """See `Ticket`. ``tensors`` are a receive's buffers, filled from ``staging``; none for a send."""
+class StagedSend:
+    """See `Ticket`. ``operation`` is the send of the copy in host memory, which is there after ``copied``."""
+
+    def __init__(self, operation: Operation, copied: Sequence[Any]) -> None:
+        self.copied = copied
+        self._operation = operation
+        self._inner: Ticket | None = None
+        self._error: RuntimeError | None = None
+        self._posted = threading.Event()
+
+    def post(self, mover: GlooMover) -> None:
+        """Hand it to gloo."""
+        (self._inner,) = mover.start((self._operation,))
+        self._posted.set()
+
+    def fail(self, error: RuntimeError) -> None:
+        """End it before gloo has it."""
+        self._error = error
+        self._posted.set()
+
+    def hold(self, timeout: timedelta) -> None:
+        """See `Ticket.hold`."""
+        end = time.monotonic() + timeout.total_seconds()
+        if not self._posted.wait(timeout.total_seconds()):
+            raise RuntimeError(f"not copied to host memory after {timeout.total_seconds():.3g} s")
+        if self._inner is None:
+            raise RuntimeError(text_of(self._error)) from self._error
+        self._inner.hold(max(timedelta(seconds=end - time.monotonic()), timedelta(milliseconds=1)))
+
+    def done(self) -> bool:
+        """See `Ticket.done`."""
+        return self._inner is not None and self._inner.done()
+
+    def order(self) -> None:
+        """See `Ticket.order`: its tensors are read once the host has waited for it."""
+
+
+class StagedReceive:
+    """See `Ticket`. ``staging`` is host memory of ``inner``, copied to the buffers ``tensors``."""
 
     def __init__(
-        self, inner: GlooTicket, tensors: Sequence[Tensor], staging: Sequence[Tensor], device: torch.device
+        self, inner: Ticket, tensors: Sequence[Tensor], staging: Sequence[Tensor], device: torch.device
     ) -> None:
         self._inner = inner
         self._copies = list(zip(tensors, staging, strict=True))
@@ -58,24 +101,71 @@ class StagedMover:
     def __init__(self, inner: GlooMover, device: torch.device) -> None:
         self._inner = inner
         self._device = device
+        self._copying = new_stream(device)
+        self._changed = threading.Condition()
+        self._unposted: deque[StagedSend] = deque()
+        self._aborted = False
+        self._thread: BackgroundThread | None = None
 
-    def start(self, operations: Sequence[Operation]) -> Sequence[StagedTicket]:
+    def start(self, operations: Sequence[Operation]) -> Sequence[Ticket]:
         """See `Mover.start`."""
-        staged: list[Operation] = []
-        receives: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-        for sending, tensors, lane, epoch in operations:
+        return [self._send(one) if one[0] else self._receive(one) for one in operations]
+
+    def _receive(self, operation: Operation) -> StagedReceive:
+        _, tensors, lane, epoch = operation
+        staging = [pinned_like(tensor) for tensor in tensors]
+        (ticket,) = self._inner.start(((False, staging, lane, epoch),))
+        return StagedReceive(ticket, tensors, staging, self._device)
+
+    def _send(self, operation: Operation) -> StagedSend:
+        _, tensors, lane, epoch = operation
+        made, stream = mark(self._device), current_stream(self._device)
+        with working_on(self._copying):
+            follow(made, self._device)
             staging = [pinned_like(tensor) for tensor in tensors]
-            if sending:
-                for host, tensor in zip(staging, tensors, strict=True):
-                    host.copy_(tensor, non_blocking=True)
-            staged.append((sending, staging, lane, epoch))
-            receives.append(((), ()) if sending else (tensors, staging))
-        for event in mark(self._device):
-            event.synchronize()
-        return [
-            StagedTicket(ticket, *copied, self._device)
-            for ticket, copied in zip(self._inner.start(staged), receives, strict=True)
-        ]
+            for host, tensor in zip(staging, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            used_here(tensors, stream)
+            send = StagedSend((True, staging, lane, epoch), mark(self._device, blocking=True))
+        if send.copied:
+            self._post_later(send)
+        else:
+            send.post(self._inner)
+        return send
+
+    def _post_later(self, send: StagedSend) -> None:
+        with self._changed:
+            if self._aborted:
+                raise RuntimeError("the lane has ended")
+            self._unposted.append(send)
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = BackgroundThread(target=self._post_all, name="pipegrid-staged", daemon=True)
+                self._thread.start()
+
+    def _post_all(self) -> None:
+        """Hand sends to gloo, in order, each when its copy is there."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._aborted or self._unposted)
+                if self._aborted:
+                    return
+                first = self._unposted[0]
+            for event in first.copied:
+                event.synchronize()
+            with self._changed:
+                if self._aborted:
+                    return
+                try:
+                    self._unposted.popleft().post(self._inner)
+                except RuntimeError as error:
+                    first.fail(error)
 
     def abort(self) -> None:
         """See `Mover.abort`."""
+        with self._changed:
+            self._aborted = True
+            for send in self._unposted:
+                send.fail(RuntimeError("the lane has ended"))
+            self._unposted.clear()
+            self._changed.notify()

@@ -3,6 +3,7 @@
     python integration_tests/fault_matrix.py                   # the covering part, as a table of counts
     python integration_tests/fault_matrix.py --random 200      # and 200 random cases of the others
     python integration_tests/fault_matrix.py --whole --jobs 8  # every case
+    python integration_tests/fault_matrix.py --backend fake_nccl_serial
 
 Each case forks four ranks from a process that has imported torch, runs three steps, and injects one fault. Every
 surviving rank must raise a typed error before its deadline + 2 s (with a monitor, within 1 s of a death inside of a
@@ -56,6 +57,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_sto
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
 WORLD, STEPS, MICROBATCHES, FAULTY = 4, 3, 4, "injected failure 4711"
+BACKENDS = ("gloo", "fake_nccl", "fake_nccl_serial")
 PROMISED = 2.0  # seconds beyond the deadline
 
 CHAINS = {
@@ -89,14 +91,14 @@ class Case:
     monitor: bool
     store: str
     deadline: float = 3.0
-    backend: str = "gloo"  # or fake_nccl, fake_nccl_serial
+    backend: str = "gloo"  # of BACKENDS
 
 
-def all_cases(seed: int = 0, deadline: float = 3.0) -> list[Case]:
+def all_cases(seed: int = 0, deadline: float = 3.0, backend: str = "gloo") -> list[Case]:
     """Every schedule x fault x place x monitor x store; rank, point and step vary with a fixed seed."""
     draw = random.Random(seed)
     return [
-        Case(schedule, fault, place, *_where(draw), monitor, store, deadline)
+        Case(schedule, fault, place, *_where(draw), monitor, store, deadline, backend)
         for schedule, fault, place, (monitor, store) in itertools.product(SCHEDULES, FAULTS, PLACES, WATCHES)
     ]
 
@@ -492,6 +494,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="every case, in place of the covering part")
     parser.add_argument("--random", type=int, default=0, help="so many of the other cases beside the covering part")
     parser.add_argument("--seed", type=int, default=0, help="of rank, point and step, and of the random cases")
+    parser.add_argument("--backend", choices=BACKENDS, default="gloo", help="of the default group")
     parser.add_argument("--case", help="one case as JSON, or - to read cases from standard input, a line each")
     parser.add_argument("--logs", action="store_true", help="print what the ranks of broken cases wrote")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
@@ -502,7 +505,7 @@ def main() -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     torch.set_num_threads(1)
     draw = random.Random(options.seed)
-    cases = all_cases(options.seed, options.deadline)
+    cases = all_cases(options.seed, options.deadline, options.backend)
     if options.case:
         cases = [Case(**json.loads(line)) for line in (sys.stdin if options.case == "-" else [options.case])]
     elif not options.whole:

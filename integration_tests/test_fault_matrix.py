@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from attrs import asdict
 
-from .fault_matrix import Case
+from .fault_matrix import BACKENDS, Case
 
 PROGRAM = Path(__file__).with_name("fault_matrix.py")
 SLACK = 20.0  # seconds beyond the promise: a test must hold on a machine that does other work
@@ -63,3 +63,10 @@ def test_every_schedule_fault_and_place_with_every_monitor_and_store():
     """The covering part, and others that differ from night to night: 876 of 3456 cases."""
     arguments = ["--random", "300", "--seed", str(int(time.time() // 86400)), "--jobs", "4", "--deadline", "6"]
     assert judged(arguments, seconds=2 * 3600) == "876 passed, 0 failed"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_every_schedule_fault_and_place_over_the_fake_nccl(backend):
+    arguments = ["--backend", backend, "--jobs", "4", "--deadline", "6"]
+    assert judged(arguments, seconds=2 * 3600) == "576 passed, 0 failed"

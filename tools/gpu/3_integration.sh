@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# The packages composed. NCCL among ranks that share a GPU takes milliseconds for each hop: deadlines are generous.
+# usage: 3_integration.sh [FILE...]: the packages composed; files of integration_tests in the place of the first ones.
+# NCCL among ranks that share a GPU takes milliseconds for each hop: deadlines are generous.
 . "$(dirname "$0")/common.sh"
 BACKEND=${BACKEND:-nccl}
 [ -z "$DRY_RUN" ] || BACKEND=fake_nccl
 tests() { run "$1" "$PYTHON" -m pytest "${plugin[@]}" -m "not nightly" --backend "$BACKEND" --deadline 300 "${@:2}"; }
+if [ $# -gt 0 ]; then
+    tests 540 "$@"
+    finish
+fi
 tests 220 integration_tests/test_pipeline_steps.py -k "two_real_ranks${DRY_RUN:+ and 2-2}"
 [ -z "$DRY_RUN" ] || finish
 tests 320 integration_tests/test_pipeline_steps.py integration_tests/test_unequal_lanes.py -k "not two_real_ranks"

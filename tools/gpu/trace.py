@@ -1,4 +1,4 @@
-"""A profiler trace of one 1F1B step on two ranks, as Chrome JSON: one file for each rank."""
+"""Profiler traces of one 1F1B step on two ranks, as Chrome JSON: by where receives start, one file for each rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,12 @@ from pipegrid.schedules.plan import Plan
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 
 RANKS, MICROBATCHES = 2, 8
+# Receives late or early in the plan, both under the receive stream; with shared communicators under the computing one.
+VARIANTS: dict[str, tuple[Literal["late", "early"], Literal["separate", "shared"]]] = {
+    "late": ("late", "separate"),
+    "early": ("early", "separate"),
+    "computing-stream": ("early", "shared"),
+}
 
 
 class LayersStage:
@@ -46,20 +53,22 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
     dist.init_process_group(
         backend, store=FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=200)
     )
-    plan = lower(one_f_one_b(RANKS, MICROBATCHES))
-    communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, deadline=120.0))
-    runtime = PipelineRuntime(plan, {rank: LayersStage(rank, plan, width, rows, device)}, communicator)
-    runtime.step()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities) as trace:
+    for name, (receives, communicators) in VARIANTS.items():
+        plan = lower(one_f_one_b(RANKS, MICROBATCHES), receives=receives)
+        config = P2PConfig(pipeline_dtype=torch.float32, deadline=120.0, communicators=communicators)
+        communicator = P2PCommunicator(dist.group.WORLD, config)
+        runtime = PipelineRuntime(plan, {rank: LayersStage(rank, plan, width, rows, device)}, communicator)
         runtime.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    path = Path(options.out) / f"1f1b-rank-{rank}.json"
-    trace.export_chrome_trace(str(path))
-    print(f"rank {rank}: {path}, {path.stat().st_size} bytes")
-    communicator.close()
-    dist.barrier()
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        with profile(activities=activities) as trace:
+            runtime.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        path = Path(options.out) / f"1f1b-{name}-rank-{rank}.json"
+        trace.export_chrome_trace(str(path))
+        print(f"rank {rank}: {path}, {path.stat().st_size} bytes")
+        communicator.close()
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -31,7 +31,7 @@ def test_a_script_is_valid_shell_documented_and_bounded(script):
         pytest.param("4_ratios.sh", "overlap/after", marks=pytest.mark.nightly),
         ("3_integration.sh", "3 passed"),
         ("5_one_rank.sh", "split backwards (ZB-H1)"),
-        ("6_trace.sh", "1f1b-rank-1.json"),
+        ("6_trace.sh", "1f1b-computing-stream-rank-1.json"),
     ],
 )
 def test_a_dry_run_measures_something(tmp_path, script, printed):

@@ -1,9 +1,8 @@
-"""On GPUs: the self lane on one, and two ranks over NCCL, on two GPUs or (NCCL 2.30 and newer) on one.
+"""On GPUs: the self lane on one, and two ranks over NCCL, on two GPUs or (NCCL 2.31.2 and newer) on one.
 
 Two ranks on one GPU need NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 in the environment.
 """
 
-import os
 import time
 
 import pytest
@@ -12,13 +11,12 @@ import torch.distributed as dist
 
 from pipegrid.transport import LaneSpec, P2PCommunicator, P2PConfig, P2PTimeoutError, open_lanes
 
+from .two_ranks import GPUS, THERE, needs_two_ranks
+
 DEADLINE = 60.0
-HERE, THERE = LaneSpec(0, 0), LaneSpec(0, 1, "there")
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-TWO_RANKS = GPUS >= 2 or (GPUS == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+HERE = LaneSpec(0, 0)
 
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
-needs_two_ranks = pytest.mark.skipif(not TWO_RANKS, reason="needs two GPUs, or NCCL 2.30 with several ranks on one")
 
 
 def config(**settings):

@@ -1,14 +1,27 @@
 """Two lanes between two ranks, and what tests of them share."""
 
+import os
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from pipegrid.transport import LaneSpec, P2PConfig
 
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+TWO_RANKS = GPUS >= 2 or (GPUS == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+needs_two_ranks = pytest.mark.skipif(not TWO_RANKS, reason="needs two GPUs, or NCCL 2.31.2 with several ranks on one")
+# On a CPU, and on GPUs where there are some.
+on_device_groups = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("fake_nccl", marks=pytest.mark.ranks(2, backend="fake_nccl")),
+        pytest.param("nccl", marks=[pytest.mark.ranks(2, backend="nccl"), needs_two_ranks]),
+    ],
+)
 
 
 def config(**settings):

@@ -5,11 +5,10 @@
 BACKEND=${BACKEND:-nccl}
 [ -z "$DRY_RUN" ] || BACKEND=fake_nccl
 tests() { run "$1" "$PYTHON" -m pytest "${plugin[@]}" -m "not nightly" --backend "$BACKEND" --deadline 300 "${@:2}"; }
-if [ $# -gt 0 ]; then
-    tests 540 "$@"
-    finish
+if [ $# = 0 ]; then
+    tests 220 integration_tests/test_pipeline_steps.py -k "two_real_ranks${DRY_RUN:+ and 2-2}"
+    [ -z "$DRY_RUN" ] || finish
+    set -- integration_tests/test_pipeline_steps.py integration_tests/test_unequal_lanes.py -k "not two_real_ranks"
 fi
-tests 220 integration_tests/test_pipeline_steps.py -k "two_real_ranks${DRY_RUN:+ and 2-2}"
-[ -z "$DRY_RUN" ] || finish
-tests 320 integration_tests/test_pipeline_steps.py integration_tests/test_unequal_lanes.py -k "not two_real_ranks"
+tests 320 "$@"
 finish

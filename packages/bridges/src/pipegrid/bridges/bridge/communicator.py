@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import evolve
 
 from pipegrid.bridges.bridge.payload import PayloadExchange, PayloadWiring
-from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
-from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
-from pipegrid.bridges.bridge.structure import Declared, Packed, checked_structure
+from pipegrid.bridges.bridge.shape_exchange import ShapeExchange
+from pipegrid.bridges.bridge.structure import Declared, checked_structure
+from pipegrid.bridges.bridge.tensor import TensorExchange
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
-from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.bridges.errors import (
     BridgeError,
-    CompletionError,
     DestroyedError,
     NoBackwardError,
-    PendingGradientError,
-    ShapeError,
     StageError,
 )
 from pipegrid.bridges.reshard import (
@@ -34,12 +29,10 @@ from pipegrid.bridges.reshard import (
     GridLike,
     Links,
     Placement,
-    RankPart,
     Strategy,
     axis_names,
     boundary_side,
 )
-from pipegrid.bridges.steps import broadcast_text
 from pipegrid.topology import destroy_groups
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
@@ -74,6 +67,7 @@ class BridgeCommunicator:
     Attributes:
         is_source: whether this rank gives activations.
         is_destination: whether this rank gets activations.
+        exchange: what the verbs do on a rank of the boundary.
 
     Args:
         src_grid: grid of the module that makes the tensor.
@@ -199,17 +193,6 @@ class BridgeCommunicator:
         self.lane_specs = self._wiring.lane_specs
         self.declared = dict.fromkeys(self.lane_specs, str(structure)) if structure is not None else {}
         self.lane_config = lane_config(settings, variable=self.variable)
-        self._shapes = ShapeExchange(
-            str(self),
-            self.src,
-            self.dst,
-            self.axes,
-            choice,
-            self.rank,
-            comm_dtype,
-            self.variable,
-            None if shape is None else tuple(shape),
-        )
         self._traffic = EdgeTraffic(
             str(self),
             self._wiring,
@@ -218,8 +201,10 @@ class BridgeCommunicator:
             config=settings,
             stream=new_stream(self.device),
         )
-        self._payload = (
-            PayloadExchange(
+        self.exchange: TensorExchange | PayloadExchange
+        if isinstance(self._wiring, PayloadWiring):
+            assert structure is not None  # it is what the wiring was made of
+            self.exchange = PayloadExchange(
                 structure,
                 self._wiring,
                 self._traffic,
@@ -227,9 +212,26 @@ class BridgeCommunicator:
                 variable=self.variable,
                 comm_dtype=comm_dtype,
             )
-            if structure is not None and isinstance(self._wiring, PayloadWiring)
-            else None
-        )
+        else:
+            self.exchange = TensorExchange(
+                ShapeExchange(
+                    str(self),
+                    self.src,
+                    self.dst,
+                    self.axes,
+                    choice,
+                    self.rank,
+                    comm_dtype,
+                    self.variable,
+                    None if shape is None else tuple(shape),
+                ),
+                self._wiring,
+                self._traffic,
+                backward=backward,
+                variable=self.variable,
+                comm_dtype=comm_dtype,
+                skips_empty=strategy == "auto" and not self.variable,
+            )
         self._groups = self._traffic.groups = own_groups(
             self._wiring.group_specs, backend=backend, deadline=settings.deadline
         )
@@ -247,11 +249,6 @@ class BridgeCommunicator:
                 destroy_groups(self._groups)
                 raise
             self.attach(lanes)
-        self._announced: Announcement | None = None
-        self._agreed: Passage | None = None
-        self._steady: _Steady | None = None
-        self._sent: PendingGradients[Passage] = PendingGradients(self.variable)
-        self._received: PendingGradients[_Incoming | Passage] = PendingGradients(self.variable)
         self._destroyed = False
 
     def __str__(self) -> str:
@@ -320,58 +317,9 @@ class BridgeCommunicator:
             ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
                 fixed shapes, not the shape and dtype that were agreed.
         """
-        steady = self._steady
-        if (
-            steady is not None
-            and samples is None
-            and isinstance(tensor, torch.Tensor)
-            and tensor.shape == steady.shape
-            and tensor.dtype is steady.passage.dtype
-            and (self.backward or not tensor.requires_grad)
-        ):
-            return self._start(steady.passage, steady.passage.there, tensor, _FORWARD, peers=steady.peers)
-        if not self._takes_part("source", "send_forward"):
+        if (self._destroyed or not self.is_source) and not self._takes_part("source", "send_forward"):
             return None
-        if self._payload is not None:
-            return self._payload.isend_forward(tensor)
-        if isinstance(tensor, Packed):
-            tensor, samples = tensor.tensor, tensor.samples
-        if not isinstance(tensor, torch.Tensor):
-            raise ShapeError(
-                f"{self} carries one tensor, got {type(tensor).__name__}; declare several with payload={{...}}, and "
-                "where a microbatch has nothing to send, send a tensor without rows"
-            )
-        if self.comm_dtype is not None and not tensor.is_floating_point():
-            raise ShapeError(
-                f"{self} travels as {self.comm_dtype}, which would round the {_name(tensor.dtype)} values of this "
-                "tensor; send a floating-point tensor, or declare the edge with comm_dtype=None"
-            )
-        if tensor.requires_grad and not self.backward:
-            raise NoBackwardError(
-                f"{self} was declared without backward, but the tensor requires grad; detach it (the source is "
-                f"frozen) or declare the edge with backward=True"
-            )
-        announced = Announcement(tensor.shape, _name(tensor.dtype), samples)
-        if self._announced is not None and not self.variable and announced != self._announced:
-            raise ShapeError(
-                f"{self}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first message; "
-                f"sizes that change need shapes='variable', or renew_shapes() between two steps"
-            )
-        self._shapes.check(announced)
-        known = self._shapes.passage({self.rank: announced})
-        if known.there.given != announced.shape:
-            raise ShapeError(
-                f"{self}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} its "
-                f"part is {known.there.given}"
-            )
-        # Every rank that may get something must hear of the sizes; gradients need no such message.
-        sending = self._start(known, known.there, tensor, _FORWARD, note=announced.encode())
-        # Only now: after a lane's error nothing was sent, and no gradient of it will come.
-        self._announced = announced
-        if not self.variable and samples is None:
-            self._steady = _Steady(tensor.shape, known, known.there.sends if self.skips_empty else None)
-        self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
-        return sending
+        return self.exchange.isend_forward(tensor, samples=samples)
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
         """Start receiving the next activation; ``result()`` of what is returned is the tensor.
@@ -380,38 +328,7 @@ class BridgeCommunicator:
         """
         if not self._takes_part("destination", "recv_forward"):
             return None
-        if self._payload is not None:
-            return self._payload.irecv_forward()
-        expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
-        if self._agreed is not None:
-            whole = self._receive_whole(self._agreed, self._agreed.there, _FORWARD, expected)
-            if whole is not None:
-                return whole
-        is_first = self._received.first is None
-        incoming = _Incoming()
-
-        def peers() -> Iterable[int] | None:
-            if is_first or not self.skips_empty:
-                return self._wiring.senders
-            return None if self._agreed is None else self._agreed.there.receives
-
-        def land(handles: PostedReceives) -> Landed:
-            known = incoming.passage = self.announced({peer: _note(handle) for peer, handle in handles.items()})
-            self._require_shape(expected, known.there)
-            tensor, completing = self._traffic.fill(
-                known.there, handles, _FORWARD, dtype=known.dtype, wire_dtype=known.wire_dtype
-            )
-            return [tensor], completing
-
-        incoming.receive = receive = self._traffic.receive(
-            _FORWARD,
-            land,
-            peers=peers,
-            requires_grad=self.backward,
-            blocks=None if self._wiring.teller is None else self._asks_its_leader,
-        )
-        self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
-        return receive
+        return self.exchange.irecv_forward(shape)
 
     def isend_backward(self, grad: Any) -> Handle | None:
         """Start sending the gradient of the oldest activation that has none yet; None stands for zeros.
@@ -427,29 +344,7 @@ class BridgeCommunicator:
         if not self._takes_part("destination", "send_backward"):
             return None
         self._require_backward("send_backward")
-        if self._payload is not None:
-            return self._payload.isend_backward(grad)
-        oldest = self._received.oldest
-        if oldest is None:
-            raise PendingGradientError(
-                f"{self}: send_backward on rank {self.rank}, but no activation that was received waits for a gradient"
-            )
-        known = oldest if isinstance(oldest, Passage) else oldest.known()
-        given = known.back.given
-        if grad is None:
-            grad = torch.zeros(given, dtype=known.dtype, device=self.device)
-        if not isinstance(grad, torch.Tensor):
-            raise ShapeError(f"{self}: a gradient is one tensor, or None for zeros; got {shown(grad)}")
-        if grad.shape != given:
-            raise ShapeError(
-                f"{self}: the gradient has shape {tuple(grad.shape)}, its activation had {given}; "
-                f"send the gradient of what was received, in the same order"
-            )
-        if grad.dtype is not known.dtype:
-            raise ShapeError(f"{self}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
-        sending = self._start(known, known.back, grad, _BACKWARD, peers=known.back.sends)
-        self._received.answer()  # only now: after a refusal the same activation still waits
-        return sending
+        return self.exchange.isend_backward(grad)
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
         """Start receiving the gradient of the oldest activation that has none yet.
@@ -461,28 +356,7 @@ class BridgeCommunicator:
         if not self._takes_part("source", "recv_backward"):
             return None
         self._require_backward("recv_backward")
-        if self._payload is not None:
-            return self._payload.irecv_backward()
-        known = self._sent.oldest
-        if known is None:
-            raise PendingGradientError(
-                f"{self}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
-            )
-        expected = None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
-
-        receive = self._receive_whole(known, known.back, _BACKWARD, expected)
-        if receive is None:
-
-            def land(handles: PostedReceives) -> Landed:
-                self._require_shape(expected, known.back)
-                tensor, completing = self._traffic.fill(
-                    known.back, handles, _BACKWARD, dtype=known.dtype, wire_dtype=known.wire_dtype
-                )
-                return [tensor], completing
-
-            receive = self._traffic.receive(_BACKWARD, land, peers=lambda: known.back.receives, requires_grad=False)
-        self._sent.answer()
-        return receive
+        return self.exchange.irecv_backward(shape)
 
     def abort(self, reason: str) -> None:
         """End lanes and completions at once, and tell the other side why."""
@@ -496,7 +370,7 @@ class BridgeCommunicator:
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
-            self._destroyed, self._steady = True, None
+            self._destroyed = True
             self._traffic.waits.end("destroyed")
             if self._owns_lanes:
                 self.lanes.close()
@@ -517,10 +391,7 @@ class BridgeCommunicator:
 
     def forget_shapes(self) -> None:
         """Forget what was agreed; the lanes are renewed by the caller."""
-        self._announced = self._agreed = self._steady = None
-        self._sent, self._received = PendingGradients(self.variable), PendingGradients(self.variable)
-        if self._payload is not None:
-            self._payload.forget()
+        self.exchange.forget()
 
     # -- the blocking verbs -----------------------------------------------------------------------------
 
@@ -576,6 +447,11 @@ class BridgeCommunicator:
 
     # -- underneath -------------------------------------------------------------------------------------
 
+    @property
+    def carries_gradients(self) -> bool:
+        """Whether there are lanes for gradients: the edge has a backward, and its plan uses it."""
+        return self.backward and _BACKWARD in self._wiring.directions
+
     def _require_backward(self, verb: str) -> None:
         """Raise unless the edge carries gradients.
 
@@ -584,108 +460,8 @@ class BridgeCommunicator:
         """
         if not self.backward:
             raise NoBackwardError(f"{self} was declared without backward; there is no {verb} on it")
-        if _BACKWARD not in self._wiring.directions:
+        if not self.carries_gradients:
             raise NoBackwardError(f"{self} has no lanes for gradients, which its plan does not use; no {verb} on it")
-
-    @property
-    def skips_empty(self) -> bool:
-        """Whether lanes that carry nothing are left out from the second activation on: sizes are fixed by then.
-
-        Only where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer
-        elements than ranks, costs less than waiting for the first one before a second receive is posted.
-        """
-        return self.strategy == "auto" and not self.variable
-
-    def _start(
-        self,
-        known: Passage,
-        part: RankPart,
-        tensor: torch.Tensor,
-        direction: Direction,
-        *,
-        peers: Iterable[int] | None = None,
-        note: str | None = None,
-    ) -> Handle:
-        given = tensor.detach() if tensor.requires_grad else tensor
-        handles = self._traffic.send(part, given, direction, dtype=known.wire_dtype, peers=peers, note=note)
-        return handles[0] if len(handles) == 1 else BridgeSend(handles)
-
-    def _receive_whole(
-        self, known: Passage, part: RankPart, direction: Direction, expected: tuple[int, ...] | None
-    ) -> ReceiveHandle | None:
-        """A receive that has no more to do than its lane's, where the sizes are known; None where it has."""
-        if known.wire_dtype is not known.dtype or expected not in {None, part.taken}:
-            return None
-        requires_grad = direction is _FORWARD and self.backward
-        return self._traffic.receive_whole(part, direction, requires_grad=requires_grad)
-
-    def _require_shape(self, expected: tuple[int, ...] | None, part: RankPart) -> None:
-        if expected not in {None, part.taken}:
-            raise ShapeError(
-                f"{self}: rank {self.rank} expects shape {expected}, but {part.taken} comes; the source's tensors and "
-                f"the sides' data lanes decide"
-            )
-
-    def announced(self, notes: Mapping[int, str]) -> Passage:
-        """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
-        if self._agreed is not None:
-            return self._agreed
-        teller = self._wiring.teller
-        if teller is not None:
-            copies, waits = self._wiring.copies(_FORWARD), self._traffic.waits
-            group, own = (
-                self._groups[self._wiring.completion_group(copies, _FORWARD)],
-                json.dumps(sorted(notes.items())),
-            )
-            try:
-                text = broadcast_text(own, teller, group, self.device, lambda work: waits.wait(work, copies, host=True))
-            except RuntimeError as error:
-                raise CompletionError(
-                    f"rank {self.rank}, {self}: rank {teller}, which hears the source, did not tell the sizes before "
-                    f"the deadline ({error})"
-                ) from error
-            notes = dict(json.loads(text))
-        known = self._shapes.passage({rank: Announcement.decode(text) for rank, text in notes.items()})
-        if not self.variable:
-            # In place of the first receive, which would keep its tensor for as long as the bridge lives.
-            self._agreed = self._received.first = known
-        return known
-
-    def _asks_its_leader(self) -> bool:
-        """Whether `announced` still has to talk to the copies of this rank, and so may block."""
-        return self._agreed is None and self._wiring.teller is not None
-
-
-@frozen
-class _Steady:
-    """What activations without samples are once their shape is agreed, and the ranks that get some of them."""
-
-    shape: torch.Size
-    passage: Passage
-    peers: Iterable[int] | None
-
-
-class _Incoming:
-    """An activation on its way: its receive, and its sizes once they are known."""
-
-    __slots__ = ("passage", "receive")
-
-    def __init__(self) -> None:
-        self.passage: Passage | None = None
-        self.receive: BridgeReceive | None = None
-
-    def known(self) -> Passage:
-        """The sizes; lands the receive if that is what it takes."""
-        if self.passage is None:
-            assert self.receive is not None
-            self.receive.let_land()
-        assert self.passage is not None
-        return self.passage
-
-
-def _note(handle: Any) -> str:
-    note: str = handle.note
-    return note
 
 
 def renew_lanes(lanes: Iterable[Lane]) -> None:
@@ -702,7 +478,3 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
     return evolve(
         settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes="header" if variable else "agreed"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

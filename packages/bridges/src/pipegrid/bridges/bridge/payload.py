@@ -190,13 +190,18 @@ class PayloadExchange:
 
     # -- activations -------------------------------------------------------------------------------------------
 
-    def isend_forward(self, payload: Any) -> Handle:
+    def isend_forward(self, payload: Any, *, samples: Sequence[int] | None = None) -> Handle:
         """Start sending this rank's part of a payload.
 
         Raises:
-            ShapeError: it is not what the edge declares, or, with fixed shapes, not what was agreed.
+            ShapeError: it is not what the edge declares, or, with fixed shapes, not what was agreed; or ``samples``,
+                which each leaf has of its own.
             NoBackwardError: a tensor requires grad whose gradient does not come back.
         """
+        if samples is not None:
+            raise ShapeError(
+                f"{self.name} carries a payload; give the samples of a leaf with it: Packed(leaf, samples)"
+            )
         values = self.structure.values(payload, name=self.name)
         said = [self._said(leaf, value) for leaf, value in zip(self.structure.leaves, values, strict=True)]
         self._require_agreed(said)
@@ -266,8 +271,13 @@ class PayloadExchange:
     def _has_gradient(self, leaf: Leaf, dtype: torch.dtype) -> bool:
         return self.backward and leaf.declared.gradient and (dtype.is_floating_point or dtype.is_complex)
 
-    def irecv_forward(self) -> BridgeReceive:
-        """Start receiving the next payload."""
+    def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive:
+        """Start receiving the next payload; it has no one ``shape``.
+
+        Raises:
+            ShapeError: ``shape`` is given.
+        """
+        self._require_no_shape(shape)
         incoming = _Incoming()
 
         def land(handles: PostedReceives) -> Landed:
@@ -374,12 +384,14 @@ class PayloadExchange:
             found = f"{kind_of(gradient)}" + (f" of {gradient.dtype}" if isinstance(gradient, torch.Tensor) else "")
             raise ShapeError(f"{where} is {found}, its leaf was {one.dtype} of shape {one.shape}; give that, or None")
 
-    def irecv_backward(self) -> BridgeReceive:
+    def irecv_backward(self, shape: Sequence[int] | None = None) -> BridgeReceive:
         """Start receiving the gradients of the oldest payload that has none yet: None for leaves without.
 
         Raises:
             PendingGradientError: no payload was sent.
+            ShapeError: ``shape`` is given.
         """
+        self._require_no_shape(shape)
         leaves = self._sent.oldest
         if leaves is None:
             raise PendingGradientError(
@@ -412,6 +424,10 @@ class PayloadExchange:
 
     def _zeros(self, shape: Sequence[int], leaf: _Travelling) -> torch.Tensor:
         return torch.zeros(shape, dtype=leaf.dtype, device=self.traffic.device)
+
+    def _require_no_shape(self, shape: Sequence[int] | None) -> None:
+        if shape is not None:
+            raise ShapeError(f"{self.name} carries a payload, whose tensors have a shape each; leave the shape out")
 
     # -- messages ----------------------------------------------------------------------------------------------
 

@@ -136,8 +136,11 @@ class EdgeTraffic:
         pieces = [(lanes[peer], pack(tensor, boxes.get(peer, ()), dtype)) for peer in to]
         if len(pieces) == 1:
             return [pieces[0][0].isend(pieces[0][1], note=note)]
+        handles = []
         with self._together():
-            return [lane.isend(piece, note=note) for lane, piece in pieces]
+            for lane, piece in pieces:  # a comprehension would be a Python frame more in each message
+                handles.append(lane.isend(piece, note=note))
+        return handles
 
     def send_each(
         self, messages: Mapping[int, Sequence[torch.Tensor]], direction: Direction, *, note: str | None

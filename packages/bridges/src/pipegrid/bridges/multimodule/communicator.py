@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -280,6 +280,13 @@ class MultiModulePipelineCommunicator:
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
+        # What a bridge sends here is bound once, so that a message finds it in one look-up.
+        self._sends: dict[tuple[Edge, Direction], Callable[[Any], Handle]] = {}
+        for edge, bridge in self._bridge_of.items():
+            if bridge.is_source:
+                self._sends[edge, Direction.FORWARD] = bridge.exchange.isend_forward
+            if bridge.is_destination and bridge.carries_gradients:
+                self._sends[edge, Direction.BACKWARD] = bridge.exchange.isend_backward
 
     @property
     def _chains(self) -> dict[str, ModuleChain]:
@@ -389,7 +396,11 @@ class MultiModulePipelineCommunicator:
             StageError: there is no such edge, or this rank does not send on it.
             BridgeError: as `BridgeCommunicator.isend_forward` and ``isend_backward``.
         """
-        self._require_alive()
+        if self._destroyed:
+            self._require_alive()
+        send = self._sends.get((edge, direction))
+        if send is not None:
+            return send(payload)
         bridge = self._bridge_of.get(edge)
         if bridge is None:
             chain, inner = self._inside(edge)
@@ -398,6 +409,10 @@ class MultiModulePipelineCommunicator:
         if handle is None:
             raise StageError(self._not_on(edge))
         return handle
+
+    def sender(self, edge: Edge, direction: Direction) -> Callable[[Any], Handle]:
+        """`isend` for one edge and direction, without the search for them in each message."""
+        return self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         """Start receiving the next message of ``edge`` in that direction.

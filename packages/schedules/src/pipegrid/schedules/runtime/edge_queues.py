@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import define, field
 
+from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
 from pipegrid.schedules.autograd import free_storage
 from pipegrid.schedules.runtime.payloads import map_tensors, unpacked
 from pipegrid.transport.communicator import P2PCommunicator
@@ -217,9 +218,11 @@ def exchange(
 
 
 def _verb(communicator: Any, name: Literal["isend", "irecv"], edge: Edge, direction: Direction) -> Any:
-    """A communicator's verb for one edge; of lanes the lane's own, without the search for it in each message."""
+    """A communicator's verb for one edge; of the known communicators without the search for it in each message."""
     if type(communicator) is P2PCommunicator:  # not a subclass, whose verbs may do more
         return getattr(communicator.lane(edge, direction), name)
+    if type(communicator) is MultiModulePipelineCommunicator and name == "isend":
+        return communicator.sender(edge, direction)
     return partial(getattr(communicator, name), edge=edge, direction=direction)
 
 

@@ -163,7 +163,7 @@ class Submitter:
         for transfer in admitted:
             lane = transfer.lane
             try:
-                lane.completion.started(transfer)
+                lane.transfers.started(transfer)
             except P2PError as error:
                 errors.append(error)
             if transfer.error is not None:
@@ -224,7 +224,7 @@ class Submitter:
                 raise
             except RuntimeError as error:
                 for lane, transfer in batch:
-                    lane.completion.explain(error, transfer)
+                    lane.transfers.explain(error, transfer)
             else:
                 for (_, transfer), ticket in zip(batch, tickets, strict=True):
                     transfer.ticket = ticket
@@ -234,7 +234,7 @@ def _settle(transfer: Transfer) -> None:
     """Wait for the header of a receive that lacks one."""
     lane: Any = transfer.lane
     if not transfer.is_ready:
-        lane.completion.settle()
+        lane.transfers.settle()
 
 
 def _by_lane(one: tuple[Any, Transfer]) -> Any:

@@ -401,7 +401,7 @@ class P2PCommunicator:
 
     def _overlapped(self, receive: str, **parts: tuple[Any] | None) -> tuple[Any, dict[str, Transfer]]:
         started = self._start_all(**parts)
-        tensor = started[receive].lane.completion.provide(started[receive]) if receive in started else None
+        tensor = started[receive].lane.transfers.provide(started[receive]) if receive in started else None
         return tensor, started
 
     def _start_all(self, **parts: tuple[Any] | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _NEVER = math.inf
 
 
 class Waiter(Protocol):
-    """What a handle needs of its lane's `Completion`."""
+    """What a handle needs of its lane's `LaneTransfers`."""
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Transfer.wait`."""
@@ -72,7 +72,7 @@ class TransferLane(Protocol):
         ...
 
     @property
-    def completion(self) -> Waiter:
+    def transfers(self) -> Waiter:
         """See `Waiter`."""
         ...
 
@@ -130,7 +130,7 @@ class Transfer:
         """
         if timeout is not None:
             _require_seconds(timeout)
-        self.lane.completion.wait_for(self, timeout)
+        self.lane.transfers.wait_for(self, timeout)
 
     def is_completed(self) -> bool:
         """Whether the transfer is done or has failed: whether `wait` would return, or raise, at once.
@@ -138,13 +138,13 @@ class Transfer:
         True is always right; right after the end of a transfer without a waiting thread, False is possible. Over gloo
         the first question hands the transfer to a thread and may take half a millisecond.
         """
-        return self.state is _DONE or self.state is _FAILED or self.lane.completion.poll(self)
+        return self.state is _DONE or self.state is _FAILED or self.lane.transfers.poll(self)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Like `wait`, and hold the host until the transfer is done."""
         if timeout is not None:
             _require_seconds(timeout)
-        self.lane.completion.synchronize(self, timeout)
+        self.lane.transfers.synchronize(self, timeout)
 
     def on_done(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(handle)`` once when the transfer has ended, in success or failure, with or without a `wait`.
@@ -152,7 +152,7 @@ class Transfer:
         At once if it has ended before, else on the thread that sees the end. A callback that raises ends the lane. Over
         NCCL a callback must not start transfers (see `pipegrid.transport.backends.nccl`).
         """
-        self.lane.completion.call_back(self, callback)
+        self.lane.transfers.call_back(self, callback)
 
     def __repr__(self) -> str:
         verb = "send" if self.sending else "receive"
@@ -199,7 +199,7 @@ class ReceiveTransfer(Transfer):
 
         The same objects each time.
         """
-        self.lane.completion.wait_for(self, None)
+        self.lane.transfers.wait_for(self, None)
         if self.released:
             raise P2PUsageError(f"{self!r} was released, its buffers may hold another message; use it before release()")
         if not self._built:
@@ -217,7 +217,7 @@ class ReceiveTransfer(Transfer):
         """
         if self.released:
             return
-        self.lane.completion.take_back(self)
+        self.lane.transfers.take_back(self)
         self.released = self._built = True
         self._payload = None
         self.tensors = ()

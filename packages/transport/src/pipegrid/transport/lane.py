@@ -1,9 +1,9 @@
 """A lane: payloads in at one end, in order, and out at the other. One class for every backend.
 
 What differs between backends is in the mover (`pipegrid.transport.backends`); what two ranks tell each other beside the
-payloads is in the wire; what messages are, in `Outgoing` and `Incoming`; waits and failures, in `Completion`. A message
-of one tensor whose shape is agreed needs nothing but its mover: it comes first in `Lane.isend` and `Lane.irecv`. All
-others go through the submit function, which knows batches.
+payloads is in the wire; what messages are, in `Outgoing` and `Incoming`; waits and failures, in `LaneTransfers`. A
+message of one tensor whose shape is agreed needs nothing but its mover: it comes first in `Lane.isend` and
+`Lane.irecv`. All others go through the submit function, which knows batches.
 
 The latency of a small message is Python's share of it, most of it cold code. So the backend is called first, and the
 bookkeeping is done while the message travels.
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.backends import Operation, Ticket
-from pipegrid.transport.completion import Completion, Submit
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.connection import Connection, abort_together
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
@@ -33,6 +32,7 @@ from pipegrid.transport.outgoing import Outgoing
 from pipegrid.transport.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
 from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
 from pipegrid.transport.streams import current_stream, has_streams, working_on
+from pipegrid.transport.transfers import LaneTransfers, Submit
 from pipegrid.transport.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
@@ -48,7 +48,7 @@ class Lane:
         device: where payloads live.
         config: the settings it was opened with.
         queue: transfers that were started, in order, and have not been seen to end.
-        completion: sees them end.
+        transfers: those under way; sees them end.
         outgoing: what messages are, at the source.
         incoming: what messages are, at the destination.
     """
@@ -88,7 +88,7 @@ class Lane:
             tally=self.tally,
             standing=standing,
         )
-        self.completion = Completion(
+        self.transfers = LaneTransfers(
             spec,
             rank=rank,
             peer=self.peer,
@@ -99,8 +99,8 @@ class Lane:
             incoming=self.incoming,
             tally=self.tally,
         )
-        connection.lanes.append(self.completion)
-        self.queue: deque[Transfer] = self.completion.queue
+        connection.lanes.append(self.transfers)
+        self.queue: deque[Transfer] = self.transfers.queue
         # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
         self._nothing = torch.empty(1, dtype=torch.uint8, device=device)
         self._needs_shapes = config.shape_mode == "given"
@@ -113,7 +113,7 @@ class Lane:
     @property
     def error(self) -> P2PError | None:
         """Why the lane is dead; None while it lives."""
-        return self.completion.error
+        return self.transfers.error
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -161,7 +161,7 @@ class Lane:
                     try:
                         (ticket,) = self._start(((True, tensors, self._index, self._epoch),))
                     except RuntimeError as error:
-                        self.completion.not_started(Transfer(self, self.sent), error)
+                        self.transfers.not_started(Transfer(self, self.sent), error)
                     # The message is on its way; what follows is no part of its latency.
                     transfer = Transfer(self, self.sent)
                     transfer.ticket, transfer.tensors = ticket, tensors
@@ -197,7 +197,7 @@ class Lane:
         plain, submit = self.incoming.plain, self._submit
         if (
             plain is not None
-            and self.completion.error is None
+            and self.transfers.error is None
             and (not self._needs_shapes if shapes is None else plain[0].shape == shapes)
             and get_ident() not in submit.pending
         ):
@@ -208,7 +208,7 @@ class Lane:
                     while len(self._ahead) < self._receives_ahead:
                         self._ahead.append(self._post(buffers))
                 except RuntimeError as error:
-                    self.completion.not_started(ReceiveTransfer(self, self.received), error)
+                    self.transfers.not_started(ReceiveTransfer(self, self.received), error)
                 transfer = ReceiveTransfer(self, self.received)
                 transfer.buffers, transfer.tensors, transfer.ticket = buffers, tensors, ticket
                 if self._streamed:
@@ -230,7 +230,7 @@ class Lane:
         try:
             return (
                 type(payload) is Tensor
-                and self.completion.error is None
+                and self.transfers.error is None
                 and payload.shape == plain.shape
                 and payload.dtype is plain.dtype
                 and payload.device == self.device
@@ -271,7 +271,7 @@ class Lane:
             raise P2PUsageError(
                 f"rank {self.rank} cannot {verb} on lane {self.spec}: it is the {role}; use {other} there"
             )
-        self.completion.require_alive()
+        self.transfers.require_alive()
 
     def announce(self, payloads: Sequence[Any]) -> None:
         """Announce the next messages to the destination in one header: a manifest.
@@ -286,7 +286,7 @@ class Lane:
             raise P2PUsageError(f"rank {self.rank} cannot announce on lane {self.spec}: it is the destination")
         self.outgoing.require_announcing()
         with self._submit.lock:
-            self.completion.require_alive()
+            self.transfers.require_alive()
             self.outgoing.announce(payloads, self.sent)
 
     def renew(self) -> None:
@@ -322,7 +322,7 @@ class Lane:
 
     def abort(self, reason: str) -> None:
         """End the lane at once and tell the other side why. Transfers under way fail on both sides."""
-        abort_together([self.completion], reason)
+        abort_together([self.transfers], reason)
 
     # ---- Under the lock of the submitter: numbers, shapes, the backend
 
@@ -332,13 +332,13 @@ class Lane:
         Raises:
             P2PUsageError: see `ShapeContract.check`; nothing was sent.
         """
-        if transfer.signature is not None and self.completion.error is None:
+        if transfer.signature is not None and self.transfers.error is None:
             self.outgoing.contract.check(transfer.signature, self.sent + ahead, ahead=ahead)
 
     def admit(self, transfer: Transfer) -> None:
         """Number a transfer; announce a send, or find the shapes of a receive as far as they are known."""
-        if self.completion.error is not None:
-            self.completion.require_alive()
+        if self.transfers.error is not None:
+            self.transfers.require_alive()
         if self.mover.streams and isinstance(threading.current_thread(), BackgroundThread):
             raise P2PUsageError(
                 f"a transfer of lane {self.spec} was started from an on_done callback; on a device group only the "
@@ -356,12 +356,12 @@ class Lane:
                 self.outgoing.admit(transfer)
                 self.sent += 1
         except P2PMismatchError as error:
-            self.completion.fail(error, kind="mismatch")
+            self.transfers.fail(error, kind="mismatch")
             raise
         except P2PError:
             raise
         except RuntimeError as error:
-            self.completion.not_started(transfer, error)
+            self.transfers.not_started(transfer, error)
         transfer.state = _ACTIVE
         self.queue.append(transfer)
 

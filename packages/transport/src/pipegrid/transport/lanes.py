@@ -14,12 +14,12 @@ from typing import Any, Self
 
 from pipegrid.topology import control_store, destroy_groups
 from pipegrid.transport.batch import Submitter
-from pipegrid.transport.completion import Completion
 from pipegrid.transport.connection import Connection, End, abort_together, await_aborts, end_together
 from pipegrid.transport.errors import P2PLaneDeadError
 from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.transfers import LaneTransfers
 from pipegrid.transport.wait_lock import BackgroundThread
 
 _DROPPED = (
@@ -37,7 +37,7 @@ class Lanes(dict[LaneSpec, Lane]):
     def __init__(self, lanes: Mapping[LaneSpec, Lane], *, submitter: Submitter, groups: Sequence[Any]) -> None:
         super().__init__(lanes)
         self._submitter = submitter
-        ends = tuple(lane.completion for lane in self.values())
+        ends = tuple(lane.transfers for lane in self.values())
         watchers = _watch(ends)
         self._parts = os.getpid(), ends, _Progress(ends, submitter), watchers, groups
         self._handshakes: dict[int, PeerHandshake] = {}
@@ -93,7 +93,7 @@ class Lanes(dict[LaneSpec, Lane]):
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
-        abort_together([lane.completion for lane in self.values()], reason)
+        abort_together([lane.transfers for lane in self.values()], reason)
 
     def neighbours(self, ranks: Iterable[int]) -> Handshake:
         """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
@@ -137,7 +137,7 @@ class Lanes(dict[LaneSpec, Lane]):
         self._close(seconds=math.inf if kind is None else 0.0)
 
 
-def _watch(ends: Sequence[Completion]) -> list[BackgroundThread]:
+def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
     """A thread per connection of a device group: it sees at once that its peer is gone, as no call waits there."""
     watchers = []
     for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
@@ -157,7 +157,7 @@ def _watch(ends: Sequence[Completion]) -> list[BackgroundThread]:
 
 def _close(
     process: int,
-    ends: Sequence[Completion],
+    ends: Sequence[LaneTransfers],
     progress: _Progress,
     watchers: Sequence[BackgroundThread],
     groups: Sequence[Any],
@@ -186,7 +186,7 @@ def _close(
 class _Progress:
     """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
 
-    def __init__(self, lanes: Sequence[Completion], submit: Submitter) -> None:
+    def __init__(self, lanes: Sequence[LaneTransfers], submit: Submitter) -> None:
         self._lanes = lanes
         self._submit = submit
         self._stopped = False

@@ -65,7 +65,7 @@ class Submit(Protocol):
         ...
 
 
-class Completion:
+class LaneTransfers:
     """The transfers of a lane that are under way, until each has ended.
 
     Attributes:

@@ -7,6 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
+# The server that forks the ranks imports this module before it has pytest's paths.
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
+
 from restart import job
 
 

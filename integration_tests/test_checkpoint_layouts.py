@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.training import Checkpoints
 
 from .checkpoint_jobs import Job, Layout, Whole, values_of
@@ -52,15 +56,12 @@ def require_a_round_trip(ranks, layout):
     checkpoints = Checkpoints(ranks.shared_path / "run")
     checkpoints.save(job.state, step=2)
     trained = job.values()
-    whole = Whole(layout, seed=2)
-    assert checkpoints.load(whole.state).step == 2
-    loaded = values_of(whole.state)
+    loaded = through_one_process(ranks, layout)
     expected = values_of(reference.state)
     assert loaded.keys() == expected.keys()
     for key, value in loaded.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-12)
     require_equal({key: loaded[key] for key in trained}, trained)
-    checkpoints.save(whole.state, step=3)
     for step in (2, 3):
         again = Job(layout, seed=3)
         found = checkpoints.load(again.state, step=step)
@@ -72,6 +73,20 @@ def require_a_round_trip(ranks, layout):
         again.close()
     checkpoints.close()
     job.close()
+
+
+def through_one_process(ranks, layout):
+    """The whole model of step 2, loaded by the first rank alone and saved as step 3; its values, on every rank."""
+    values = [None]
+    if dist.get_rank() == 0:
+        alone = GroupSpec((0,), "alone")
+        with contextlib.closing(Checkpoints(ranks.shared_path / "run", group=create_groups([alone])[alone])) as own:
+            whole = Whole(layout, seed=2)
+            assert own.load(whole.state).step == 2
+            own.save(whole.state, step=3)
+        values = [values_of(whole.state)]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 @pytest.mark.parametrize("layout", on_ranks(REPRESENTATIVE))

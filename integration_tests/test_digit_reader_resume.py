@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from datetime import timedelta
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +14,10 @@ import torch.distributed as dist
 from digit_reader.command_line import parse_options
 from digit_reader.job import build_job
 from digit_reader.samples import Position, Samples
-from digit_reader.saving import SavedRun, training_state
+from digit_reader.saving import SavedRun, resume, training_state
 from digit_reader.strips import Split, load_scans
 from digit_reader.training import _one_step, _parameter_groups
-from pipegrid.training import Checkpoints
+from pipegrid.training import CheckpointError, Checkpoints
 
 SMALL = ["--batch", "16", "--microbatches", "2", "--dtype", "float64", "--steps", "100"]
 SHAPES = {
@@ -39,6 +40,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(_parameter_groups(self.job))
         self.run = SavedRun(every=0, steps=100, position=Position(0))
         self.state = training_state(self.job, self.optimizer, self.run.position)
+        self.first = resume(self.job, self.state, None)
 
     def losses(self, steps):
         """Loss per word of each step; the same on every rank."""
@@ -55,23 +57,30 @@ class Run:
 
 
 def require_the_same_curve(ranks, before, after):
-    """Three steps, a checkpoint, three more: in one piece, and resumed in another shape."""
-    checkpoints = Checkpoints(ranks.shared_path / "checkpoints", timeout=timedelta(seconds=60))
+    """Three steps, a checkpoint, three more: in one piece, and resumed from its path in another shape."""
+    middle, end = (Checkpoints(ranks.shared_path / name, timeout=timedelta(seconds=60)) for name in ("middle", "end"))
     with contextlib.closing(Run(before)) as run:
+        assert run.first == 0
         run.losses(range(1, STEPS + 1))
-        checkpoints.save(run.state, step=STEPS)
+        middle.save(run.state, step=STEPS)
         expected = run.losses(range(STEPS + 1, 2 * STEPS + 1))
-        checkpoints.save(run.state, step=2 * STEPS)
-    with contextlib.closing(Run(after)) as run:
-        assert checkpoints.load(run.state, step=STEPS).step == STEPS
+        end.save(run.state, step=2 * STEPS)
+    with contextlib.closing(Run([*after, "--resume", str(middle.directory)])) as run:
+        assert run.first == STEPS
         assert run.run.position.next == STEPS * 16
         found = run.losses(range(STEPS + 1, 2 * STEPS + 1))
         assert found == pytest.approx(expected, rel=1e-10, abs=0)
         weights = [(part, name, p.detach().clone()) for part, name, p in named(run)]
-        checkpoints.load(run.state, step=2 * STEPS)  # the weights of the run in one piece
+        end.load(run.state)  # the weights of the run in one piece
         for (part, name, found_weight), (_, _, weight) in zip(weights, named(run), strict=True):
             assert (found_weight - weight).norm() <= 1e-10 * weight.norm(), (part, name)
-    checkpoints.close()
+        empty = ranks.shared_path / "empty"
+        empty.mkdir(exist_ok=True)
+        job = attrs.evolve(run.job, options=attrs.evolve(run.job.options, resume=str(empty)))
+        with pytest.raises(CheckpointError, match="empty has no checkpoint"):
+            resume(job, run.state, None)
+    middle.close()
+    end.close()
 
 
 def named(run):

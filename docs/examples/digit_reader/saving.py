@@ -13,7 +13,7 @@ from attrs import define
 
 from digit_reader.job import Job
 from digit_reader.samples import Position
-from pipegrid.training import Attempt, Checkpoints, TrainingState
+from pipegrid.training import Attempt, CheckpointError, Checkpoints, TrainingState
 
 
 @define(kw_only=True)
@@ -62,7 +62,7 @@ def saved_run(job: Job, optimizer: torch.optim.Optimizer) -> Iterator[SavedRun]:
             every=options.checkpoint_every,
             steps=options.steps,
             position=position,
-            first=attempt.begin(_resume(job, state, checkpoints)),
+            first=attempt.begin(resume(job, state, checkpoints)),
             state=state,
             checkpoints=checkpoints,
             attempt=attempt,
@@ -86,16 +86,22 @@ def training_state(job: Job, optimizer: torch.optim.Optimizer, position: Positio
     )
 
 
-def _resume(job: Job, state: TrainingState, checkpoints: Checkpoints) -> int:
-    """Fill ``state`` from the newest checkpoint that the options name; the steps that are done."""
-    resume = job.options.resume
-    if resume == "never":
+def resume(job: Job, state: TrainingState, own: Checkpoints | None) -> int:
+    """Fill ``state`` from the newest checkpoint that the options name, of this run or another; the steps that are done.
+
+    Raises:
+        CheckpointError: the options name the directory of another run, and no checkpoint is in it.
+    """
+    where = job.options.resume
+    if where == "never":
         return 0
-    if resume == "auto":
-        found = checkpoints.load(state)
+    if where == "auto":
+        found = None if own is None else own.load(state)
     else:
-        with contextlib.closing(Checkpoints(Path(resume))) as others:
+        with contextlib.closing(Checkpoints(Path(where))) as others:
             found = others.load(state)
+        if found is None:
+            raise CheckpointError(f"--resume: {where} has no checkpoint, a folder such as save-0007-step-00000100")
     if found is None:
         return 0
     if dist.get_rank() == job.teller:

@@ -49,44 +49,55 @@ def require_equal(found, expected):
 
 
 def require_a_round_trip(ranks, layout):
-    """A layout to the whole model on one process and back, bit for bit; and the next step is that of the run."""
-    job, reference = Job(layout, plan=True), Whole(layout)
-    for number in range(2):
-        assert job.step(number) == pytest.approx(reference.step(number), rel=1e-10)
+    """Twenty steps: two in the layout, sixteen on one process, two in the layout again; bit for bit where it can be."""
+    first = Job(layout, plan=True)
+    losses = [first.step(number) for number in range(2)]
     checkpoints = Checkpoints(ranks.shared_path / "run")
-    checkpoints.save(job.state, step=2)
-    trained = job.values()
-    loaded = through_one_process(ranks, layout)
-    expected = values_of(reference.state)
-    assert loaded.keys() == expected.keys()
-    for key, value in loaded.items():
+    checkpoints.save(first.state, step=2)
+    trained = first.values()
+    stored, passed, between = on_the_first_rank(lambda: steps_of_one_process(ranks, layout, range(2, 18)))
+    require_equal({key: stored[key] for key in trained}, trained)
+    second = Job(layout, seed=3)
+    assert checkpoints.load(second.state, step=2).same_layout
+    require_equal(second.values(), trained)
+    assert second.step(2) == first.step(2)
+    require_equal(second.values(), first.values())
+    assert not checkpoints.load(second.state, step=18).same_layout or second.layout.ranks == 1
+    require_equal(second.values(), {key: passed[key] for key in trained})
+    losses += [*between, second.step(18), second.step(19)]
+    expected_losses, expected = on_the_first_rank(lambda: undisturbed(layout, 20))
+    assert losses == pytest.approx(expected_losses, rel=1e-10, abs=0)
+    for key, value in second.values().items():
         torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-12)
-    require_equal({key: loaded[key] for key in trained}, trained)
-    for step in (2, 3):
-        again = Job(layout, seed=3)
-        found = checkpoints.load(again.state, step=step)
-        assert found.same_layout or step == 3
-        require_equal(again.values(), trained)
-        if step == 3:
-            assert again.step(2) == job.step(2)
-            require_equal(again.values(), job.values())
-        again.close()
     checkpoints.close()
-    job.close()
+    for job in (first, second):
+        job.close()
 
 
-def through_one_process(ranks, layout):
-    """The whole model of step 2, loaded by the first rank alone and saved as step 3; its values, on every rank."""
-    values = [None]
-    if dist.get_rank() == 0:
-        alone = GroupSpec((0,), "alone")
-        with contextlib.closing(Checkpoints(ranks.shared_path / "run", group=create_groups([alone])[alone])) as own:
-            whole = Whole(layout, seed=2)
-            assert own.load(whole.state).step == 2
-            own.save(whole.state, step=3)
-        values = [values_of(whole.state)]
+def on_the_first_rank(function):
+    """What ``function`` returns on the first rank, which alone calls it; on every rank."""
+    values = [function() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def steps_of_one_process(ranks, layout, steps):
+    """The whole model loaded and saved by one rank alone, with steps between: both states, and the losses."""
+    alone = GroupSpec((0,), "alone")
+    with contextlib.closing(Checkpoints(ranks.shared_path / "run", group=create_groups([alone])[alone])) as own:
+        whole = Whole(layout, seed=2)
+        assert own.load(whole.state).step == steps.start
+        stored = values_of(whole.state)
+        losses = [whole.step(number) for number in steps]
+        own.save(whole.state, step=steps.stop)
+    return stored, values_of(whole.state), losses
+
+
+def undisturbed(layout, steps):
+    """Losses and final state of one process."""
+    whole = Whole(layout)
+    losses = [whole.step(number) for number in range(steps)]
+    return losses, values_of(whole.state)
 
 
 @pytest.mark.parametrize("layout", on_ranks(REPRESENTATIVE))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from pipegrid.schedules.gradients import LossScale, LossScaler
+from pipegrid.topology import HyperCommGrid
 from pipegrid.training import (
     CheckpointError,
     CheckpointMismatchError,
@@ -116,7 +117,7 @@ def test_a_directory_without_checkpoints_has_nothing_to_load(tmp_path):
     assert Checkpoints(tmp_path / "a" / "b").load(state) is None
 
 
-def test_a_checkpoint_holds_scale_data_plan_and_generators(tmp_path):
+def test_a_checkpoint_holds_scale_data_plan_grids_and_generators(tmp_path):
     class Reader:
         position = 7
 
@@ -129,7 +130,8 @@ def test_a_checkpoint_holds_scale_data_plan_and_generators(tmp_path):
     state, *_ = made(ONE)
     scaler = LossScaler(LossScale(scale=1024.0))
     reader = Reader()
-    state = TrainingState(stages=state.stages, scaler=scaler, data=reader, plan="a plan", layout="Et*4L")
+    grids = {"language": HyperCommGrid([2, 3], ["dp", "pp"], rank_offset=4, world_size=10)}
+    state = TrainingState(stages=state.stages, scaler=scaler, data=reader, plan="a plan", grids=grids, layout="Et*4L")
     checkpoints = Checkpoints(tmp_path)
     torch.manual_seed(5)
     random.seed(5)
@@ -140,6 +142,7 @@ def test_a_checkpoint_holds_scale_data_plan_and_generators(tmp_path):
     assert (torch.rand(4).tolist(), random.random(), random.gauss(0, 1)) == (drawn[0].tolist(), *drawn[1:])
     assert (scaler.state.scale, reader.position) == (1024.0, 7)
     assert (found.data, found.plan, found.layout) == ({"epoch": 1, "position": 7, "order": (3, 1)}, "a plan", "Et*4L")
+    assert found.grids == {"language": {"dims": {"dp": 2, "pp": 3}, "rank_offset": 4}}
 
 
 def test_a_parameter_without_optimizer_state_has_none_after_a_load(tmp_path):
@@ -348,6 +351,20 @@ def test_an_optimizer_that_does_not_fit_is_a_clear_error(tmp_path):
         CheckpointMismatchError, match=r"is in group 0 of optimizer 0, and the checkpoint has no options"
     ):
         Checkpoints(tmp_path / "bare").load(state)
+
+
+def test_extra_state_of_a_module_is_an_error_and_not_lost(tmp_path):
+    class Scaled(nn.Linear):
+        def get_extra_state(self):
+            return {"history": [1.0]}
+
+        def set_extra_state(self, state):
+            self.history = state
+
+    state = TrainingState(stages={"head": {0: nn.Sequential(Scaled(2, 2))}})
+    with pytest.raises(CheckpointError, match=r"module 'head' stage 0 has 0\._extra_state .* would lose it"):
+        Checkpoints(tmp_path).save(state, step=1)
+    assert Checkpoints(tmp_path).steps() == []
 
 
 def test_stages_without_numbers_and_wrong_layer_ids_are_clear_errors(tmp_path):

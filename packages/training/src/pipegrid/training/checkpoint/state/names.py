@@ -120,7 +120,10 @@ def slots_of(
     saved = {_clean(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
     extra = sorted(name for name in saved if name.endswith("_extra_state"))
     if extra:
-        raise CheckpointError(f"module {module!r} stage {number} has {extra[0]}, which is no tensor and is not stored")
+        raise CheckpointError(
+            f"module {module!r} stage {number} has {extra[0]} in its state_dict, and a checkpoint would lose it: "
+            "parameters and buffers are stored. Make it a buffer, or keep it in TrainingState(data=...)"
+        )
     tied = {own: tie.name for tie in ties for at, own in zip(tie.stages, tie.names, strict=True) if at == number}
     by_id: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
     for name, owner, leaf, tensor, parameter in _tensors(stage):

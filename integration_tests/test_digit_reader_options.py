@@ -44,6 +44,20 @@ def test_a_u_has_one_stage_more_than_places():
 
 
 @pytest.mark.parametrize(
+    ("asked", "lanes"),
+    [
+        ("--language pp=1 --schedule gpipe", 2),
+        ("--language pp=2", 1),
+        ("--language pp=3 --images dp=1 --batch 48", 1),
+        ("--language pp=1 --images dp=1 --processes 2", 1),
+        ("--language pp=2 --processes 6", 2),
+    ],
+)
+def test_lanes_of_the_language_model_fill_the_processes(asked, lanes):
+    assert parsed(asked).grids[LANGUAGE]["dp"] == lanes
+
+
+@pytest.mark.parametrize(
     ("language", "layout"),
     [
         ("pp=2,vpp=2", "Et|t|t|tL"),

@@ -6,6 +6,7 @@ Every refusal is one line: what was given, why it cannot be, and what would fit.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
         name: _fields(name, defaults[name] if text is None else text, defaults[name]) for name, text in texts.items()
     }
     grids = {name: _sizes(name, found) for name, found in fields.items()}
+    if given.placement == "separate" and "dp" not in fields[LANGUAGE]:
+        grids[LANGUAGE]["dp"] = _lanes_to_fill(given.processes, grids)
     vpp = _size(LANGUAGE, "vpp", fields[LANGUAGE].get("vpp", "1"))
     stages = num_stages(given.schedule, grids[LANGUAGE]["pp"], vpp)
     options = Options(
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--signal", help="grid of the signal's encoder: tp, dp, pp")
     add(
         "--language",
-        help='grid and layout of the language model: tp, dp, pp=2, vpp=1, layout="Ett|ttL"',
+        help='grid and layout of the language model: tp, dp, pp=2, vpp=1, layout="Ett|ttL"; dp fills the processes',
     )
     add("--graph", help="which module feeds which (default: every encoder the language model)")
     add("--placement", default="separate", choices=tuple(PLACEMENTS), help=placements)
@@ -144,6 +147,13 @@ def _sizes(module: str, fields: Mapping[str, str]) -> dict[str, int]:
     if fields.get("tp", "1") != "1":
         raise OptionsError(f"--{module} tp={fields['tp']}: this model has no tensor-parallel layers; use tp=1")
     return {name: _size(module, name, fields.get(name, "1")) for name in ("tp", "dp", "pp")}
+
+
+def _lanes_to_fill(processes: int, grids: Mapping[str, Mapping[str, int]]) -> int:
+    """Data lanes of the language model that fill the processes; 1 where none do."""
+    left = processes - sum(math.prod(sizes.values()) for name, sizes in grids.items() if name != LANGUAGE)
+    lanes, over = divmod(left, grids[LANGUAGE]["pp"])
+    return lanes if lanes > 0 and over == 0 else 1
 
 
 def _size(module: str, name: str, value: str) -> int:

@@ -20,7 +20,7 @@ from pipegrid.topology import HyperCommGrid, place
 BACKENDS = ("gloo", "nccl", "staged", "fake_nccl", "fake_nccl_serial")
 """Of the default group: ``staged`` is gloo through host memory, the fakes are NCCL's rules on a CPU."""
 
-SCHEDULE_NAMES: Final = tuple(name for name, known in SCHEDULES.items() if known.trains)
+SCHEDULE_NAMES: Final = tuple(name for name, known in SCHEDULES.items() if known.trains and not known.sliced)
 """What ``--schedule`` takes."""
 
 

@@ -44,8 +44,9 @@ def test_show_draws_in_every_form(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "greedy"])
 def test_show_knows_every_schedule(name, capsys):
-    assert main(["show", name, "--pp", "2", "--microbatches", "4"]) == 0
-    slices = " of 4 slices" if name.startswith("seq1f1b") else ""
+    cut = name.startswith("seq1f1b")
+    assert main(["show", name, "--pp", "2", "--microbatches", "4", *(["--slices", "3"] if cut else [])]) == 0
+    slices = " of 3 slices" if cut else ""
     assert capsys.readouterr().out.startswith(f"{name}: 2 positions, 4 microbatches{slices}\n")
 
 

@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         PipelineError,
         PipelineRuntime,
         ProfilerRanges as ProfilerRanges,
+        Slice as Slice,
         Stage as Stage,
     )
 
@@ -199,7 +200,7 @@ _LAZY = {
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
     "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
     "monitor": "DisagreementError MonitorError",
-    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Stage position_of",
+    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage position_of",
     "autograd": "SplitBackwardError",
 }
 

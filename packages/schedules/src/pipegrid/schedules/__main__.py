@@ -172,7 +172,9 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--pp", type=int, help="positions")
     draw.add_argument("--microbatches", type=int)
     draw.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
-    draw.add_argument("--slices", type=int, help="slices of each microbatch, for the schedules named seq1f1b")
+    draw.add_argument(
+        "--slices", type=int, help="slices of each microbatch (default 1), for the schedules named seq1f1b"
+    )
     draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
     draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
     draw.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what search makes short")

@@ -25,8 +25,8 @@ class Schedule:
 
     ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is
     for (of a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``.
-    ``trains``: False for forwards alone. ``sliced``: cuts microbatches along the sequence, for stages with causal
-    attention; the function takes ``num_slices``.
+    ``trains``: False for forwards alone. ``sliced``: may cut microbatches along the sequence; the function takes
+    ``num_slices``.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Schedule:
         """The schedule's plan of computes; ``num_chunks`` is by default its own number (2 where any will do).
 
         ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out. ``num_slices``
-        is by default 4 in the schedules with slices.
+        is 1 by default, for stages that run whole microbatches.
 
         Raises:
             PlanError: a number of chunks or slices that the schedule is not for, or a size below 1.
         """
         checked(num_chunks, Count | None, "num_chunks", PlanError)
         checked(num_slices, Count | None, "num_slices", PlanError)
-        slices = {"num_slices": num_slices or 4} if self.sliced else {}
+        slices = {"num_slices": num_slices or 1} if self.sliced else {}
         if not self.sliced and num_slices not in (None, 1):
             raise PlanError(
                 f"{self.name} does not cut microbatches into {num_slices} slices; these do: "

@@ -20,7 +20,7 @@ from pipegrid.topology.fields import Count, checked_arguments
 
 
 @checked_arguments(PlanError)
-def seq1f1b(num_positions: Count, num_microbatches: Count, *, num_slices: Count = 4) -> Plan:
+def seq1f1b(num_positions: Count, num_microbatches: Count, *, num_slices: Count) -> Plan:
     """1F1B over slices: the bubble of 1F1B divided by k, and about 1/k of its memory.
 
     Bubble ``(P-1)(F+B)/k`` for slices of equal cost and any M, where ``F`` and ``B`` are of a microbatch; at most
@@ -55,7 +55,7 @@ def seq1f1b_interleaved(
     num_positions: Count,
     num_microbatches: Count,
     *,
-    num_slices: Count = 4,
+    num_slices: Count,
     num_chunks: Count = 2,
     num_stages: Count | None = None,
 ) -> Plan:
@@ -82,7 +82,7 @@ def seq1f1b_interleaved(
 
 
 @checked_arguments(PlanError)
-def seq1f1b_zero_bubble(num_positions: Count, num_microbatches: Count, *, num_slices: Count = 4) -> Plan:
+def seq1f1b_zero_bubble(num_positions: Count, num_microbatches: Count, *, num_slices: Count) -> Plan:
     """`zero_bubble_h1` over slices: the memory of `seq1f1b` on position 0 and a third of its bubble.
 
     Bubble ``(P-1)(F+I-W)/k`` for slices of equal cost and ``M k`` of at least ``P + k - 1``; at most ``(P-1)/k + 1``

@@ -4,6 +4,7 @@ from pipegrid.schedules.runtime.hooks import Hook, MessageHook, ProfilerRanges
 from pipegrid.schedules.runtime.payloads import describe, flatten, gradient_of, map_tensors, tensors_of
 from pipegrid.schedules.runtime.preflight import position_of
 from pipegrid.schedules.runtime.runtime import PipelineError, PipelineRuntime
+from pipegrid.schedules.runtime.slices import Slice
 from pipegrid.schedules.runtime.stage import Forwarded, Stage
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PipelineError",
     "PipelineRuntime",
     "ProfilerRanges",
+    "Slice",
     "Stage",
     "describe",
     "flatten",

@@ -1,4 +1,7 @@
-"""The payloads of the edges at one position, by microbatch: received, kept for their send, and under way."""
+"""The payloads of the edges at one position, by microbatch: received, kept for their send, and under way.
+
+Where microbatches are cut into slices, each slice counts as a microbatch, by the number of its piece (`Plan.piece_of`).
+"""
 
 from __future__ import annotations
 

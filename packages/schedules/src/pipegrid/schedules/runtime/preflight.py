@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
+from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import SHARDING, Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.stage import modules_of
@@ -38,11 +40,38 @@ def check_arguments(plan: Any, stages: Any, hooks: Any, loss_scale: Any, deadlin
             raise RuntimeArgumentError(
                 f"stage {number} is {shown(stage)}, without a forward(microbatch, inputs) that returns Forwarded"
             )
+    num_slices = (plan.plan if isinstance(plan, Proof) else plan).num_slices
+    if num_slices > 1:
+        for number, stage in stages.items():
+            _require_sliced(number, stage, num_slices)
     checked(hooks, tuple[_Hook, ...], "hooks", error)
     if loss_scale is not None and not callable(loss_scale):
         raise RuntimeArgumentError(f"loss_scale is {shown(loss_scale)}; give a function from a loss to the scaled loss")
     if deadline is not None:
         checked(deadline, Seconds, "deadline", error)
+
+
+def _require_sliced(number: int, stage: Any, num_slices: int) -> None:
+    """Raise for a stage that cannot run slices.
+
+    Raises:
+        RuntimeArgumentError: its forward takes no third argument, or `fully_shard` has sharded a module of it.
+    """
+    try:
+        inspect.signature(stage.forward).bind(None, None, None)
+    except TypeError:
+        raise RuntimeArgumentError(
+            f"the plan cuts microbatches into {num_slices} slices, and the forward of stage {number} takes "
+            f"{inspect.signature(stage.forward)}; it is called as forward(microbatch, inputs, part), and keeps keys "
+            "and values for the later slices with part.update"
+        ) from None
+    name = next((name for name, module in modules_of(stage) if is_fsdp(module)), None)
+    if name is not None:
+        raise RuntimeArgumentError(
+            f"stage {number} has a module that fully_shard has sharded ({name}), and the plan cuts microbatches into "
+            f"{num_slices} slices: gradients come into a slice's backward by its keys and values too, past the hooks "
+            "of FSDP2. Run a plan without slices, or unsharded modules"
+        )
 
 
 def prove(plan: Plan | Proof, communicator: Any) -> Proof:
@@ -88,10 +117,6 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
             which edges carry gradients, messages but no communicator, a reducer for a group or stage that the plan
             does not reduce, or as `check_collectives`.
     """
-    if plan.num_slices > 1:
-        raise PlanMismatchError(
-            f"the plan cuts microbatches into {plan.num_slices} slices, which the runtime does not run yet"
-        )
     if not plan.has_communication and dataflow_of(plan).lanes:
         raise PlanMismatchError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: nothing would be "

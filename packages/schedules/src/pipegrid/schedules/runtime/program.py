@@ -153,7 +153,8 @@ class BoundPosition:
         return StageRunner(
             number,
             stage,
-            self._plan.num_microbatches,
+            self._plan.num_pieces,
+            num_slices=self._plan.num_slices,
             arriving=arriving,
             leaving=leaving,
             gradients_in=gradients_in,
@@ -206,24 +207,24 @@ class BoundPosition:
         return run
 
     def _bind(self, action: Action) -> Bound:
-        kind, microbatch = action.kind, action.microbatch
+        kind = action.kind
         if kind is ActionKind.REDUCE:
             return Bound(action, self._reducers[reducer_name(action)])
         if kind in SHARDING:
             return Bound(action, self._bind_sharding(action))
-        assert microbatch is not None  # Action's own validation: only REDUCE and COLLECTIVE may omit it
+        piece = self._plan.piece_of(action)  # of all other kinds, by Action's own validation
         if action.edge is not None and action.direction is not None:
             way = action.edge, action.direction
             if kind is ActionKind.COLLECTIVE:
                 sends, receives = self.sends.get(way), self.receives.get(way)
                 room = () if sends is None else (partial(SendQueue.make_room, sends),)
-                return Bound(action, partial(exchange, microbatch, action, self._communicator, sends, receives), room)
+                return Bound(action, partial(exchange, piece, action, self._communicator, sends, receives), room)
             if kind.is_send:
                 queue = self.sends[way]
                 return Bound(
-                    action, partial(SendQueue.send, queue, microbatch, action), (partial(SendQueue.make_room, queue),)
+                    action, partial(SendQueue.send, queue, piece, action), (partial(SendQueue.make_room, queue),)
                 )
-            return Bound(action, partial(RecvQueue.receive, self.receives[way], microbatch, action))
+            return Bound(action, partial(RecvQueue.receive, self.receives[way], piece, action))
         runner = self.runners[action.stage]
         verbs = {
             ActionKind.F: (StageRunner.forward, runner.arriving),
@@ -232,11 +233,11 @@ class BoundPosition:
             ActionKind.W: (StageRunner.backward_weights, ()),
         }
         verb, needed = verbs[kind]
-        run = partial(verb, runner, microbatch)
+        run = partial(verb, runner, piece)
         if kind is ActionKind.W and action.stage in self.sharded:  # no hook of FSDP2 waits for it
             gathered = self.sharded[action.stage].wait
             return Bound(action, _in_turn([gathered, run]), (gathered,))
-        waits = tuple([partial(RecvQueue.wait, queue, microbatch) for queue in needed if not queue.local])
+        waits = tuple([partial(RecvQueue.wait, queue, piece) for queue in needed if not queue.local])
         return Bound(action, run, waits)
 
     def _bind_sharding(self, action: Action) -> Call:

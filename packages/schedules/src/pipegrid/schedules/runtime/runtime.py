@@ -345,5 +345,6 @@ class PipelineRuntime:
             action = program.steps[program.step_of[self._cursor]][0]
             parts.append(f"stage {action.stage}")
             if action.microbatch is not None:
-                parts.append(f"microbatch {action.microbatch}")
+                slice_ = "" if action.slice is None else f", slice {action.slice}"
+                parts.append(f"microbatch {action.microbatch}{slice_}")
         return ", ".join(parts) or "this process"

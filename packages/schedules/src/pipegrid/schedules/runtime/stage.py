@@ -13,6 +13,7 @@ from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import DataEndedError, LossError, PlanMismatchError, StageInputError, StageOutputError
 
 if TYPE_CHECKING:
+    from pipegrid.schedules.runtime.slices import Slice
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload
 
@@ -39,12 +40,27 @@ class Stage(Protocol):
     """
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Payload]) -> Forwarded:
-        """Run microbatch ``microbatch`` on the payload of each incoming edge."""
+        """Run microbatch ``microbatch`` on the payload of each incoming edge.
+
+        In a plan with slices (`SlicedStage`) there is a third argument, the `Slice`.
+        """
+        ...
+
+
+class SlicedStage(Protocol):
+    """The computation of one stage, slice by slice of each microbatch, in the order of the sequence."""
+
+    def forward(self, microbatch: int, inputs: Mapping[Edge, Payload], part: Slice, /) -> Forwarded:
+        """Run slice ``part.index`` of microbatch ``microbatch`` on the payload of each incoming edge.
+
+        With ``part``, keep what the later slices need and read what the earlier ones have kept. The losses of the
+        slices add up to that of the microbatch.
+        """
         ...
 
 
 def payloads_of(
-    produced: Any, edges: Sequence[Edge], stage: int, microbatch: int, declared: AbstractSet[Edge] = frozenset()
+    produced: Any, edges: Sequence[Edge], stage: int, microbatch: int | str, declared: AbstractSet[Edge] = frozenset()
 ) -> Sequence[Payload]:
     """The payloads that a forward returned, one for each of ``edges``, in their order.
 
@@ -80,7 +96,7 @@ def payloads_of(
     return [outputs[edge] for edge in edges]
 
 
-def _check_payload(payload: Any, edge: Edge, stage: int, microbatch: int) -> None:
+def _check_payload(payload: Any, edge: Edge, stage: int, microbatch: int | str) -> None:
     if payload is None or isinstance(payload, torch.Tensor):
         return
     if not isinstance(payload, (list, tuple, dict)):
@@ -92,7 +108,7 @@ def _check_payload(payload: Any, edge: Edge, stage: int, microbatch: int) -> Non
         _check_payload(part, edge, stage, microbatch)
 
 
-def check_loss(loss: Any, stage: int, microbatch: int, *, scaled: bool = False) -> None:
+def check_loss(loss: Any, stage: int, microbatch: int | str, *, scaled: bool = False) -> None:
     """Raise unless the loss is a real number that depends on parameters.
 
     Raises:
@@ -113,15 +129,16 @@ def check_loss(loss: Any, stage: int, microbatch: int, *, scaled: bool = False) 
         )
 
 
-def ended(stage: int, microbatch: int, num_microbatches: int) -> DataEndedError:
+def ended(stage: int, microbatch: int | str, num_microbatches: int, num_slices: int) -> DataEndedError:
     """The error for a ``StopIteration`` that leaves a stage's forward."""
+    slices = "" if num_slices == 1 else f", each in {num_slices} slices of their own"
     return DataEndedError(
         f"the iterator of stage {stage} ended at microbatch {microbatch} of {num_microbatches} (they count from 0): "
-        "give the step as many microbatches as there are data, or restart the iterator before it"
+        f"give the step as many microbatches as there are data{slices}, or restart the iterator before it"
     )
 
 
-def changed_in_place(error: RuntimeError, stage: int, microbatch: int) -> StageInputError | None:
+def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> StageInputError | None:
     """The error for an in-place change of a received tensor, which is a leaf; None for any other error."""
     if "leaf Variable" not in str(error) or "in-place" not in str(error):
         return None

@@ -1,15 +1,19 @@
-"""The computes of one stage, and its state between a forward and its backward."""
+"""The computes of one stage, and its state between a forward and its backward.
+
+Where microbatches are cut into slices, each slice counts as a microbatch, by the number of its piece (`Plan.piece_of`).
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from attrs import define, field
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointError
 
 from pipegrid.schedules.autograd import (
     WeightHalf,
@@ -20,12 +24,14 @@ from pipegrid.schedules.autograd import (
     require_splittable,
     run_backward,
 )
-from pipegrid.schedules.errors import PlanMismatchError, StageOutputError
+from pipegrid.schedules.errors import PlanMismatchError, StageInputError, StageOutputError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.runtime.edge_queues import PendingFree, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.payloads import flatten, gradient_of, map_tensors
 from pipegrid.schedules.runtime.reentrant import reentrant_trap
+from pipegrid.schedules.runtime.slices import Kept, Slice
 from pipegrid.schedules.runtime.stage import (
+    Forwarded,
     Stage,
     changed_in_place,
     check_loss,
@@ -56,11 +62,13 @@ class InFlight(NamedTuple):
         inputs: per edge that carries a gradient back, what has come along it.
         roots: per edge by which a gradient comes, the starts in what has left along it.
         loss: of the stage itself.
+        part: the slice, in a plan with slices.
     """
 
     inputs: Sequence[Payload]
     roots: Sequence[Sequence[Root | None]]
     loss: torch.Tensor | None
+    part: Slice | None = None
 
 
 @define(eq=False)
@@ -76,6 +84,7 @@ class StageRunner:
         splits: whether the plan runs that in halves.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared.
+        num_slices: slices of a microbatch.
     """
 
     number: int
@@ -91,11 +100,14 @@ class StageRunner:
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     reduced_by_plan: bool = False
     declared: AbstractSet[Edge] = frozenset()
+    num_slices: int = 1
     training: bool = False
     compiled: bool = field(default=False, init=False)
     """Whether a compiled region has made a backward in halves run whole at I."""
     live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
+    kept: dict[int, Kept] = field(factory=dict, init=False)
+    """What the slices of each microbatch in flight have kept for the later ones."""
     _looked_at: bool = field(default=False, init=False)
     _trapped: bool = field(default=False, init=False)
     _whole: bool | None = field(init=False)
@@ -128,6 +140,16 @@ class StageRunner:
         self._outputs = {key: output for key, output in self._outputs.items() if output() is not None}
         self.live.clear()
         self.halves.clear()
+        self.kept.clear()
+
+    def _name(self, microbatch: int) -> int | str:
+        """How a plan writes it: ``7``, or slice 2 of it as ``7.2``."""
+        return microbatch if self.num_slices == 1 else "{}.{}".format(*divmod(microbatch, self.num_slices))
+
+    def _slice(self, piece: int) -> Slice:
+        """The slice of a forward, with what the earlier slices of its microbatch have kept."""
+        microbatch, index = divmod(piece, self.num_slices)
+        return Slice(index, self.num_slices, self.kept.setdefault(microbatch, {}), self.training)
 
     def forward(self, microbatch: int) -> None:
         """``F``."""
@@ -140,47 +162,64 @@ class StageRunner:
             else:  # where no gradient goes back, none is computed either
                 payload = map_tensors(payload, _detached)
             inputs[edge] = payload
+        forward: Callable[..., Forwarded] = self.stage.forward
+        arguments: tuple[Any, ...] = (microbatch, inputs)
+        part = None
+        if self.num_slices > 1:
+            part = self._slice(microbatch)
+            arguments = (microbatch // self.num_slices, inputs, part)
         try:
             if self.training and not self._trapped:
                 self._trapped = True
                 with reentrant_trap(self.number, self.stage):
-                    produced = self.stage.forward(microbatch, inputs)
+                    produced = forward(*arguments)
             elif self.training == torch.is_grad_enabled():
-                produced = self.stage.forward(microbatch, inputs)
+                produced = forward(*arguments)
             else:  # a stage that runs no backward keeps no graph
                 with torch.set_grad_enabled(self.training):
-                    produced = self.stage.forward(microbatch, inputs)
+                    produced = forward(*arguments)
         except StopIteration as error:
-            raise ended(self.number, microbatch, self.num_microbatches) from error
+            count = self.num_microbatches // self.num_slices
+            raise ended(self.number, self._name(microbatch), count, self.num_slices) from error
         except RuntimeError as error:
-            found = changed_in_place(error, self.number, microbatch)
+            found = changed_in_place(error, self.number, self._name(microbatch))
             if found is None:
                 raise
             raise found from error
-        payloads = payloads_of(produced, self._outgoing, self.number, microbatch, self.declared)
+        name = microbatch if part is None else self._name(microbatch)
+        payloads = payloads_of(produced, self._outgoing, self.number, name, self.declared)
+        if part is not None:
+            part.close()
         pending = None
         if self.training:
-            self._keep(microbatch, kept, payloads, produced.loss)
-            if self.deallocate:
+            self._keep(microbatch, kept, payloads, produced.loss, part)
+            if self.deallocate and not (part is not None and part.keeps):  # what is kept may share its storage
                 pending = self._pending_free(payloads, produced.loss)
+        elif part is not None and part.is_last:
+            del self.kept[microbatch // self.num_slices]
         for sends, payload in zip(self.leaving, payloads, strict=True):
             sends.put(microbatch, payload, pending)
 
     def _keep(
-        self, microbatch: int, inputs: Sequence[Payload], payloads: Sequence[Payload], loss: torch.Tensor | None
+        self,
+        microbatch: int,
+        inputs: Sequence[Payload],
+        payloads: Sequence[Payload],
+        loss: torch.Tensor | None,
+        part: Slice | None,
     ) -> None:
         if loss is not None:
-            check_loss(loss, self.number, microbatch)
+            check_loss(loss, self.number, self._name(microbatch))
         elif not payloads:
             raise PlanMismatchError(
-                f"the forward of stage {self.number} returned no loss for microbatch {microbatch}, and nothing "
-                "consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
+                f"the forward of stage {self.number} returned no loss for microbatch {self._name(microbatch)}, and "
+                "nothing consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
             )
         roots: list[Sequence[Root | None]] = []
         for index in self._answered:
             payload = payloads[index]
             roots.append((_root(payload),) if isinstance(payload, torch.Tensor) else [*map(_root, flatten(payload))])
-        live = self.live[microbatch] = InFlight(inputs, roots, loss)
+        live = self.live[microbatch] = InFlight(inputs, roots, loss, part)
         if not self._rooted:
             self._require_root(live, payloads)
         if self.splits and not self._looked_at:
@@ -246,22 +285,42 @@ class StageRunner:
             box.put(microbatch, gradient_of(payload) if is_one else map_tensors(payload, gradient_of))
         for queue in self._lending:
             queue.give_back(microbatch)
+        self._forget(live.part, microbatch)
+
+    def _forget(self, part: Slice | None, microbatch: int) -> None:
+        """Forget a microbatch after the backward of its first slice, which is the last to run."""
+        if part is not None and part.is_first:
+            del self.kept[microbatch // self.num_slices]
 
     def backward_inputs(self, microbatch: int) -> None:
         """``I``."""
         live = self.live.pop(microbatch)
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
-        found, self.halves[microbatch] = backward_inputs(
-            roots,
-            gradients,
-            inputs,
-            on_unsplittable=self._require_splittable,
-            on_compiled=self._note_compiled,
-            whole=self._whole,
-        )
+        read = [] if live.part is None else live.part.leaves()
+        try:
+            found, self.halves[microbatch] = backward_inputs(
+                roots,
+                gradients,
+                [*inputs, *read] if read else inputs,
+                on_unsplittable=self._require_splittable,
+                on_compiled=self._note_compiled,
+                whole=self._whole,
+            )
+        except CheckpointError as error:
+            if live.part is None:
+                raise
+            raise StageInputError(
+                f"stage {self.number} checkpoints activations, whose backward of slice {self._name(microbatch)} in "
+                "halves would recompute them twice; run a schedule with whole backwards, such as seq1f1b, or "
+                "checkpoint nothing that reads keys and values"
+            ) from error
+        for leaf, gradient in zip(read, found[len(inputs) :], strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        self._forget(live.part, microbatch)
         by_input: dict[int, torch.Tensor] = {}
-        for tensor, gradient in zip(inputs, found, strict=True):
+        for tensor, gradient in zip(inputs, found, strict=False):
             # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns
             # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
             by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
@@ -288,7 +347,7 @@ class StageRunner:
             loss = live.loss
             if self.loss_scale is not None:
                 loss = self.loss_scale(loss)
-                check_loss(loss, self.number, microbatch, scaled=True)
+                check_loss(loss, self.number, self._name(microbatch), scaled=True)
             roots.append(get_gradient_edge(loss))
             gradients.append(torch.ones_like(loss))
         for box, ends in zip(self.gradients_in, live.roots, strict=True):
@@ -304,10 +363,14 @@ class StageRunner:
                 if gradient.shape != root.shape:  # the engine might sum it up
                     raise PlanMismatchError(
                         f"edge {box.edge} carried a tensor of shape {tuple(root.shape)} forward for microbatch "
-                        f"{microbatch}, but a gradient of shape {tuple(gradient.shape)} came back"
+                        f"{self._name(microbatch)}, but a gradient of shape {tuple(gradient.shape)} came back"
                     )
                 roots.append(root.edge)
                 gradients.append(gradient)
+        if live.part is not None:
+            starts = live.part.starts()
+            roots += starts[0]
+            gradients += starts[1]
         return roots, gradients
 
 

@@ -1,0 +1,165 @@
+"""Slices on the runtime: a causal transformer's gradients are those of one process, and what it cannot run is named."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pipegrid.schedules import lower, seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
+from pipegrid.schedules.errors import RuntimeArgumentError, StageOutputError
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
+
+from .sliced_transformer import SlicedStage, batches, in_one_process, parts
+
+LENGTHS = {1: (9,), 2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
+
+
+def run(plan, network, memory_communicator, in_threads, *, verb="step", models=None, options=None, **stage_options):
+    models = parts(plan.num_stages) if models is None else models
+    data = batches(plan.num_microbatches, sum(LENGTHS[plan.num_slices]))
+    stages = [
+        SlicedStage(number, model, plan.num_stages, data, LENGTHS[plan.num_slices], **stage_options)
+        for number, model in enumerate(models)
+    ]
+    runtimes = [
+        PipelineRuntime(
+            plan,
+            {stage: stages[stage] for stage in held},
+            memory_communicator(network, plan.num_stages, position),
+            **(options or {}),
+        )
+        for position, held in enumerate(plan.stages_at)
+    ]
+    in_threads([getattr(runtime, verb) for runtime in runtimes])
+    return stages, runtimes
+
+
+def assert_gradients_of_one_process(plan, stages):
+    models = parts(plan.num_stages)
+    total = in_one_process(models, batches(plan.num_microbatches, sum(LENGTHS[plan.num_slices])))
+    assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
+    for stage, model in zip(stages, models, strict=True):
+        for (name, ours), theirs in zip(stage.model.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble])
+@pytest.mark.parametrize(("p", "m", "k"), [(1, 2, 3), (2, 3, 2), (3, 2, 4), (4, 2, 3)])
+def test_gradients_are_those_of_one_process(make, p, m, k, network, memory_communicator, in_threads):
+    plan = lower(make(p, m, num_slices=k))
+    stages, runtimes = run(plan, network, memory_communicator, in_threads)
+    assert_gradients_of_one_process(plan, stages)
+    for runtime in runtimes:
+        for runner in runtime._bound.runners.values():
+            assert not runner.kept
+            assert not runner.live
+
+
+@pytest.mark.parametrize("make", [seq1f1b, seq1f1b_zero_bubble])
+@pytest.mark.parametrize("options", [{"deallocate_outputs": True}, {"reuse_buffers": True}])
+def test_options_of_memory_change_no_gradient(make, options, network, memory_communicator, in_threads):
+    plan = lower(make(3, 3, num_slices=3))
+    stages, _ = run(plan, network, memory_communicator, in_threads, options=options)
+    assert_gradients_of_one_process(plan, stages)
+
+
+def again(block, x, update):
+    return checkpoint(block, x, update, use_reentrant=False)
+
+
+def test_checkpointed_layers_read_the_same_past_again(network, memory_communicator, in_threads):
+    plan = lower(seq1f1b(2, 2, num_slices=3))
+    stages, _ = run(plan, network, memory_communicator, in_threads, run=again)
+    assert_gradients_of_one_process(plan, stages)
+
+
+def test_checkpointed_layers_are_named_where_backwards_run_in_halves():
+    plan = lower(seq1f1b_zero_bubble(1, 1, num_slices=2))
+    stage = SlicedStage(0, parts(1)[0], 1, batches(1, 9), LENGTHS[2], run=again)
+    with pytest.raises(
+        PipelineError, match=r"slice 0\.1 in halves would recompute them twice; run a schedule with whole"
+    ):
+        PipelineRuntime(plan, {0: stage}, None).step()
+
+
+def test_an_evaluation_runs_slices_and_keeps_nothing(network, memory_communicator, in_threads):
+    plan = lower(seq1f1b(2, 2, num_slices=4))
+    stages, runtimes = run(plan, network, memory_communicator, in_threads, verb="eval")
+    models = parts(2)
+    total = in_one_process(models, batches(2, sum(LENGTHS[4])))
+    assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
+    assert all(parameter.grad is None for stage in stages for parameter in stage.model.parameters())
+    assert not any(runner.kept for runtime in runtimes for runner in runtime._bound.runners.values())
+
+
+def test_what_a_slice_kept_is_freed_after_its_backward():
+    kept, live = [], []
+
+    class Probe:
+        model = torch.nn.Linear(4, 4)
+
+        def forward(self, microbatch, inputs, part):
+            live.append(sum(leaf() is not None for leaf in kept))
+            x = part.extend("x", self.model(torch.ones(1, 3, 4)))
+            kept.extend(weakref.ref(leaf) for leaf in part.past("x"))
+            return Forwarded({}, x.sum())
+
+    PipelineRuntime(lower(seq1f1b(1, 4, num_slices=2)), {0: Probe()}, None).step()
+    assert len(kept) == 4  # of the first slice of each microbatch
+    assert not any(leaf() is not None for leaf in kept)
+    assert max(live) == 1
+
+
+def failing(forward, *, k=2, make=seq1f1b):
+    class Stage:
+        model = torch.nn.Linear(2, 2)
+
+        def forward(self, microbatch, inputs, part):
+            return forward(self.model, microbatch, part)
+
+    PipelineRuntime(lower(make(1, 1, num_slices=k)), {0: Stage()}, None).step()
+
+
+def test_a_stage_without_slices_is_named_before_the_step():
+    class Whole:
+        def forward(self, microbatch, inputs):
+            return Forwarded({}, None)
+
+    plan = lower(seq1f1b(1, 1, num_slices=2))
+    with pytest.raises(
+        RuntimeArgumentError, match=r"2 slices, and the forward of stage 0 takes \(microbatch, inputs\)"
+    ):
+        PipelineRuntime(plan, {0: Whole()}, None)
+
+
+def test_a_second_tensor_under_one_key_is_named():
+    def forward(model, microbatch, part):
+        x = model(torch.ones(1, 2))
+        part.keep("k", x)
+        part.keep("k", x)
+
+    with pytest.raises(PipelineError, match="slice 0 keeps a second tensor under 'k'"):
+        failing(forward)
+
+
+def test_a_tensor_kept_without_a_graph_is_named():
+    def forward(model, microbatch, part):
+        with torch.no_grad():
+            part.keep("k", model(torch.ones(1, 2)))
+
+    with pytest.raises(PipelineError, match="made without a graph") as caught:
+        failing(forward)
+    assert isinstance(caught.value.__cause__, StageOutputError)
+
+
+def test_errors_name_the_slice():
+    def forward(model, microbatch, part):
+        return Forwarded({}, model(torch.ones(1, 2)).sum() if part.is_first else torch.tensor(1.0))
+
+    with pytest.raises(
+        PipelineError, match=r"stage 0, microbatch 0, slice 1: .*the loss of stage 0 for microbatch 0\.1"
+    ):
+        failing(forward)

@@ -23,9 +23,9 @@ from pipegrid.schedules.timeline.timeline import Timeline
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts" / "timelines"
 
 
-def named(name: str, positions: int = 4, microbatches: int = 8) -> Timeline:
+def named(name: str, positions: int = 4, microbatches: int = 8, *, slices: int | None = None) -> Timeline:
     """A named schedule at unit costs."""
-    drawn = timeline(find_schedule(name).plan(positions, microbatches))
+    drawn = timeline(find_schedule(name).plan(positions, microbatches, num_slices=slices))
     return evolve(drawn, title=f"{name}: {drawn.title}")
 
 
@@ -52,6 +52,7 @@ def pictures() -> dict[str, str]:
     """File name -> SVG."""
     names = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v", "v_half", "u_shape")
     drawn = {name: svg(named(name)) for name in names}
+    drawn["seq1f1b"] = svg(named("seq1f1b", microbatches=4, slices=4))
     drawn["modules"] = svg(modules(), arrows=True)
     drawn["planned-and-uneven"] = svg(planned_and_uneven())
     return {f"{name}.svg": text for name, text in drawn.items()}

@@ -12,17 +12,19 @@ VOCABULARY, WIDTH, HEADS = 11, 8, 2
 
 
 class Attention(nn.Module):
-    """Causal attention; ``update(keys, values, layer)`` returns the keys and values up to here."""
+    """Causal attention; ``update(keys, values, layer)`` returns the keys and values up to here, as a slice's does."""
 
     def __init__(self, layer):
         super().__init__()
-        self.layer = layer
+        self.layer, self.current_slice = layer, None
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, update):
         batch, tokens, _ = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        if update is None and self.current_slice is not None:
+            update = self.current_slice.update
         if update is not None:
             k, v = update(k, v, self.layer)
         past = k.shape[-2] - tokens

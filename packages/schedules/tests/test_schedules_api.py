@@ -48,7 +48,7 @@ RUNNING = {
 }
 # What the seeds name, and what has been importable from the package: found in its folder on use.
 FURTHER = {
-    *("CostsError", "Fault", "Group", "PlanSyntaxError", "ProfilerRanges", "Proof"),
+    *("CostsError", "Fault", "Group", "PlanSyntaxError", "ProfilerRanges", "Proof", "Slice"),
     *("Recording", "Simulation", "Stage", "Timeline", "WithLoss"),
     *("fitting_schedules", "forward_backward_with_schedule"),
     *("find_schedule", "fresh_gradients", "u_shape_counts"),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pipegrid.bridges import VTPCommunicator
 from pipegrid.schedules import lower, seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
-from pipegrid.schedules.errors import RuntimeArgumentError, StageOutputError
+from pipegrid.schedules.errors import PlanMismatchError, RuntimeArgumentError, StageOutputError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 
 from .sliced_transformer import SlicedStage, batches, in_one_process, parts
@@ -133,6 +134,13 @@ def test_a_stage_without_slices_is_named_before_the_step():
         RuntimeArgumentError, match=r"2 slices, and the forward of stage 0 takes \(microbatch, inputs\)"
     ):
         PipelineRuntime(plan, {0: Whole()}, None)
+
+
+def test_a_communicator_between_unequal_tensor_parallel_sizes_is_named():
+    plan = lower(seq1f1b(2, 1, num_slices=2))
+    stage = SlicedStage(0, parts(2)[0], 2, batches(1, 9), LENGTHS[2])
+    with pytest.raises(PlanMismatchError, match="2 slices, and a VTPCommunicator moves whole ones"):
+        PipelineRuntime(plan, {0: stage}, VTPCommunicator.__new__(VTPCommunicator))
 
 
 def test_a_second_tensor_under_one_key_is_named():

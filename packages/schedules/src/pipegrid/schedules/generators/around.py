@@ -15,7 +15,7 @@ from attrs import evolve
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.multi_module import module_stages, multi_module_1f1b
-from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule
+from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.schedules.generators.shapes import Order, looped_placement
 from pipegrid.schedules.plan import (
     Action,
@@ -75,8 +75,11 @@ def stage_places(name: str, num_positions: Count, num_chunks: Count | None = Non
     return tuple(place for (place,) in _chain(known, num_positions, 1, num_chunks).placement)
 
 
-def _chain(known: Schedule, num_positions: int, num_microbatches: int, num_chunks: int | None) -> Plan:
-    return known.plan(num_positions, num_microbatches, num_chunks if known.chunks is None else None)
+def _chain(
+    known: Schedule, num_positions: int, num_microbatches: int, num_chunks: int | None, num_slices: int = 1
+) -> Plan:
+    chunks = num_chunks if known.chunks is None else None
+    return known.plan(num_positions, num_microbatches, chunks, num_slices=num_slices)
 
 
 @checked_arguments(PlanError)
@@ -87,6 +90,7 @@ def schedule_for(
     *,
     placement: Iterable[int | Iterable[int]] | None = None,
     forward_only: Iterable[str] = (),
+    num_slices: Count = 1,
 ) -> Plan:
     """The plan of computes of schedule ``name`` for a graph of modules.
 
@@ -97,9 +101,10 @@ def schedule_for(
         num_microbatches: of a step.
         placement: the positions of each stage (`stage_places` has them for one module); None: one position per stage.
         forward_only: frozen modules, which run no backward.
+        num_slices: slices of each microbatch, of a single module.
 
     Raises:
-        PlanError: no such schedule, a graph or a placement that it does not fit.
+        PlanError: no such schedule, a graph or a placement that it does not fit, or slices in one without them.
     """
     require_graph(graph)
     known = find_schedule(name)
@@ -108,6 +113,7 @@ def schedule_for(
         raise PlanError(
             f"{known.name} runs no backward; evaluate with a schedule that trains: it runs its forwards alone"
         )
+    require_slices(known, num_slices)
     if known.name == ANY_GRAPH:
         return multi_module_1f1b(graph, num_microbatches, placement=placement, forward_only=frozen)
     if len(graph.sinks) != 1:
@@ -121,7 +127,12 @@ def schedule_for(
             f"the placement covers {len(places)} stages and the graph has {graph.num_stages}; give the position of "
             "every stage"
         )
-    return _Around(known, graph, num_microbatches, places, frozen).plan()
+    if num_slices > 1 and len(graph.modules) > 1:
+        raise PlanError(
+            f"microbatches are cut into {num_slices} slices over the modules {', '.join(graph.order)}; slices are for "
+            "a single module"
+        )
+    return _Around(known, graph, num_microbatches, places, frozen, num_slices).plan()
 
 
 class _Around:
@@ -134,8 +145,10 @@ class _Around:
         num_microbatches: int,
         placement: tuple[tuple[int, ...], ...],
         frozen: tuple[str, ...],
+        num_slices: int,
     ) -> None:
         self._known, self._graph, self._count, self._placement = known, graph, num_microbatches, placement
+        self._num_slices = num_slices
         (self._main,) = graph.sinks
         # A topological order has the one sink last.
         self._first = graph.stage(self._main, 0)
@@ -166,6 +179,7 @@ class _Around:
             placement=self._placement,
             num_microbatches=self._count,
             forward_only=self._frozen,
+            num_slices=self._num_slices,
         )
 
     def _main_orders(self) -> dict[int, Order]:
@@ -202,7 +216,7 @@ class _Around:
                 f"{name} does not run the {depth} stages of {self._main!r} on {num_positions} positions; "
                 f"stage_places({name!r}, {num_positions}) has as many as it runs"
             )
-        schedule = _chain(self._known, num_positions, self._count, chunks)
+        schedule = _chain(self._known, num_positions, self._count, chunks, self._num_slices)
         if set(schedule.stages_at) != set(held.values()):
             needed = list(stage_places(name, num_positions, chunks))
             raise PlanError(

@@ -55,12 +55,8 @@ class Schedule:
         """
         checked(num_chunks, Count | None, "num_chunks", PlanError)
         checked(num_slices, Count | None, "num_slices", PlanError)
+        require_slices(self, num_slices or 1)
         slices = {"num_slices": num_slices or 1} if self.sliced else {}
-        if not self.sliced and num_slices not in (None, 1):
-            raise PlanError(
-                f"{self.name} does not cut microbatches into {num_slices} slices; these do: "
-                f"{', '.join(known.name for known in SCHEDULES.values() if known.sliced)}"
-            )
         if self.chunks is None:
             return self.function(
                 num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages, **slices
@@ -71,6 +67,19 @@ class Schedule:
                 f"{num_chunks}; leave the number out, or choose interleaved_1f1b, interleaved_zero_bubble or looped_bfs"
             )
         return self.function(num_positions, num_microbatches, **slices)
+
+
+def require_slices(known: Schedule, num_slices: int) -> None:
+    """Raise for slices in a schedule of whole microbatches.
+
+    Raises:
+        PlanError: names the schedules with slices.
+    """
+    if num_slices > 1 and not known.sliced:
+        raise PlanError(
+            f"{known.name} does not cut microbatches into {num_slices} slices; these do: "
+            f"{', '.join(other.name for other in SCHEDULES.values() if other.sliced)}"
+        )
 
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(

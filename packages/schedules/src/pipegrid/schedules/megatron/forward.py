@@ -41,9 +41,9 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
         module.current_microbatch = microbatch_id  # type: ignore[assignment]
 
 
-def numbered_modules(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The modules of ``model`` with a ``current_microbatch``."""
-    name = "current_microbatch"  # looked up so, a module without it costs no error of its `__getattr__`
+def numbered_modules(model: torch.nn.Module, name: str = "current_microbatch") -> tuple[torch.nn.Module, ...]:
+    """The modules of ``model`` with a ``current_microbatch``, or with the attribute ``name``."""
+    # Looked up so, a module without it costs no error of its `__getattr__`.
     return tuple([each for each in model.modules() if name in vars(each) or hasattr(type(each), name)])
 
 

@@ -154,10 +154,11 @@ def step_plan(
     schedule: str = "1f1b",
     shard: Shard | None = None,
     prefetch: int = 1,
+    num_slices: int = 1,
 ) -> Plan:
     """The verified plan of a step function, cached: for drawing, simulation, or a recording.
 
-    ``schedule`` is the name of one that trains (`schedule_for`).
+    ``schedule`` is the name of one that trains, and ``num_slices`` as there (`schedule_for`).
     ``tied`` is the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
     ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`, and of `lower`.
 
@@ -173,6 +174,7 @@ def step_plan(
         frozen=frozen,
         schedule=schedule,
         sharding=sharding_key(shard, prefetch),
+        num_slices=num_slices,
     ).plan
 
 
@@ -186,6 +188,7 @@ def step_proof(
     frozen: tuple[str, ...] = (),
     schedule: str = "1f1b",
     sharding: Sharding = None,
+    num_slices: int = 1,
 ) -> Proof:
     """The proof of `step_plan`, cached: the runtime takes it as it is."""
     require_graph(graph)
@@ -199,6 +202,7 @@ def step_proof(
         checked(frozen, tuple[Name, ...], "frozen", PlanError),
         find_schedule(schedule).name,
         sharding,
+        checked(num_slices, Count, "num_slices", PlanError),
     )
 
 
@@ -212,9 +216,12 @@ def _step_proof(
     frozen: tuple[str, ...],
     schedule: str,
     sharding: Sharding,
+    num_slices: int,
 ) -> Proof:
     lowered = lower(
-        schedule_for(graph, schedule, num_microbatches, placement=placement, forward_only=frozen),
+        schedule_for(
+            graph, schedule, num_microbatches, placement=placement, forward_only=frozen, num_slices=num_slices
+        ),
         collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives},
         tied=dict(tied),
         **_sharded(sharding),

@@ -21,7 +21,7 @@ from pipegrid.schedules.megatron.forward import (
     scaled_loss,
 )
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
-from pipegrid.schedules.runtime import Forwarded
+from pipegrid.schedules.runtime import Forwarded, Slice
 from pipegrid.transport.edge import Edge
 
 
@@ -52,6 +52,7 @@ class StageCall:
 
     Attributes:
         numbered: modules with a ``current_microbatch``.
+        sliced: modules with a ``current_slice``, in a plan with slices.
         set_input_tensor: the model's, looked up through wrappers.
         set_is_first_microbatch: likewise; None where it is not to be called.
         context: makes the autocast context of each forward, where there is one.
@@ -67,6 +68,7 @@ class StageCall:
         "set_input_tensor",
         "set_is_first_microbatch",
         "settings",
+        "sliced",
     )
 
     def __init__(
@@ -77,10 +79,13 @@ class StageCall:
         model: torch.nn.Module,
         config: Any,
         first_val_step: bool | None,
+        *,
+        sliced: bool = False,
     ) -> None:
         self.settings, self.forward_step_func, self.data_iterator = settings, forward_step_func, data_iterator
         self.model, self.config = model, config
         self.numbered = numbered_modules(model)
+        self.sliced = numbered_modules(model, "current_slice") if sliced else ()
         self.set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
         starts = check_first_val_step(first_val_step, settings.forward_only, cond=True)
         self.set_is_first_microbatch = unwrapped_attribute(model, "set_is_first_microbatch") if starts else None
@@ -131,10 +136,16 @@ class MegatronStage:
 
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""
+        self.resume(None)
         self.call, self.infos, self.num_tokens = None, [], None
 
-    def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
-        """See `pipegrid.schedules.Stage.forward`."""
+    def resume(self, part: Slice | None) -> None:
+        """Set ``current_slice`` where modules have one: before a forward, and a backward, which may recompute."""
+        for module in () if self.call is None else self.call.sliced:
+            module.current_slice = part  # type: ignore[assignment]
+
+    def forward(self, microbatch: int, inputs: Mapping[Edge, Any], part: Slice | None = None) -> Forwarded:
+        """See `pipegrid.schedules.Stage.forward`; with slices, an item of the iterator is a slice."""
         call = self.call
         assert call is not None  # set by `begin`, before the runtime runs
         settings = call.settings
@@ -143,7 +154,9 @@ class MegatronStage:
                 settings.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         for module in call.numbered:
             module.current_microbatch = microbatch  # type: ignore[assignment]
-        if microbatch == 0 and call.set_is_first_microbatch is not None:
+        if part is not None:
+            self.resume(part)
+        if microbatch == 0 and call.set_is_first_microbatch is not None and (part is None or part.is_first):
             call.set_is_first_microbatch()
         received = self._received(inputs)
         partial = settings.partly_checkpointed
@@ -169,8 +182,15 @@ class MegatronStage:
         if settings.collect_non_loss_data:
             self.infos.append(loss_func(output, non_loss_data=True))
             return Forwarded({})
+        result = loss_func(output)
+        if part is not None and not settings.per_token and isinstance(result, tuple) and len(result) == 3:
+            raise LossError(
+                "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
+                "tokens of all its slices. Set calculate_per_token_loss, for the mean over all tokens of the step; or "
+                "return (loss, info) with the slice's share, its sum divided by the tokens of the microbatch"
+            )
         loss, num_tokens, info = scaled_loss(
-            loss_func(output),
+            result,
             call.config,
             settings.num_microbatches,
             cp_group=settings.cp_group,

@@ -15,7 +15,7 @@ from pipegrid.schedules.gradients.overlap import EarlyReduction
 from pipegrid.schedules.gradients.policy import GradientPolicy, gradient_policy, require_equal_replicas
 from pipegrid.schedules.gradients.reduce import GradientReduction
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
-from pipegrid.schedules.megatron.forward import require_autocast
+from pipegrid.schedules.megatron.forward import numbered_modules, require_autocast
 from pipegrid.schedules.megatron.kept import Derived, StepArguments, StepCall, forget_call, keep, kept_call
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.place import sharding_key
@@ -92,6 +92,7 @@ def run_step(
                         each,
                         config,
                         first_val_step,
+                        sliced=prepared.plan.num_slices > 1,
                     )
                 )
             if policy is None:
@@ -127,6 +128,15 @@ def _step_call(
     sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
     proof = derived.proof(tied_stages(ties), num_microbatches, sharding)
     graph = proof.plan.graph
+    if proof.plan.num_slices > 1:
+        _require_no_option_of_whole_microbatches(config)
+        for stage, model in models.items():
+            if not numbered_modules(model, "current_slice"):
+                raise StepArgumentError(
+                    f"num_slices is {proof.plan.num_slices}, and no module of stage {stage} has a current_slice: its "
+                    "attention would see no earlier slice. Set current_slice = None on each attention module, and keep "
+                    "keys and values with it; on any module of a stage without attention"
+                )
     policy = None
     if not forward_only:
         policy = gradient_policy(
@@ -160,6 +170,20 @@ def _step_call(
     }
     prepared = prepared_step(proof, arguments.communicator, models, config, ties, hooked=syncs or early)
     return StepCall(prepared, policy, derived.iterators, settings, syncs, early)
+
+
+def _require_no_option_of_whole_microbatches(config: Any) -> None:
+    """Raise for an option that does not work with slices.
+
+    Raises:
+        StepArgumentError: names it.
+    """
+    for name in (_CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
+        value = option(config, name)
+        if value is not None and value is not False:
+            raise StepArgumentError(
+                f"config.{name} is set, which counts whole microbatches, and num_slices is above 1; unset one of them"
+            )
 
 
 def _train(

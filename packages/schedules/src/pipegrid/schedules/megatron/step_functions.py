@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.generators import find_schedule
+from pipegrid.schedules.generators import find_schedule, require_slices
 from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
@@ -31,19 +31,24 @@ def get_forward_backward_func(
     pg_collection: Any = None,
     *,
     schedule: str | None = None,
+    num_slices: Count = 1,
 ) -> Callable[..., list[Any]]:
     """The step function for a pipeline of ``pp_size`` stages with ``vp_size`` chunks on each, or of a named schedule.
 
     Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``. A ``schedule``, such as
-    ``"zero_bubble_v"``, needs no sizes: see `forward_backward_with_schedule`.
+    ``"zero_bubble_v"``, needs no sizes: see `forward_backward_with_schedule`, also for ``num_slices``.
 
     Raises:
         StepArgumentError: no pipeline size (there is no global parallel state), a size that is not an integer of at
-            least 1, or chunks without a pipeline.
-        PlanError: no schedule has that name.
+            least 1, chunks without a pipeline, or slices without a schedule.
+        PlanError: no schedule has that name, or it has no slices.
     """
     if schedule is not None:
-        return partial(forward_backward_with_schedule, schedule=find_schedule(schedule).name)
+        known = find_schedule(schedule)
+        require_slices(known, num_slices)
+        return partial(forward_backward_with_schedule, schedule=known.name, num_slices=num_slices)
+    if num_slices > 1:
+        raise StepArgumentError(f"num_slices={num_slices} without a schedule; name one with slices, such as 'seq1f1b'")
     if pp_size is None and pg_collection is not None:
         if not hasattr(pg_collection, "pp"):
             raise StepArgumentError(
@@ -212,7 +217,7 @@ def forward_backward_pipelining_without_interleaving(
     )
 
 
-def _proof_at(place: Place, schedule: str) -> Callable[[Ties, int, Sharding], Proof]:
+def _proof_at(place: Place, schedule: str, num_slices: int = 1) -> Callable[[Ties, int, Sharding], Proof]:
     return lambda ties, count, sharding: step_proof(
         place.graph,
         count,
@@ -222,6 +227,7 @@ def _proof_at(place: Place, schedule: str) -> Callable[[Ties, int, Sharding], Pr
         frozen=place.frozen,
         schedule=schedule,
         sharding=sharding,
+        num_slices=num_slices,
     )
 
 
@@ -258,6 +264,7 @@ def forward_backward_with_schedule(
     first_val_step: bool | None = None,
     p2p_communicator: Any = None,
     pg_collection: Any = None,
+    num_slices: int = 1,
 ) -> list[Any]:
     """One step of a named schedule, for one module or a graph of modules (`schedule_for`).
 
@@ -268,6 +275,13 @@ def forward_backward_with_schedule(
     - ``p2p_communicator`` has the placement of the schedule:
       ``MultiModulePipelineCommunicator(..., stage_placement={"language": stage_places(schedule, pp, vpp)})`` or
       ``P2PCommunicator(..., placement=stage_places(schedule, pp, vpp))``.
+    - ``num_slices`` cuts each microbatch along its sequence, in a schedule with slices (``"seq1f1b"``), for one module:
+      ``forward_step_func`` is called for each slice in the order of the sequence, and the iterator has an item for
+      each. Modules with an attribute ``current_slice`` find the `pipegrid.schedules.Slice` there, with which attention
+      keeps its keys and values. The losses of the slices add up to that of the microbatch: a loss function returns
+      ``(loss, info)`` with the slice's share of the mean (its sum over the tokens of the microbatch), or with
+      ``calculate_per_token_loss`` ``(sum, num_tokens, info)`` of the slice. The result has an info for each slice.
+      Slices of several lengths need ``variable_seq_lengths``; ``seq_length`` and the other sizes are not checked.
 
     Raises:
         StepArgumentError: no communicator, or lists without an item for each stage.
@@ -286,15 +300,15 @@ def forward_backward_with_schedule(
         models = place.by_stage(single(model, "model") if one_each else model, "model")
         require_one_config(models)
         return Derived(
-            _proof_at(place, schedule),
+            _proof_at(place, schedule, num_slices),
             models,
             partial(_by_stage, place, one_each=one_each),
             place.frozen,
-            _shapes_at(place, arguments, models, pg_collection),
+            None if num_slices > 1 else _shapes_at(place, arguments, models, pg_collection),
         )
 
     arguments = StepArguments(
-        f"schedule {schedule}",
+        f"schedule {schedule}, {num_slices} slices",
         p2p_communicator,
         num_microbatches,
         forward_only,

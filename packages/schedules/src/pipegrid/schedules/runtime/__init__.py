@@ -5,7 +5,7 @@ from pipegrid.schedules.runtime.payloads import describe, flatten, gradient_of, 
 from pipegrid.schedules.runtime.preflight import position_of
 from pipegrid.schedules.runtime.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.slices import Slice
-from pipegrid.schedules.runtime.stage import Forwarded, Stage
+from pipegrid.schedules.runtime.stage import Forwarded, SlicedStage, Stage
 
 __all__ = [
     "Forwarded",
@@ -15,6 +15,7 @@ __all__ = [
     "PipelineRuntime",
     "ProfilerRanges",
     "Slice",
+    "SlicedStage",
     "Stage",
     "describe",
     "flatten",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_che
 
 from torch.nn.parallel import DistributedDataParallel
 
+from pipegrid.bridges import VTPCommunicator
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import SHARDING, Action, ActionKind, actions_of, require_plan
@@ -121,6 +122,11 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
         raise PlanMismatchError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: nothing would be "
             "sent. Add the messages with lower(plan), and verify the result"
+        )
+    if plan.num_slices > 1 and isinstance(communicator, VTPCommunicator):
+        raise PlanMismatchError(
+            f"the plan cuts microbatches into {plan.num_slices} slices, and a VTPCommunicator moves whole ones; run a "
+            "plan without slices, or stages of one tensor-parallel size over a P2PCommunicator"
         )
     check_collectives(plan, position, communicator)
     _require_same_gradients(plan, getattr(communicator, "forward_edges", None))

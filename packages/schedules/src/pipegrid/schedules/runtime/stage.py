@@ -48,7 +48,10 @@ class Stage(Protocol):
 
 
 class SlicedStage(Protocol):
-    """The computation of one stage, slice by slice of each microbatch, in the order of the sequence."""
+    """The computation of one stage, slice by slice of each microbatch, in the order of the sequence.
+
+    With a method ``resume(part)``, the stage is told of the slice whose backward comes next, which may recompute.
+    """
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Payload], part: Slice, /) -> Forwarded:
         """Run slice ``part.index`` of microbatch ``microbatch`` on the payload of each incoming edge.

@@ -118,6 +118,7 @@ class StageRunner:
     _outgoing: tuple[Edge, ...] = field(init=False)
     _answered: tuple[int, ...] = field(init=False)  # of those, by which gradients come
     _lending: tuple[RecvQueue, ...] = field(init=False)
+    _resume: Callable[[Slice], None] | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         edges = [box.edge for box in self.arriving]
@@ -132,6 +133,7 @@ class StageRunner:
         sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
         self._whole = False if self.reduced_by_plan else True if sharded else None
         self._lending = tuple(box for box in self.arriving if box.lends)
+        self._resume = getattr(self.stage, "resume", None)
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -368,6 +370,8 @@ class StageRunner:
                 roots.append(root.edge)
                 gradients.append(gradient)
         if live.part is not None:
+            if self._resume is not None:
+                self._resume(live.part)
             starts = live.part.starts()
             roots += starts[0]
             gradients += starts[1]

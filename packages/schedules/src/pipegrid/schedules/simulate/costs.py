@@ -215,10 +215,10 @@ class Costs:
         """The share of a microbatch (``"slice_lengths"`` or ``"slice_times"``) of each of ``num_slices`` slices.
 
         Raises:
-            CostsError: given for another number of slices.
+            CostsError: given for another number of slices, and the plan has some.
         """
         value: tuple[float, ...] = getattr(self, name)
-        if not value:
+        if not value or num_slices == 1:
             return (1.0 / num_slices,) * num_slices
         if len(value) != num_slices:
             raise CostsError(f"{name} is given for {len(value)} slices; the plan has {num_slices}")

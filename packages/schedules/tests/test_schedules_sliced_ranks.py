@@ -1,0 +1,256 @@
+"""Slices on real ranks: the runtime and the step functions have the gradients of one process, over data lanes too."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import (
+    PipelineConfig,
+    PipelineRuntime,
+    get_forward_backward_func,
+    lower,
+    seq1f1b,
+    seq1f1b_interleaved,
+    seq1f1b_zero_bubble,
+)
+from pipegrid.schedules.errors import LossError, PlanError, StepArgumentError
+from pipegrid.schedules.megatron.place import step_plan
+from pipegrid.schedules.plan import chain
+from pipegrid.schedules.runtime import PipelineError
+from pipegrid.transport import P2PCommunicator
+
+from .sliced_transformer import Part, SlicedStage, batches, in_one_process, loss_of, parts
+
+LENGTHS = {2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
+
+
+def assert_equal_gradients(model, expected):
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def check_runtime(ranks, make, slices, *, strict):
+    plan = lower(make(ranks.world_size, 3, num_slices=slices))
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64,
+        variable_seq_lengths=True,
+        strict=strict or ranks.strict_sends,
+        staged=ranks.backend == "staged",
+    )
+    communicator = P2PCommunicator(dist.group.WORLD, config, placement=[place for (place,) in plan.placement])
+    data, models = batches(3, 9), parts(plan.num_stages)
+    stages = {
+        number: SlicedStage(number, models[number], plan.num_stages, data, LENGTHS[slices])
+        for number in plan.stages_at[ranks.rank]
+    }
+    runtime = PipelineRuntime(plan, stages, communicator)
+    expected = parts(plan.num_stages)
+    in_one_process(expected, data)
+    for _ in range(2):
+        for stage in stages.values():
+            stage.model.zero_grad()
+        runtime.step()
+        for number, stage in stages.items():
+            assert_equal_gradients(stage.model, expected[number])
+    communicator.close()
+
+
+class Model(Part):
+    """A stage for the step functions; its attention finds the slice in ``current_slice``."""
+
+    def __init__(self, stage, num_stages, config):
+        super().__init__(stage, num_stages)
+        self.config, self.received = config, [None]
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+
+def models_of(stages, num_stages, config):
+    models = [Model(stage, num_stages, config).double() for stage in stages]
+    for stage, model in zip(stages, models, strict=True):
+        model.load_state_dict(parts(num_stages)[stage].state_dict())
+    return models
+
+
+def forward_step(iterator, model, *, mean, **options):
+    tokens, targets, weights, count = next(iterator)
+    received = model.received[0]
+    output = model(tokens if received is None else received, **options)
+
+    def loss_func(logits):
+        loss = loss_of(logits, targets, weights)
+        return (loss / count, float(count)) if mean else (loss, weights.sum(), loss.item())
+
+    return output, loss_func
+
+
+def sliced(data, lengths):
+    """An item for each slice: its tokens, and the weight of all tokens of its microbatch."""
+    for tokens, targets, weights in data:
+        for part in zip(*(each.split(lengths, 1) for each in (tokens, targets, weights)), strict=True):
+            yield *part, weights.sum()
+
+
+def check_step(ranks, schedule, slices, *, pp, mean, chunks=1):
+    """Every data lane has its own microbatches; gradients are those of all of them in one process."""
+    grid = torch.arange(ranks.world_size).view(-1, pp)
+    groups = [dist.new_group(row) for row in grid.tolist()], [dist.new_group(column) for column in grid.t().tolist()]
+    lane, here = divmod(ranks.rank, pp)
+    pp_group, dp_group = groups[0][lane], groups[1][here]
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64,
+        variable_seq_lengths=True,
+        calculate_per_token_loss=not mean,
+        strict=ranks.strict_sends,
+        staged=ranks.backend == "staged",
+    )
+    communicator = P2PCommunicator(pp_group, config)
+    num_stages = pp * chunks
+    stages = range(here, num_stages, pp)
+    models = models_of(stages, num_stages, config)
+    all_data = [batches(2, 9, seed=seed) for seed in range(ranks.world_size // pp)]
+    expected = parts(num_stages)
+    if mean:  # of the means of the microbatches
+        for data in all_data:
+            for batch in data:
+                in_one_process(expected, [batch])
+        for parameter in (parameter for part in expected for parameter in part.parameters()):
+            parameter.grad /= 2 * len(all_data)
+    else:
+        in_one_process(expected, [batch for data in all_data for batch in data])
+    step = get_forward_backward_func(schedule=schedule, num_slices=slices)
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+        infos = step(
+            forward_step_func=partial(forward_step, mean=mean),
+            data_iterator=[sliced(all_data[lane], LENGTHS[slices]) for _ in models],
+            model=models,
+            num_microbatches=2,
+            p2p_communicator=communicator,
+            pg_collection=SimpleNamespace(dp=dp_group, pp=pp_group),
+        )
+        assert len(infos) == (2 * slices if here == pp - 1 else 0)
+        for stage, model in zip(stages, models, strict=True):
+            assert_equal_gradients(model, expected[stage])
+            assert all(block.attention.current_slice is None for block in model.blocks)
+    communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_gradients_on_ranks_are_those_of_one_process(ranks):
+    check_runtime(ranks, seq1f1b, 3, strict=True)
+    check_step(ranks, "seq1f1b_interleaved", 2, pp=2, mean=False, chunks=2)
+    check_step(ranks, "seq1f1b_zero_bubble", 4, pp=4, mean=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3, 4)])
+def test_gradients_of_every_schedule_on_ranks(ranks, size, make, slices):
+    for strict in (False, True):
+        check_runtime(ranks, make, slices, strict=strict)
+    for mean in (False, True):
+        chunks = 2 if make is seq1f1b_interleaved else 1
+        for pp in {2, size} if size % 2 == 0 else {size}:
+            check_step(ranks, make.__name__, slices, pp=pp, mean=mean, chunks=chunks)
+
+
+# What does not run in slices, or not so
+
+
+def test_schedules_and_graphs_without_slices_are_named():
+    with pytest.raises(PlanError, match="gpipe does not cut microbatches into 2 slices; these do: seq1f1b,"):
+        get_forward_backward_func(schedule="gpipe", num_slices=2)
+    with pytest.raises(StepArgumentError, match="num_slices=2 without a schedule"):
+        get_forward_backward_func(2, num_slices=2)
+    graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
+    with pytest.raises(PlanError, match="slices are for a single module"):
+        step_plan(graph, 4, schedule="seq1f1b", num_slices=2)
+    assert step_plan(chain(2), 4, schedule="seq1f1b", num_slices=2).num_slices == 2
+
+
+class Alone:
+    """A communicator of one position, which sends nothing."""
+
+    total_stages, current_stage = 1, 0
+
+
+def one_rank_step(*, mean=True, forward_only=False, **options):
+    (model,) = models_of([0], 1, PipelineConfig(pipeline_dtype=torch.float64))
+    infos = get_forward_backward_func(schedule="seq1f1b", num_slices=3)(
+        forward_step_func=partial(forward_step, mean=mean, **options),
+        data_iterator=sliced(batches(2, 9), LENGTHS[3]),
+        model=model,
+        num_microbatches=2,
+        p2p_communicator=Alone(),
+        forward_only=forward_only,
+    )
+    return model, infos
+
+
+def again(block, x, update):
+    return checkpoint(block, x, update, use_reentrant=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"run": again}], ids=["as it is", "checkpointed"])
+def test_one_rank_runs_slices_and_evaluates_them(options):
+    model, infos = one_rank_step(**options)
+    expected = parts(1)
+    for batch in batches(2, 9):
+        in_one_process(expected, [batch])
+    for parameter in expected[0].parameters():
+        parameter.grad /= 2
+    assert_equal_gradients(model, expected[0])
+    assert len(infos) == 6
+    _, infos = one_rank_step(forward_only=True)
+    assert len(infos) == 6
+
+
+def test_a_mean_over_a_slices_own_tokens_is_named():
+    with pytest.raises(PipelineError, match="the mean over a microbatch needs the tokens of all its slices") as caught:
+        one_rank_step(mean=False)
+    assert isinstance(caught.value.__cause__, LossError)
+
+
+def test_a_model_without_the_attribute_is_named():
+    model = torch.nn.Linear(2, 2)
+    model.config = PipelineConfig(pipeline_dtype=torch.float64)
+    with pytest.raises(StepArgumentError, match="no module of stage 0 has a current_slice"):
+        get_forward_backward_func(schedule="seq1f1b", num_slices=3)(
+            forward_step_func=lambda iterator, model: None,
+            data_iterator=iter(()),
+            model=model,
+            num_microbatches=2,
+            p2p_communicator=Alone(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_microbatches_with_partial_activation_checkpoints", 0),
+        ("defer_embedding_wgrad_compute", True),
+        ("shard", "step"),
+    ],
+)
+def test_an_option_of_whole_microbatches_is_named(name, value):
+    config = PipelineConfig(pipeline_dtype=torch.float64, **{name: value})
+    (model,) = models_of([0], 1, config)
+    with pytest.raises(StepArgumentError, match=f"config.{name} is set, which counts whole microbatches"):
+        get_forward_backward_func(schedule="seq1f1b", num_slices=3)(
+            forward_step_func=lambda iterator, model, checkpoint=None: None,
+            data_iterator=iter(()),
+            model=model,
+            num_microbatches=2,
+            p2p_communicator=Alone(),
+        )

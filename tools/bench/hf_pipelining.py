@@ -164,7 +164,11 @@ def ask(question: Question) -> tuple[str, str]:
     """Both answers."""
     kind, make = question.kind, maker(4, 16, tied=question.tied, dtype=torch.float64)
     expected = whole_gradients(question)
-    ours = answer(question, lambda: Ours(make, kind.layout, kind.schedule, compiled=question.compiled), expected)
+    ours = answer(
+        question,
+        lambda: Ours(make, kind.layout, kind.schedule, compiled=question.compiled, ragged=question.ragged),
+        expected,
+    )
     peer = answer(
         question,
         lambda: Peer(make, list(kind.bounds), kind.peer, question.microbatches, compiled=question.compiled),
@@ -196,7 +200,7 @@ def timings(kind: Kind, *, quick: bool, rounds: int) -> dict[str, list[float]]:
     make, batches = maker(layers, width), batches_of(count, length, padded=True)
     each = layers // (len(kind.bounds) - 1)
     layout = "|".join(("E" if n == 0 else "") + f"t*{each}" for n in range(len(kind.bounds) - 1)) + "L"
-    ours = Ours(make, layout, kind.schedule, compiled=False)
+    ours = Ours(make, layout, kind.schedule, compiled=False, ragged=False)
     peer = Peer(make, [each * n for n in range(len(kind.bounds))], kind.peer, count, compiled=False)
     runners = {"ours": Step(ours.step, batches), "torch": Step(peer.step, batches)}
     for runner in runners.values():

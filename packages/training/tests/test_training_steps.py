@@ -8,11 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func, stage_places
+from pipegrid.schedules import (
+    GradientError,
+    PipelineConfig,
+    clip_grad_norm_,
+    describe_steps,
+    get_forward_backward_func,
+    stage_places,
+)
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import compile_layers, cut, tie
 
@@ -57,7 +65,13 @@ def next_word_loss(batch, output):
     return loss, (labels != -100).sum(), loss.item()
 
 
-def prepared(stage, variant, grid):
+def prepared(stages, variant, grid):
+    """The stages of this rank, compiled, frozen or spread as ``variant`` says."""
+    hybrid = replicated(grid) if "hybrid" in variant else None
+    return [_prepared(stage.double(), variant, grid, hybrid) for stage in stages]
+
+
+def _prepared(stage, variant, grid, hybrid):
     if "checkpointed" in variant:
         stage.whole.activation_checkpointing_enable({"use_reentrant": False})
     if "compiled" in variant:
@@ -74,8 +88,14 @@ def prepared(stage, variant, grid):
         if "parallel" in variant:
             sequence_parallel(stage, mesh["tp"])
         if "fsdp" in variant:
-            sharded(stage, mesh["dp"])
+            sharded(stage, hybrid or mesh["dp"])
     return stage
+
+
+def replicated(grid):
+    """The data lanes of each stage as two replicas of shards (HSDP); every rank calls it."""
+    _, dp, pp = grid.shape
+    return init_device_mesh("cpu", (pp, 2, dp // 2), mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"]
 
 
 def whole_of(tensor):
@@ -110,7 +130,7 @@ def require_a_step(ranks, schedule, variant, dp):
     numbers = [stage for stage, where in enumerate(places) if where == place]
     make = llama(tie_word_embeddings="tied" in variant)
     torch.manual_seed(3)
-    stages = [prepared(stage.double(), variant, grid) for stage in cut(make, layout_for(len(places)), numbers)]
+    stages = prepared(cut(make, layout_for(len(places)), numbers), variant, grid)
     ragged = "ragged" in variant
     placement = None if len(places) == pp else places
     ties = tie(stages[0].ties, stages, grid, placement=placement)
@@ -165,6 +185,9 @@ def require_a_step(ranks, schedule, variant, dp):
     clipped = clip_grad_norm_(nn.ModuleList(stages), groups, 1e9)
     torch.testing.assert_close(clipped, norm, rtol=1e-10, atol=0.0)
     assert bool(infos) == any(stage.is_last for stage in stages)
+    halves = schedule in ("zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
+    whole_at_i = "runs whole at I" in describe_steps(stages)
+    assert whole_at_i == (variant == "compiled aot" and halves and any(not stage.is_first for stage in stages))
     communicator.destroy()
 
 
@@ -180,6 +203,7 @@ REPRESENTATIVE = [
     ("interleaved_1f1b", "fsdp tied", 2),
     ("zero_bubble_v", "sequence parallel", 2),  # pp 1, as the next
     ("interleaved_1f1b", "fsdp tp per microbatch", 2),
+    ("zero_bubble_v", "fsdp hybrid", 4),
 ]
 # Dynamo looks at the gradient of what arrived, which is no leaf of its graph.
 QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -210,6 +234,37 @@ def test_every_schedule_has_the_gradients_of_one_process(ranks, schedule, varian
 def test_every_schedule_of_spread_layers_has_the_gradients_of_one_process(ranks, schedule, variant):
     """pp 2; with tp 2, dp 1 on four ranks and dp 2 on eight, without it dp 2 and dp 4."""
     require_a_step(ranks, schedule, variant, ranks.world_size // 2 // SPREAD[variant])
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("variant", ["fsdp hybrid", "fsdp hybrid tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_hybrid_shards_has_the_gradients_of_one_process(ranks, schedule, variant):
+    """pp 2 with four data lanes: two replicas of two shards."""
+    require_a_step(ranks, schedule, variant, 4)
+
+
+@pytest.mark.ranks(2)
+def test_layers_sharded_over_other_ranks_than_the_data_lanes_are_an_error_before_the_first_message(ranks):
+    """Over the two stages of a pipeline, which hold different layers."""
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    stage = cut(llama(), "Et|t*3L", dist.get_rank())
+    sharded(stage, grid.to_device_mesh(["dp", "pp"])["pp"])
+    stage.config = PipelineConfig(variable_seq_lengths=True, shard="step", deadline=10.0)
+    communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, stage.config)
+    assert describe_steps(stage) == ""
+    with pytest.raises(GradientError, match="by fully_shard over a mesh of 2 ranks, of which 1 are of its 1 data lane"):
+        get_forward_backward_func(schedule="1f1b")(
+            forward_step_func=lambda batches, stage: (stage(next(batches)), None),
+            data_iterator=None,
+            model=stage,
+            num_microbatches=2,
+            p2p_communicator=communicator,
+            pg_collection=ProcessGroupCollection.from_grid(grid),
+        )
+    communicator.destroy()
 
 
 def after_image(batch, output):

@@ -19,7 +19,7 @@ from pipegrid.training import compile_layers, cut, tie
 class Ours:
     """A step: gradients of the mean over all words of the batch, in the parameters of this rank's stages."""
 
-    def __init__(self, make: Make, layout: str, schedule: str, *, compiled: bool) -> None:
+    def __init__(self, make: Make, layout: str, schedule: str, *, compiled: bool, ragged: bool) -> None:
         places = stage_places(schedule, 2)
         grid = HyperCommGrid([1, 2], ["dp", "pp"])
         grid.create_pgs(["dp", "pp"])
@@ -27,7 +27,7 @@ class Ours:
         self.stages = cut(make, layout, numbers)
         ties = tie(self.stages[0].ties, self.stages, grid, placement=places)
         config = PipelineConfig(
-            variable_seq_lengths=True, calculate_per_token_loss=True, tied_parameters=ties, deadline=60.0
+            variable_seq_lengths=ragged, calculate_per_token_loss=True, tied_parameters=ties, deadline=60.0
         )
         self.pipe = MultiModulePipelineCommunicator(
             {"language": grid}, {"language": []}, config, stage_placement={"language": places}

@@ -195,7 +195,7 @@ _LAZY = {
     "scale_loss tie_parameters tied_stages "
     "unscale_gradients_ zero_main_grads",
     "megatron": "AnnouncedShapesError WithLoss backward_step check_first_val_step convert_schedule_table_to_order "
-    "custom_backward deallocate_output_tensor forward_backward_no_pipelining "
+    "custom_backward deallocate_output_tensor describe_steps forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
     "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",

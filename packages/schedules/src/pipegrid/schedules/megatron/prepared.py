@@ -52,6 +52,17 @@ def prepared_step(
     return kept[-1]
 
 
+def describe_steps(model: Any) -> str:
+    """What is proved of the steps that step functions have run with ``model``: `PipelineRuntime.describe` of each.
+
+    Args:
+        model: as of the step functions: a stage, a list of stages, or either by module. Empty text before a step.
+    """
+    parts = list(model.values()) if isinstance(model, Mapping) else [model]
+    first = [part[0] if isinstance(part, (list, tuple)) else part for part in parts]
+    return "\n\n".join(prepared.runtime.describe() for each in first for prepared in _PREPARED.get(each, ()))
+
+
 def forget(prepared: PreparedStep) -> None:
     """Drop a runtime whose step has failed; the next call builds another."""
     for kept in _PREPARED.values():

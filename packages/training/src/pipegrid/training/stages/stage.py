@@ -33,6 +33,7 @@ def cut(
     module: str | None = ...,
     output: Callable[[Any], Any] | None = ...,
     config: Any = ...,
+    carry: Sequence[str] = ...,
     allow_empty: bool = ...,
 ) -> Stage: ...
 
@@ -47,6 +48,7 @@ def cut(
     module: str | None = ...,
     output: Callable[[Any], Any] | None = ...,
     config: Any = ...,
+    carry: Sequence[str] = ...,
     allow_empty: bool = ...,
 ) -> list[Stage]: ...
 
@@ -60,6 +62,7 @@ def cut(
     module: str | None = None,
     output: Callable[[Any], Any] | None = None,
     config: Any = None,
+    carry: Sequence[str] = (),
     allow_empty: bool = False,
 ) -> Stage | list[Stage]:
     """The module of a stage of ``model``: its own layers and parameters, under their names in the whole model.
@@ -79,6 +82,9 @@ def cut(
         module: the name of the model in a graph of several; hidden states are then sent as ``{module: hidden}``.
         output: of the last stage: from what the model returns to what is sent to other modules.
         config: a `PipelineConfig`.
+        carry: arguments of the model that travel from stage to stage with the hidden states, such as
+            ``("attention_mask",)`` or ``("position_ids",)``: the first stage is called with them, the others are not,
+            and their ranks need no data for them.
         allow_empty: stages without parameters are allowed; they pass on what they receive.
 
     Raises:
@@ -113,7 +119,9 @@ def cut(
         model = build(model, lambda whole: {name for n in stages for name in assigned(whole).parameters(n)})
     assignment = assigned(model)
     _require_values(model, assignment, stages)
-    made = [Stage(model, assignment, number, module=module, output=output, config=config) for number in stages]
+    made = [
+        Stage(model, assignment, number, module=module, output=output, config=config, carry=carry) for number in stages
+    ]
     return made if several else made[0]
 
 
@@ -150,6 +158,7 @@ class Stage(nn.Module):
         module: str | None = None,
         output: Callable[[Any], Any] | None = None,
         config: Any = None,
+        carry: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self._run = Run()
@@ -162,6 +171,7 @@ class Stage(nn.Module):
         self.current_microbatch = 0
         self._output, self.assignment = output, assignment
         self._flow = _Flow.of(whole, assignment, number)
+        self._carry = _carried_names(carry, whole, self._flow.accepted)
         self.train(model.training)
 
     @property
@@ -212,6 +222,16 @@ class Stage(nn.Module):
                 f"stage {self.number} has received nothing; call set_input_tensor with the output of stage "
                 f"{self.number - 1} first (the step functions do)"
             )
+        carried: tuple[Any, ...] = ()
+        if self._carry:
+            kwargs, args = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}, ()
+            if received is None:
+                carried = tuple(kwargs.get(name) for name in self._carry)
+            else:
+                received, *rest = received
+                carried = tuple(rest)
+                given = zip(self._carry, carried, strict=True)
+                kwargs |= {name: value for name, value in given if value is not None}
         if self.memories is not None:
             kwargs = self._remembered(received, {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs})
             args = ()
@@ -220,6 +240,8 @@ class Stage(nn.Module):
             result = self._output(result)
         elif self.is_last:
             return result
+        elif self._carry:
+            result = (result, *carried)
         return result if self.module is None else {self.module: result}
 
     def _remembered(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +252,14 @@ class Stage(nn.Module):
         batch, length = tokens.shape[:2]
         inputs = self.memories[self.current_microbatch].inputs(kwargs, batch, length, tokens.device)
         return {name: value for name, value in inputs.items() if name in self._flow.accepted}
+
+
+def _carried_names(carry: Sequence[str], whole: nn.Module, accepted: Sequence[str]) -> tuple[str, ...]:
+    names = (carry,) if isinstance(carry, str) else tuple(carry)
+    for name in names:
+        if name not in accepted:
+            raise CutError(f"carry has {name!r}, and the forward of {type(whole).__name__} takes {', '.join(accepted)}")
+    return names
 
 
 class _Flow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeAlias
 
 from attrs import evolve, frozen
@@ -13,12 +14,13 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
 from pipegrid.schedules.sharding import Shard, sharded_stages, window_of, with_gathers
 from pipegrid.schedules.simulate import Costs
-from pipegrid.schedules.simulate.engine import collector_paused, play
+from pipegrid.schedules.simulate.engine import Times, collector_paused, play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
-from pipegrid.topology.fields import Amount, Index, checked, instance
+from pipegrid.topology.fields import Amount, Count, Index, checked, instance
 from pipegrid.transport.edge import Direction, Edge
 
+_Dates: TypeAlias = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
 Receives: TypeAlias = Literal["late", "early"]
 _Collectives = Annotated[Any, instance(Mapping, "a dict from an Edge to its group's name")]
 _Ties = Annotated[Any, instance(Mapping, "a dict from a group's name to the stages that share it")]
@@ -39,6 +41,7 @@ def lower(
     tied: Mapping[str, Sequence[int]] | None = None,
     shard: Shard | None = None,
     prefetch: int = 1,
+    ahead: int | None = None,
     duration: Callable[[Action], float] = unit_duration,
     proved: bool = False,
 ) -> Plan:
@@ -60,6 +63,9 @@ def lower(
     lanes (FSDP2): ``"step"`` reduces the gradients of a stage once, after its last backward, ``"microbatch"`` after
     each; a dict names the modules that are sharded, ``{"language": "step"}``. ``prefetch`` stages are gathered ahead of
     the one that computes, so a position has at most ``prefetch + 1`` of its stages gathered.
+
+    ``ahead`` bounds the queue of a frozen module on positions of its own: at most so many of its messages are received,
+    and not used yet, at any time (None: as many as it makes).
 
     ``duration`` estimates how long a compute takes; it moves receives, and cannot make the result wrong. ``proved``:
     the computes need no proof of their own: a generator made them, and the result will be verified.
@@ -88,7 +94,8 @@ def lower(
             # Each REDUCE is added below.
             verify(evolve(plan, groups=[evolve(group, tied=()) for group in groups]) if ties else plan)
         computes = [list(plan.actions(position)) for position in range(plan.num_positions)]
-        steps = _steps(plan, computes, _line(plan, computes, duration), receives)
+        line = _line(plan, computes, duration, None if ahead is None else checked(ahead, Count, "ahead", PlanError))
+        steps = _steps(plan, computes, line, receives)
         if shard is not None:
             reduce, window = sharded_stages(plan, shard), window_of(prefetch)
             steps = [with_gathers(own, reduce, forward_only=plan.forward_only, window=window) for own in steps]
@@ -123,9 +130,15 @@ class _Line:
         return places[0] if len(places) == 1 else list(map(pick, *places))
 
 
-def _line(plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[Action], float]) -> _Line:
+def _line(
+    plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[Action], float], ahead: int | None
+) -> _Line:
     durations = None if duration is unit_duration else [[_checked(duration, a) for a in own] for own in computes]
-    start, end, order = play(plan, Costs(), durations)
+    starts, ends, order = play(plan, Costs(), durations)
+    start: Sequence[Sequence[float]] = starts
+    end: Sequence[Sequence[float]] = ends
+    if ahead is not None:
+        start, end = _held_back(plan, computes, starts, ends, ahead)
     dates: list[float] = []
     parties: list[tuple[int, ...]] = []  # per event, the positions whose next compute it is
     for runs in order:
@@ -149,6 +162,43 @@ def _line(plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[
                 table = forwards if action.kind is F else backwards
                 table[action.stage][plan.piece_of(action)] = place
     return _Line(at, start, end, made)
+
+
+def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, end: Times, ahead: int) -> _Dates:
+    """The dates, where a frozen stage alone on its positions starts no sooner than its queue has room.
+
+    That is when a consumer starts the microbatch ``ahead`` before. No stage starts later than a consumer of what comes
+    next in its order, so results still come before those who need them.
+    """
+    starts, ends = list(map(list, start)), list(map(list, end))
+    for stage in sorted(plan.forward_only, reverse=True):  # consumers first
+        consumers = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
+        if not consumers or any(len(plan.stages_at[place]) > 1 for place in plan.placement[stage]):
+            continue
+        used = [_forward_dates(plan, consumer, computes, starts) for consumer in consumers]
+        needed = [min(dates) for dates in zip(*used, strict=True)]
+        for place in plan.placement[stage]:
+            order = [action.microbatch or 0 for action in computes[place]]
+            limits = list(accumulate((needed[microbatch] for microbatch in reversed(order)), min))[::-1]
+            latest = 0.0
+            for index, (microbatch, limit) in enumerate(zip(order, limits, strict=True)):
+                room = max(dates[microbatch - ahead] for dates in used) if microbatch >= ahead else 0.0
+                latest = min(max(latest, starts[place][index], room), limit)
+                ends[place][index] += latest - starts[place][index]
+                starts[place][index] = latest
+    return starts, ends
+
+
+def _forward_dates(
+    plan: Plan, stage: int, computes: Sequence[Sequence[Action]], starts: Sequence[Sequence[float]]
+) -> list[float]:
+    """Per microbatch, when ``stage`` starts its forward."""
+    place = plan.placement[stage][0]
+    dates = [0.0] * plan.num_microbatches
+    for action, date in zip(computes[place], starts[place], strict=True):
+        if action.kind is F and action.stage == stage:
+            dates[action.microbatch or 0] = date
+    return dates
 
 
 def _checked(duration: Callable[[Action], float], action: Action) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipegrid.schedules.generators.around import fitting_schedules, schedule_for, stage_places
+from pipegrid.schedules.generators.around import ANY_GRAPH, fitting_schedules, schedule_for, stage_places
 from pipegrid.schedules.generators.controllable_memory import v_half, v_min
 from pipegrid.schedules.generators.looped import (
     forward_only,
@@ -13,7 +13,7 @@ from pipegrid.schedules.generators.looped import (
     interleaved_zero_bubble,
     looped_bfs,
 )
-from pipegrid.schedules.generators.multi_module import multi_module_1f1b, multi_module_1f1b_order
+from pipegrid.schedules.generators.multi_module import module_stages, multi_module_1f1b, multi_module_1f1b_order
 from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
 from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.schedules.generators.sliced import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
@@ -24,6 +24,7 @@ from pipegrid.schedules.generators.zero_bubble import zero_bubble_h1, zero_bubbl
 from pipegrid.schedules.plan import Action, Plan
 
 __all__ = [
+    "ANY_GRAPH",
     "SCHEDULES",
     "Schedule",
     "UShapeCounts",
@@ -36,6 +37,7 @@ __all__ = [
     "interleaved_zero_bubble",
     "looped_bfs",
     "looped_placement",
+    "module_stages",
     "multi_module_1f1b",
     "multi_module_1f1b_order",
     "one_f_one_b",

@@ -8,16 +8,43 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from pipegrid.schedules.search.chain import Chain, Objective, Orders
+from pipegrid.schedules.search.chain import Objective, Orders, Timing
 
 FARTHEST = 12
 """The most places that an operation moves at once."""
 
 
+class Operations(Protocol):
+    """What `anneal` asks of a `Chain` or a `Network`."""
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of a step, each counted once."""
+
+    def timed(self, orders: Orders, objective: Objective = "makespan") -> Timing | None:
+        """``orders`` played as soon as possible; None for a deadlock."""
+
+    def places(self, operation: int) -> tuple[int, ...]:
+        """The positions of an operation."""
+
+    def length(self, operation: int) -> float:
+        """The duration of an operation."""
+
+    def before(self, operation: int) -> Iterable[tuple[int, float]]:
+        """The operations that one waits for, each with its lag."""
+
+    def tied(self, one: int, other: int) -> bool:
+        """Whether two operations of a position keep their order."""
+
+    def keeps_to_limit(self, order: Sequence[int]) -> bool:
+        """Whether a position that follows ``order`` keeps to the memory limit."""
+
+
 def anneal(
-    chain: Chain,
+    operations: Operations,
     orders: Orders,
     *,
     objective: Objective,
@@ -29,21 +56,19 @@ def anneal(
     """The best orders met in ``tries`` moves and their value, starting from ``orders``.
 
     ``temperature``: the lengthening that the first moves accept, falling to 0. ``stop`` is called with the best value
-    after each timed move; True ends the search.
+    after each timed move; True ends the search. A compute of a stage on several positions keeps its place; others move
+    past it.
     """
     rng = random.Random(seed)  # noqa: S311 -- no secret
-    return _Annealing(chain, orders, objective, rng).run(tries, temperature, stop)
+    return _Annealing(operations, orders, objective, rng).run(tries, temperature, stop)
 
 
 class _Annealing:
-    def __init__(self, chain: Chain, orders: Orders, objective: Objective, rng: random.Random) -> None:
-        self.chain, self.objective, self.rng = chain, objective, rng
+    def __init__(self, operations: Operations, orders: Orders, objective: Objective, rng: random.Random) -> None:
+        self.operations, self.objective, self.rng = operations, objective, rng
         self.orders = [list(order) for order in orders]
-        self.place = [0] * chain.num_operations
-        for order in orders:
-            for index, operation in enumerate(order):
-                self.place[operation] = index
-        timing = chain.timed(self.orders, objective)
+        self.place = [{operation: index for index, operation in enumerate(order)} for order in orders]
+        timing = operations.timed(self.orders, objective)
         assert timing is not None  # they come from a scheduler
         self.timing = timing
 
@@ -54,18 +79,18 @@ class _Annealing:
             if not critical:
                 break
             heat = temperature * (1 - index / tries)
-            moved = self._moved(self._random_of(critical))
+            moved = self._moved(*self._random_of(critical))
             if moved is None:
                 continue
             position, order, first, last = moved
             before, self.orders[position] = self.orders[position], order
-            timing = self.chain.timed(self.orders, self.objective)
+            timing = self.operations.timed(self.orders, self.objective)
             if timing is None or not self._accepts(timing.value - self.timing.value, heat):
                 self.orders[position] = before
             else:
                 self.timing = timing
                 for at in range(first, last + 1):
-                    self.place[order[at]] = at
+                    self.place[position][order[at]] = at
                 if timing.value < best:
                     best, kept = timing.value, [list(order) for order in self.orders]
                 critical = self._critical()
@@ -76,36 +101,41 @@ class _Annealing:
     def _accepts(self, longer: float, heat: float) -> bool:
         return longer <= 0 or (heat > 0 and self.rng.random() < math.exp(-longer / heat))
 
-    def _random_of(self, operations: list[int]) -> int:
-        return operations[int(self.rng.random() * len(operations))]
+    def _random_of(self, critical: list[tuple[int, int]]) -> tuple[int, int]:
+        return critical[int(self.rng.random() * len(critical))]
 
-    def _critical(self) -> list[int]:
-        """The operations of one longest path that start when the one before on their position ends."""
-        chain, end, count = self.chain, self.timing.end, self.chain.num_microbatches
-        passes, back = 2 * chain.num_stages, chain.num_stages * count
+    def _critical(self) -> list[tuple[int, int]]:
+        """The operations of one longest path that start when the one before on a position ends, with that position."""
+        operations, end = self.operations, self.timing.end
         found = []
         operation = self.orders[self.timing.worst][-1]
         while True:
-            number = operation // count
-            start = end[operation] - chain.duration[number] - 1e-9
-            order, index = self.orders[chain.position[number]], self.place[operation]
-            neighbour = order[index - 1] if index else -1
-            before = operation - (count if number < passes else back) if number else -1
-            waits = before >= 0 and end[before] + (chain.lag[number] if number < passes else 0.0) >= start
+            start = end[operation] - operations.length(operation) - 1e-9
+            neighbour, position = self._neighbour(operation)
+            before = next((one for one, lag in operations.before(operation) if end[one] + lag >= start), -1)
             if neighbour >= 0 and end[neighbour] >= start:
-                found.append(operation)
-                if not (waits and before != neighbour and self.rng.random() < 0.5):
+                found.append((operation, position))
+                if not (before not in {-1, neighbour} and self.rng.random() < 0.5):
                     operation = neighbour
                     continue
-            if before < 0 or not waits:
+            if before < 0:
                 return found
             operation = before
 
-    def _moved(self, operation: int) -> tuple[int, list[int], int, int] | None:
+    def _neighbour(self, operation: int) -> tuple[int, int]:
+        """The latest operation right before ``operation`` on one of its positions, and that position."""
+        latest, where = -1, -1
+        for position in self.operations.places(operation):
+            index = self.place[position][operation]
+            before = self.orders[position][index - 1] if index else -1
+            if where < 0 or (before >= 0 and (latest < 0 or self.timing.end[before] > self.timing.end[latest])):
+                latest, where = before, position
+        return latest, where
+
+    def _moved(self, operation: int, position: int) -> tuple[int, list[int], int, int] | None:
         """The operation, or the one before it, some places earlier or later: position, order, first and last place."""
-        chain, rng = self.chain, self.rng
-        position = chain.position[operation // chain.num_microbatches]
-        order, source = self.orders[position], self.place[operation]
+        operations, rng = self.operations, self.rng
+        order, source = self.orders[position], self.place[position][operation]
         kind = rng.random()
         far = 1 if kind < 0.5 else rng.randint(2, FARTHEST)
         if kind < 0.8:
@@ -115,20 +145,13 @@ class _Annealing:
             source -= 1
             target, step = min(len(order) - 1, source + far), 1
         moving, at = order[source], source
-        while at != target and not self._tied(order[at + step], moving):
+        if len(operations.places(moving)) > 1:
+            return None
+        while at != target and not operations.tied(order[at + step], moving):
             at += step
         if at == source:
             return None
         changed = list(order)
         changed.insert(at, changed.pop(source))
         first, last = min(at, source), max(at, source)
-        return (position, changed, first, last) if chain.keeps_to_limit(changed) else None
-
-    def _tied(self, one: int, other: int) -> bool:
-        """Whether two operations of a position keep their order: microbatches of a pass, or passes of a microbatch."""
-        first, m = divmod(one, self.chain.num_microbatches)
-        second, n = divmod(other, self.chain.num_microbatches)
-        if first == second:
-            return True
-        passes, stages = 2 * self.chain.num_stages, self.chain.num_stages
-        return m == n and (max(first, second) < passes or abs(first - second) == stages)
+        return (position, changed, first, last) if operations.keeps_to_limit(changed) else None

@@ -8,13 +8,14 @@ microbatch, as the integer ``pass * M + microbatch``: what it waits for is a sub
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.schedules.plan import Action, ActionKind, Plan, compute_plan
-from pipegrid.schedules.search.list_scheduler import SLACK, Entries, Problem, with_whole_backwards
+from pipegrid.schedules.plan import ActionKind, Plan
+from pipegrid.schedules.search.list_scheduler import SLACK, Problem
+from pipegrid.schedules.simulate import Costs
 
 Objective: TypeAlias = Literal["makespan", "span"]
 """``"makespan"``: the end of the last action. ``"span"``: the longest time from a position's first start to its own
@@ -87,12 +88,8 @@ class Chain:
     def _least_durations(self) -> list[float]:
         """Per pass, its duration, or what is left of it where a whole backward takes less than its halves."""
         costs, stages = self.problem.costs, self.num_stages
-        least = list(self.duration)
-        for stage, time in enumerate(costs.per_stage("B", stages)):
-            number = 2 * stages - 1 - stage
-            least[number] = min(least[number], time + costs.overhead)
-            least[number + stages] = min(least[number + stages], time + costs.overhead - least[number])
-        return least
+        inputs, weights = least_halves(costs, stages)
+        return [*self.duration[:stages], *(half + costs.overhead for half in (*inputs[::-1], *weights[::-1]))]
 
     def action(self, operation: int) -> tuple[ActionKind, int, int]:
         """Kind, stage and microbatch of an operation."""
@@ -100,6 +97,31 @@ class Chain:
         third, place = divmod(number, self.num_stages)
         stage = place if third == 0 else self.num_stages - 1 - place
         return (ActionKind.F, ActionKind.I, ActionKind.W)[third], stage, microbatch
+
+    def places(self, operation: int) -> tuple[int, ...]:
+        """The one position of an operation."""
+        return (self.position[operation // self.num_microbatches],)
+
+    def length(self, operation: int) -> float:
+        """The duration of an operation."""
+        return self.duration[operation // self.num_microbatches]
+
+    def before(self, operation: int) -> Iterator[tuple[int, float]]:
+        """The operation that ``operation`` waits for, with its lag."""
+        number = operation // self.num_microbatches
+        if 0 < number < 2 * self.num_stages:
+            yield operation - self.num_microbatches, self.lag[number]
+        elif number:
+            yield operation - self.num_stages * self.num_microbatches, 0.0
+
+    def tied(self, one: int, other: int) -> bool:
+        """Whether two operations of a position keep their order: microbatches of a pass, or passes of a microbatch."""
+        first, m = divmod(one, self.num_microbatches)
+        second, n = divmod(other, self.num_microbatches)
+        if first == second:
+            return True
+        passes, stages = 2 * self.num_stages, self.num_stages
+        return m == n and (max(first, second) < passes or abs(first - second) == stages)
 
     def keeps_to_limit(self, order: Sequence[int]) -> bool:
         """Whether a position that follows ``order`` keeps to the memory limit."""
@@ -151,19 +173,6 @@ class Chain:
         worst = max(range(len(clock)), key=clock.__getitem__)
         return Timing(clock[worst], end, worst)
 
-    def plans(self, orders: Orders) -> list[Plan]:
-        """The plan of ``orders``, and the one in which an ``I`` next to its ``W`` is written as ``B``."""
-        split: list[Entries] = [[self.action(operation) for operation in order] for order in orders]
-        return [
-            compute_plan(
-                [[Action(*entry) for entry in order] for order in entries],
-                graph=self.problem.graph,
-                placement=self.problem.placement,
-                num_microbatches=self.num_microbatches,
-            )
-            for entries in (split, with_whole_backwards(split))
-        ]
-
     def orders_of(self, plan: Plan) -> Orders:
         """The operations of ``plan``, a ``B`` as its two halves."""
         count, stages = self.num_microbatches, self.num_stages
@@ -184,12 +193,24 @@ class Chain:
         return orders
 
 
+def least_halves(costs: Costs, num_stages: int) -> tuple[list[float], list[float]]:
+    """Per stage, ``I`` and ``W``, or what is left of them where a whole backward takes less.
+
+    A whole backward has one overhead for both; what that spares is taken off its second half.
+    """
+    inputs, weights = costs.per_stage("I", num_stages), costs.per_stage("W", num_stages)
+    for stage, time in enumerate(costs.per_stage("B", num_stages)):
+        inputs[stage] = min(inputs[stage], time)
+        weights[stage] = min(weights[stage], time - inputs[stage] - costs.overhead)
+    return inputs, weights
+
+
 def as_chain(problem: Problem, num_microbatches: int | None = None) -> Chain | None:
-    """``problem`` as a `Chain`, of ``num_microbatches`` where given; None where its graph or its placement is none."""
+    """``problem`` as a `Chain`, of ``num_microbatches`` where given; None where it is none, or has frozen stages."""
     stages = problem.graph.num_stages
     edges = problem.graph.stage_edges
     one_after_the_other = [(edge.source, edge.destination) for edge in edges] == [(s, s + 1) for s in range(stages - 1)]
-    if not one_after_the_other or any(len(places) != 1 for places in problem.placement):
+    if not one_after_the_other or problem.forward_only or any(len(places) != 1 for places in problem.placement):
         return None
     costs = problem.costs
     latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
+from typing import Any
 
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators import SCHEDULES, looped_placement, multi_module_1f1b, v_placement
+from pipegrid.schedules.generators import (
+    ANY_GRAPH,
+    SCHEDULES,
+    looped_placement,
+    module_stages,
+    multi_module_1f1b,
+    schedule_for,
+    v_placement,
+)
 from pipegrid.schedules.plan import Action, Plan, as_placement, chain, compute_plan, require_graph
 from pipegrid.schedules.search.list_scheduler import (
     SLACK,
+    Entries,
     Problem,
     list_schedule,
     policies,
@@ -20,7 +31,10 @@ from pipegrid.schedules.search.list_scheduler import (
 )
 from pipegrid.schedules.simulate import Costs, activation_sizes, require_costs, simulate
 from pipegrid.schedules.verify import as_limit
-from pipegrid.topology.fields import Count, checked_arguments
+from pipegrid.topology.fields import Count, Name, checked, checked_arguments
+
+SPREAD = 29
+"""A prime that divides no number of policies."""
 
 
 @frozen
@@ -43,6 +57,8 @@ def greedy(
     num_stages: int | None = None,
     placement: Iterable[int | Iterable[int]] | None = None,
     graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
 ) -> Plan:
     """A plan of computes for ``costs`` whose positions never hold more than ``memory_limit``.
 
@@ -51,6 +67,10 @@ def greedy(
     down and back up; ``placement`` fixes it, and ``graph`` makes it a graph of modules. The named schedules
     that keep to the cap compete, so the result is never worse than the best of them in simulation. Of equal
     makespans, the lower peak wins. Deterministic: the same on every rank.
+
+    ``forward_only`` names frozen modules of the graph, which run no backward; ``ahead`` is the most microbatches that
+    such a module is ahead of each that it feeds (None: any number). A plan of computes keeps to it in the costs' own
+    time only; pass ``ahead`` to `lower` as well, which holds the messages back.
 
     ``memory_limit`` is in the unit of ``costs.activation`` (by default microbatches, a chunk counting its
     share of a position), counted from the F of a microbatch to the end of its W; None: unlimited.
@@ -73,6 +93,8 @@ def greedy(
             num_stages=num_stages,
             placement=placement,
             graph=graph,
+            forward_only=forward_only,
+            ahead=ahead,
         ),
         key=lambda entry: (entry.makespan, entry.peak),
     )
@@ -89,6 +111,8 @@ def candidates(
     num_stages: Count | None = None,
     placement: Iterable[int | Iterable[int]] | None = None,
     graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
 ) -> Iterator[Candidate]:
     """All candidates of `greedy`: the named schedules under the cap, then the list scheduler's plans.
 
@@ -102,6 +126,8 @@ def candidates(
         num_stages=num_stages,
         placement=placement,
         graph=graph,
+        forward_only=forward_only,
+        ahead=ahead,
     ):
         yield from named(problem)
         yield from listed(problem)
@@ -117,6 +143,8 @@ def problems(
     num_stages: Count | None = None,
     placement: Iterable[int | Iterable[int]] | None = None,
     graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
 ) -> list[Problem]:
     """The problem on each placement that suits the stages and whose positions hold one microbatch.
 
@@ -136,13 +164,17 @@ def problems(
             f"{num_stages} stages cannot occupy {num_positions} positions; take fewer positions or cut the "
             "model into more stages"
         )
+    frozen: tuple[str, ...] = checked(forward_only, tuple[Name, ...], "forward_only", PlanError)
+    if unknown := set(frozen).difference(graph.order):
+        raise PlanError(f"forward_only names module {min(unknown)!r}; the graph has {', '.join(graph.order)}")
+    without = frozenset(stage for name in frozen for stage in module_stages(graph, name))
     limit = as_limit(memory_limit)
     placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
-    shapes = [_problem(graph, places, num_microbatches, costs, limit) for places in placements]
+    shapes = [_problem(graph, places, num_microbatches, costs, limit, without, ahead) for places in placements]
     for shape in shapes:
         if shape.num_positions != num_positions:
             raise PlanError(f"the placement has {shape.num_positions} positions and num_positions is {num_positions}")
-    least = [_least_memory(shape) for shape in shapes]
+    least = [shape.least_memory() for shape in shapes]
     fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= limit + SLACK]
     if not fitting:
         raise PlanError(
@@ -165,19 +197,31 @@ def _problem(
     num_microbatches: int,
     costs: Costs,
     limit: float,
+    forward_only: frozenset[int],
+    ahead: int | None,
 ) -> Problem:
     num_positions = 1 + max((position for places in placement for position in places), default=0)
-    empty = compute_plan([()] * num_positions, graph=graph, placement=placement, num_microbatches=num_microbatches)
-    return Problem(graph, placement, num_microbatches, costs, activation_sizes(empty, costs), limit)
+    empty = compute_plan(
+        [()] * num_positions,
+        graph=graph,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+    )
+    return Problem(
+        graph, placement, num_microbatches, costs, activation_sizes(empty, costs), limit, forward_only, ahead
+    )
 
 
-def _least_memory(problem: Problem) -> float:
-    """The memory of one microbatch on the position where it needs most: the least cap that works."""
-    held = [0.0] * problem.num_positions
-    for stage, places in enumerate(problem.placement):
-        for position in places:
-            held[position] += problem.activation[stage]
-    return max(held)
+def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Action] = Action) -> Plan:
+    """The plan of computes with these orders; ``make`` builds an action of an entry."""
+    return compute_plan(
+        [[make(*entry) for entry in order] for order in orders],
+        graph=problem.graph,
+        placement=problem.placement,
+        num_microbatches=problem.num_microbatches,
+        forward_only=problem.forward_only,
+    )
 
 
 def candidate(origin: str, plan: Plan, problem: Problem) -> Candidate | None:
@@ -204,8 +248,10 @@ def named(problem: Problem) -> Iterator[Candidate]:
                 )
                 plans.append((schedule.name, plan))
     else:
-        plan = multi_module_1f1b(problem.graph, problem.num_microbatches, placement=problem.placement)
-        plans.append(("multi_module_1f1b", plan))
+        modules = {problem.graph.module_of(stage)[0] for stage in problem.forward_only}
+        options: dict[str, Any] = {"placement": problem.placement, "forward_only": sorted(modules)}
+        plans.append(("multi_module_1f1b", multi_module_1f1b(problem.graph, problem.num_microbatches, **options)))
+        plans += _around(problem, options)
     for name, plan in plans:
         if plan.placement == problem.placement:
             entry = candidate(name, plan, problem)
@@ -213,23 +259,30 @@ def named(problem: Problem) -> Iterator[Candidate]:
                 yield entry
 
 
+def _around(problem: Problem, options: dict[str, Any]) -> Iterator[tuple[str, Plan]]:
+    """The schedules that train the module with the loss, with the others around it, where they fit."""
+    for schedule in SCHEDULES.values():
+        if schedule.trains and schedule.name != ANY_GRAPH:
+            with suppress(PlanError):
+                yield schedule.name, schedule_for(problem.graph, schedule.name, problem.num_microbatches, **options)
+
+
 def listed(problem: Problem) -> Iterator[Candidate]:
     """The list scheduler's plans under each policy, with backwards split, and whole where W follows its I."""
     seen = set()
     make = cache(Action)  # the same few thousand actions, over and over
-    for policy in policies(chunked=problem.graph.num_stages > problem.num_positions):
+    one_module = len(problem.graph.modules) == 1
+    chunked = one_module and problem.graph.num_stages > problem.num_positions
+    tried = list(policies(chunked=chunked, shared=any(len(places) > 1 for places in problem.placement)))
+    if not one_module:  # a search may stop among them: different ones first
+        tried = [tried[index * SPREAD % len(tried)] for index in range(len(tried))]
+    for policy in tried:
         split = list_schedule(problem, policy)
         for orders in (split, with_whole_backwards(split)):
             key = tuple(map(tuple, orders))
             if key in seen:
                 continue
             seen.add(key)
-            plan = compute_plan(
-                [[make(*entry) for entry in order] for order in orders],
-                graph=problem.graph,
-                placement=problem.placement,
-                num_microbatches=problem.num_microbatches,
-            )
-            entry = candidate("list", plan, problem)
+            entry = candidate("list", planned(problem, orders, make), problem)
             if entry is not None:
                 yield entry

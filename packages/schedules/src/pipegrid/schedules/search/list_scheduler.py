@@ -6,6 +6,9 @@ younger ones then hold at most ``cap - A``. So once everything older than the ol
 the whole pipeline has drained (backwards need no memory), that microbatch finds room on every position.
 
 A compute of a stage that lies on several positions starts on all of them at once, when all are free and ready for it.
+
+Stages of frozen modules run no backward and hold their memory during their forward alone. A queue bounds how far they
+run ahead; it always has room for the next microbatch of the slowest consumer, so it deadlocks nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class Policy:
     when nothing else is ready; then it may start if it ends no later than ``patience`` of its duration after
     the next input arrives. ``deep``: among forwards, later stages first, otherwise older microbatches.
     ``warmup``: forwards a stage may be ahead of its backwards, per step of distance to the sink (None: as
-    memory allows).
+    memory allows). ``block``: computes of a stage on several positions come that many in a row, and its positions stop
+    for them: forwards when its consumer has used up the last block, backwards when a block of gradients is there, each
+    with its ``W`` (None: whenever all its positions are free at once).
     """
 
     first: Literal["backward", "forward", "alternate"]
@@ -45,21 +50,27 @@ class Policy:
     patience: float
     deep: bool
     warmup: float | None
+    block: int | None = None
 
 
-def policies(*, chunked: bool = True) -> Iterator[Policy]:
-    """The policies that `greedy` tries, a few dozen; ``chunked``: whether a position has several stages."""
-    weights: tuple[tuple[Literal["at once", "idle"], float], ...] = (
-        ("at once", 1.0),
-        ("idle", 1.0),
-        ("idle", 0.5),
-        ("idle", 0.0),
-    )
+_Weights: TypeAlias = tuple[Literal["at once", "idle"], float]
+
+
+def policies(*, chunked: bool = True, shared: bool = False) -> Iterator[Policy]:
+    """The policies that `greedy` tries, a few dozen.
+
+    ``chunked``: whether a position has several stages; ``shared``: whether a stage has several positions.
+    """
+    weights: tuple[_Weights, ...] = (("at once", 1.0), ("idle", 1.0), ("idle", 0.5), ("idle", 0.0))
     firsts: tuple[Literal["backward", "forward", "alternate"], ...] = ("backward", "forward", "alternate")
-    for first, (when, patience), deep, warmup in itertools.product(
-        firsts, weights, (False, True) if chunked else (False,), (None, 1.0, 1.5, 2.0)
+    for block, first, (when, patience), deep, warmup in itertools.product(
+        (None, 1, 2, 4) if shared else (None,),
+        firsts,
+        weights,
+        (False, True) if chunked else (False,),
+        (None, 1.0, 1.5, 2.0),
     ):
-        yield Policy(first, when, patience, deep, warmup)
+        yield Policy(first, when, patience, deep, warmup, block)
 
 
 @frozen
@@ -67,6 +78,8 @@ class Problem:
     """The input of the scheduler: a graph on positions, its costs, and the memory of each position.
 
     ``activation``: per stage, the memory of one microbatch, in the unit of ``memory_limit`` (infinite: none).
+    ``forward_only``: stages without a backward; their results wait for each consumer in a queue of ``ahead``
+    microbatches (None: of any length).
     """
 
     graph: ModuleGraph
@@ -75,6 +88,8 @@ class Problem:
     costs: Costs
     activation: tuple[float, ...]
     memory_limit: float
+    forward_only: frozenset[int] = frozenset()
+    ahead: int | None = None
 
     @property
     def num_positions(self) -> int:
@@ -85,6 +100,24 @@ class Problem:
     def input_release(self) -> list[float]:
         """Per stage, the share of its activation that ``I`` releases."""
         return self.costs.per_stage("input_release", self.graph.num_stages)
+
+    @property
+    def queues(self) -> tuple[Edge, ...]:
+        """The edges whose messages wait in a bounded queue."""
+        if self.ahead is None:
+            return ()
+        return tuple(edge for edge in self.graph.stage_edges if edge.source in self.forward_only)
+
+    def least_memory(self) -> float:
+        """The memory of one microbatch on the position where it needs most: the least limit that works."""
+        held, passing = [0.0] * self.num_positions, [0.0] * self.num_positions
+        for stage, places in enumerate(self.placement):
+            for position in places:
+                if stage in self.forward_only:
+                    passing[position] = max(passing[position], self.activation[stage])
+                else:
+                    held[position] += self.activation[stage]
+        return max(map(sum, zip(held, passing, strict=True)))
 
 
 @define(eq=False)
@@ -97,15 +130,21 @@ class _Unit:
     size: float
     released: float  # of the size, by I
     durations: tuple[float, float, float]  # F, I, W
+    frozen: bool  # no backward
     needs: int = 0  # inputs of a forward
     gradients: int = 0  # and of a backward, its own forward included
     # Per direction: the units that wait for a result, with time on the lane, latency, and the lane.
     outputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
     inputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
     peers: list[_Unit] = field(factory=list)  # the stage on all its positions, itself included
+    consumers: list[_Unit] = field(factory=list)  # those for which results wait in a bounded queue
+    feeders: list[_Unit] = field(factory=list)  # and those whose results do here
     forwards_done: int = 0
     backwards_done: int = 0
     pending_weights: list[int] = field(factory=list)
+    # Of the block of a stage on several positions that is under way.
+    forwards_left: int = 0
+    backwards_left: int = 0
     # Per microbatch, inputs still missing, and when the last known one arrives.
     missing_forward: list[int] = field(factory=list)
     missing_backward: list[int] = field(factory=list)
@@ -123,17 +162,38 @@ class _Run:
         self.at: list[list[_Unit]] = [[] for _ in range(problem.num_positions)]
         for unit in self.units:
             self.at[unit.position].append(unit)
-        self.whole = [sum(unit.size for unit in units) for units in self.at]
+        # A forward-only stage holds its memory while it runs, and nothing else does then.
+        self.whole = [
+            sum(unit.size for unit in units if not unit.frozen)
+            + max((unit.size for unit in units if unit.frozen), default=0.0)
+            for units in self.at
+        ]
         # Memory held per position by each microbatch, to tell the oldest one's share from the rest.
         self.held: list[list[float]] = [[0.0] * problem.num_microbatches for _ in self.at]
         self.live = [0.0] * len(self.at)
         self.busy_until = [0.0] * len(self.at)
         self.did_forward = [False] * len(self.at)
         self.orders: list[Entries] = [[] for _ in self.at]
+        self.short_blocks = False
+        # Positions that may wait for this one to be free.
+        self.stops_with = [
+            {peer.position for unit in units if self._in_blocks(unit) for peer in unit.peers} for units in self.at
+        ]
         self.lane_free: dict[tuple[int, int, bool], float] = {}
         self.events: list[tuple[float, int]] = [(0.0, position) for position in range(len(self.at))]
 
     def play(self) -> list[Entries]:
+        done = -1
+        while done < sum(map(len, self.orders)):
+            done = sum(map(len, self.orders))
+            self._run_events()
+            # Where the memory is full and no block of gradients is: begin one with those there are.
+            self.short_blocks = True
+            now = max(self.busy_until)
+            self.events = [(now, position) for position in range(len(self.at))]
+        return self.orders
+
+    def _run_events(self) -> None:
         heapq.heapify(self.events)
         while self.events:
             now, position = heapq.heappop(self.events)
@@ -143,20 +203,13 @@ class _Run:
             for free in sorted(due):
                 if self.busy_until[free] <= now:
                     self._decide(free, now)
-        return self.orders
 
     def _decide(self, position: int, now: float) -> None:
-        units = self.at[position]
-        backwards = [
-            (unit.backwards_done, unit)
-            for unit in units
-            if self._all_free(unit, now) and all(self._backward_ready(peer, now) for peer in unit.peers)
-        ]
-        forwards = [
-            (unit.forwards_done, unit)
-            for unit in units
-            if self._all_free(unit, now) and all(self._forward_ready(peer, now) for peer in unit.peers)
-        ]
+        if self.policy.block is not None and self._stops_for_block(position, now, self.policy.block):
+            return
+        units = [unit for unit in self.at[position] if self._all_free(unit, now) and not self._in_blocks(unit)]
+        backwards = [(u.backwards_done, u) for u in units if all(self._backward_ready(peer, now) for peer in u.peers)]
+        forwards = [(u.forwards_done, u) for u in units if all(self._forward_ready(peer, now) for peer in u.peers)]
         first = self.policy.first
         forward_first = first == "forward" or (first == "alternate" and not self.did_forward[position])
         if backwards and not (forwards and forward_first):
@@ -186,6 +239,48 @@ class _Run:
                 return
         if arrival < float("inf"):
             heapq.heappush(self.events, (arrival, position))
+
+    def _in_blocks(self, unit: _Unit) -> bool:
+        return self.policy.block is not None and len(unit.peers) > 1
+
+    def _stops_for_block(self, position: int, now: float, block: int) -> bool:
+        """Start a compute of a block, or wait until all positions are free for it; False: none is due."""
+        for unit in self.at[position]:
+            if not self._in_blocks(unit):
+                continue
+            first = unit.peers[0]  # keeps the count for all
+            gradients, results = self._blocks_due(first, now, block)
+            if not (gradients or results):
+                continue
+            if self._all_free(unit, now):
+                if gradients:
+                    first.backwards_left, self.short_blocks = gradients - 1, False
+                    self._start(unit, ActionKind.I, unit.backwards_done, now)
+                else:
+                    first.forwards_left = results - 1
+                    self._start(unit, ActionKind.F, unit.forwards_done, now)
+            return True
+        return False
+
+    def _blocks_due(self, unit: _Unit, now: float, block: int) -> tuple[int, int]:
+        """Backwards and forwards of a stage that are left of a block, or begin one."""
+        peers, count = unit.peers, self.problem.num_microbatches
+        there = 0
+        while unit.backwards_done + there < count and all(
+            peer.missing_backward[unit.backwards_done + there] == 0
+            and peer.backward_at[unit.backwards_done + there] <= now
+            for peer in peers
+        ):
+            there += 1
+        gradients = min(there, unit.backwards_left)
+        least = 1 if self.short_blocks else min(block, count - unit.backwards_done)
+        if not gradients and there >= least:
+            gradients = there
+        lead = unit.forwards_done - min((other.forwards_done for other, *_ in unit.outputs), default=unit.forwards_done)
+        results = unit.forwards_left or (block if lead <= 0 else 0)
+        if not all(self._forward_ready(peer, now) for peer in peers):
+            results = unit.forwards_left = 0
+        return gradients, results
 
     def _next_arrival(self, position: int, now: float) -> float:
         """The arrival of the next input that is on its way and may be used."""
@@ -218,15 +313,22 @@ class _Run:
     def _admits(self, unit: _Unit, microbatch: int) -> bool:
         warmup = self.policy.warmup
         ahead = unit.forwards_done - unit.backwards_done
-        if warmup is not None and ahead > warmup * unit.distance:
+        if warmup is not None and not unit.frozen and ahead > warmup * unit.distance:
             return False
+        if unit.consumers:
+            queue = self.problem.ahead
+            assert queue is not None
+            if any(unit.forwards_done - consumer.forwards_done >= queue for consumer in unit.consumers):
+                return False
         limit, position = self.problem.memory_limit + SLACK, unit.position
         if self.live[position] + unit.size > limit:
             return False
-        oldest = min(other.forwards_done for other in self.at[position])
+        if unit.frozen:
+            return True
+        oldest = min(other.forwards_done for other in self.at[position] if not other.frozen)
         if microbatch == oldest or limit == float("inf"):
             return True
-        newest = max(other.forwards_done for other in self.at[position])
+        newest = max(other.forwards_done for other in self.at[position] if not other.frozen)
         younger = sum(self.held[position][oldest + 1 : newest + 1]) + unit.size
         return younger + self.whole[position] <= limit
 
@@ -242,11 +344,14 @@ class _Run:
         self.orders[position].append((kind, unit.stage, microbatch))
         if kind is ActionKind.F:
             unit.forwards_done += 1
-            self.live[position] += unit.size
-            self.held[position][microbatch] += unit.size
             self.did_forward[position] = True
-            unit.missing_backward[microbatch] -= 1
-            unit.backward_at[microbatch] = max(unit.backward_at[microbatch], done)
+            if not unit.frozen:
+                self.live[position] += unit.size
+                self.held[position][microbatch] += unit.size
+                unit.missing_backward[microbatch] -= 1
+                unit.backward_at[microbatch] = max(unit.backward_at[microbatch], done)
+            for feeder in unit.feeders:  # its queue has room again
+                heapq.heappush(self.events, (now, feeder.position))
             self._send(unit, microbatch, done, forward=True)
         elif kind is ActionKind.I:
             unit.backwards_done += 1
@@ -254,7 +359,7 @@ class _Run:
             self._release(unit, microbatch, unit.released)
             self.did_forward[position] = False
             self._send(unit, microbatch, done, forward=False)
-            if self.policy.weights == "at once":
+            if self.policy.weights == "at once" or self._in_blocks(unit):
                 self.busy_until[position] = done
                 self._start_one(unit, ActionKind.W, microbatch, done)
                 return
@@ -262,7 +367,8 @@ class _Run:
             unit.pending_weights.remove(microbatch)
             self._release(unit, microbatch, unit.size - unit.released)
         self.busy_until[position] = done
-        heapq.heappush(self.events, (done, position))
+        for other in {position, *self.stops_with[position]}:
+            heapq.heappush(self.events, (done, other))
 
     def _release(self, unit: _Unit, microbatch: int, amount: float) -> None:
         self.live[unit.position] -= amount
@@ -301,16 +407,23 @@ def _units(problem: Problem) -> list[_Unit]:
                 problem.activation[stage],
                 problem.activation[stage] * shares[stage],
                 durations[stage],
+                stage in problem.forward_only,
                 gradients=1,
             )
+
+    queues = set(problem.queues)
 
     def wire(edge: Edge, source: int, destination: int) -> None:
         before, after = units[edge.source, source], units[edge.destination, destination]
         cost = (message[edge] / bandwidth[edge], latency[edge])
         before.outputs.append((after, *cost, (source, destination)))
-        after.inputs.append((before, *cost, (destination, source)))
         after.needs += 1
-        before.gradients += 1
+        if not (before.frozen or after.frozen):
+            after.inputs.append((before, *cost, (destination, source)))
+            before.gradients += 1
+        if edge in queues:
+            before.consumers.append(after)
+            after.feeders.append(before)
 
     for edge in edges:
         sources, destinations = problem.placement[edge.source], problem.placement[edge.destination]

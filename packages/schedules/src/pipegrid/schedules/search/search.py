@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 
 from attrs import define, field, frozen
 
+from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.anneal import anneal
 from pipegrid.schedules.search.block_scheduler import squeezed, squeezes
 from pipegrid.schedules.search.chain import Objective, Orders, as_chain
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
-from pipegrid.schedules.search.greedy import Candidate, candidate, listed, named, problems
-from pipegrid.schedules.search.list_scheduler import Problem
+from pipegrid.schedules.search.greedy import Candidate, candidate, listed, named, planned, problems
+from pipegrid.schedules.search.list_scheduler import Entries, Problem, with_whole_backwards
+from pipegrid.schedules.search.network import as_network
 from pipegrid.schedules.search.patterns import patterns
 from pipegrid.schedules.simulate import Costs
 from pipegrid.topology.fields import Amount, Count, checked, checked_arguments
@@ -57,6 +59,9 @@ def search(
     num_microbatches: Count,
     num_stages: Count | None = None,
     placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
     objective: Objective = "makespan",
     effort: Amount = 1.0,
     time_limit: Amount | None = None,
@@ -87,6 +92,9 @@ def search(
         num_microbatches=num_microbatches,
         num_stages=num_stages,
         placement=placement,
+        graph=graph,
+        forward_only=forward_only,
+        ahead=ahead,
     )
     searches = [_Search(problem, objective, effort / len(shapes)) for problem in shapes]
     clock = _Clock(searches, time_limit, progress)
@@ -104,9 +112,9 @@ UNIT = 20_000_000
 
 MOST = 60_000_000
 
-TIMED, SQUEEZED, LISTED, STATE = 1, 8, 4000, 20
-"""What timing fixed orders, squeezing a pattern, and all list schedules cost per operation, and a state of `shortest`,
-all in the time it takes to time one operation."""
+TIMED, SQUEEZED, LISTED, LISTED_GRAPH, STATE = 1, 8, 4000, 60, 20
+"""What timing fixed orders, squeezing a pattern, all list schedules of a chain and one of modules cost per operation,
+and a state of `shortest`, all in the time it takes to time one operation."""
 
 
 @define
@@ -148,7 +156,9 @@ class _Search:
     def __init__(self, problem: Problem, objective: Objective, effort: float) -> None:
         self.problem, self.objective = problem, objective
         self.chain = as_chain(problem)
-        self.bound = 0.0 if self.chain is None else self.chain.lower_bound(objective)
+        network = as_network(problem)
+        self.operable = network if self.chain is None else self.chain
+        self.bound = max(one.lower_bound(objective) for one in (network, self.operable))
         operations = 3 * problem.graph.num_stages * problem.num_microbatches
         self.operations = operations
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
@@ -195,28 +205,28 @@ class _Search:
         self.starts.setdefault(tuple(map(tuple, orders)), (value, origin))
 
     def _offer_orders(self, orders: Orders, origin: str) -> None:
-        assert self.chain is not None
-        for plan in self.chain.plans(orders):
-            self._offer(candidate(origin, plan, self.problem))
+        entries: list[Entries] = [[self.operable.action(operation) for operation in order] for order in orders]
+        for written in (entries, with_whole_backwards(entries)):
+            self._offer(candidate(origin, planned(self.problem, written), self.problem))
 
     # The four steps; each yields after a piece of work.
 
     def _from_schedules(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002 -- the steps have one signature
         """The named schedules, and the list schedules: one where all would take more than a quarter of the effort."""
+        one_module = len(self.problem.graph.modules) == 1
         few = LISTED * self.operations <= self.budget / 4
         for source in (named, listed):
             for entry in source(self.problem):
                 self._offer(entry)
-                if self.chain is not None:
-                    orders = self.chain.orders_of(entry.plan)
-                    if all(map(self.chain.keeps_to_limit, orders)):
-                        timing = self.chain.timed(orders, self.objective)
-                        assert timing is not None
+                orders = self.operable.orders_of(entry.plan)
+                if all(map(self.operable.keeps_to_limit, orders)):
+                    timing = self.operable.timed(orders, self.objective)
+                    if timing is not None:  # a frozen module may be farther ahead than its queue is long
                         self._start(timing.value, orders, entry.origin)
                 if source is listed:
-                    self.spent += LISTED * self.operations / 200
+                    self.spent += (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations
                 yield
-                if source is listed and not few:
+                if source is listed and not few and (one_module or self.spent >= self.budget / 3):
                     break
 
     def _from_patterns(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002
@@ -284,10 +294,7 @@ class _Search:
 
     def _improve(self, clock: _Clock) -> Iterator[None]:
         """The best few orders, improved; then the best of them once more, with the rest of the effort."""
-        chain = self.chain
-        if chain is None:
-            return
-        duration = sum(chain.duration) / len(chain.duration)
+        duration = sum(self.operable.duration) / len(self.operable.duration)
         chosen = self._best_starts(ANNEALED)
         for index, start in enumerate([*chosen, None]):
             value, orders, origin = self._best_starts(1)[0] if start is None else start
@@ -300,7 +307,7 @@ class _Search:
                 return clock.stop() or best <= self.bound * (1 + 1e-9)
 
             value, orders = anneal(
-                chain,
+                self.operable,
                 orders,
                 objective=self.objective,
                 tries=tries,

@@ -6,7 +6,7 @@ Vision encoders of 0.3B, 2B and 6B parameters before language models of 7B and 7
 (docs/concepts/encoders.md derives them), with the peak of activations that 1F1B has as the limit. *Over busy*: how
 much longer the step is than the work of the busiest position; *over bound*: than the time that no plan is shorter than.
 With ``--ranks``, the plans of shapes on at most 5 ranks are run on gloo with stages that sleep, at a
-scale where 1F1B takes a second; measured are medians of the steps after the first.
+scale where 1F1B takes ``--seconds``; measured are medians of the steps after the first.
 
 Fails where a plan found is longer than 1F1B's, in simulation or measured.
 """
@@ -54,7 +54,6 @@ GRIDS = {"7B": (2, 4, 16), "70B": (8, 8, 32)}
 SAMPLES = 4  # of a microbatch
 AHEAD = 4  # microbatches that a frozen encoder is ahead of the language model
 WIDTH = 8
-SECONDS = 1.0  # of a step of 1F1B with stages that sleep
 
 
 @frozen
@@ -216,9 +215,9 @@ class Sleeper(nn.Module):
         return Forwarded({}, y.sum()) if not self.out else Forwarded(dict.fromkeys(self.out, y))
 
 
-def measure(solved: Solved, plan: Plan, steps: int) -> list[float]:
+def measure(solved: Solved, plan: Plan, options: argparse.Namespace) -> list[float]:
     """Seconds of each step on this rank."""
-    shape, scale = solved.case.shape(), SECONDS / solved.step
+    shape, scale = solved.case.shape(), options.seconds / solved.step
     grids = {}
     for part in shape.parts:  # tp is in the costs alone
         offset = 0 if shape.arrangement.colocated or part.module == "vision" else 1
@@ -236,7 +235,7 @@ def measure(solved: Solved, plan: Plan, steps: int) -> list[float]:
     }
     runtime = PipelineRuntime(lowered(shape, plan, solved.case), stages, pipe)
     found = []
-    for _ in range(steps):
+    for _ in range(options.steps):
         dist.barrier()
         start = time.perf_counter()
         runtime.step()
@@ -245,27 +244,27 @@ def measure(solved: Solved, plan: Plan, steps: int) -> list[float]:
     return found
 
 
-def _run(rank: int, ranks: int, path: str, solved: Sequence[Solved], steps: int, results: Any) -> None:
+def _run(rank: int, ranks: int, path: str, solved: Sequence[Solved], options: argparse.Namespace, results: Any) -> None:
     """One rank of a job of ``ranks``: both plans of each case."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=FileStore(path, ranks), rank=rank, world_size=ranks)
     for one in solved:
         for plan in (one.base, one.found.plan):
             gathered: list[Any] = [None] * ranks
-            dist.all_gather_object(gathered, measure(one, plan, steps))
+            dist.all_gather_object(gathered, measure(one, plan, options))
             if rank == 0:
                 results.put([max(each) for each in zip(*gathered, strict=True)])
     dist.destroy_process_group()
 
 
-def run(solved: Sequence[Solved], steps: int) -> Iterator[tuple[Solved, float, float]]:
+def run(solved: Sequence[Solved], options: argparse.Namespace) -> Iterator[tuple[Solved, float, float]]:
     """The median step of 1F1B and of the plan found, in seconds; a job of processes for each number of ranks."""
     context = multiprocessing.get_context("spawn")
     for ranks in sorted({one.base.num_positions for one in solved}):
         own = [one for one in solved if one.base.num_positions == ranks]
         results = context.Queue()
         with tempfile.TemporaryDirectory() as directory:
-            arguments = (ranks, str(Path(directory) / "store"), own, steps, results)
+            arguments = (ranks, str(Path(directory) / "store"), own, options, results)
             processes = [context.Process(target=_run, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
             for process in processes:
                 process.start()
@@ -278,7 +277,7 @@ def run(solved: Sequence[Solved], steps: int) -> Iterator[tuple[Solved, float, f
 
 def percent(share: float) -> str:
     """A share as text."""
-    return f"{100 * share:.1f}%"
+    return f"{100 * share:.1f}%".replace("-0.0%", "0.0%")
 
 
 def row(one: Solved) -> tuple[str, ...]:
@@ -304,10 +303,11 @@ def main() -> int:
     parser.add_argument("--effort", type=float, default=1.0, help="of each search")
     parser.add_argument("--ranks", action="store_true", help="run the plans on ranks, with stages that sleep")
     parser.add_argument("--steps", type=int, default=4, help="of each plan; the first is not counted")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a step of 1F1B on ranks")
     parser.add_argument("--shapes", default="", help="only these, such as 0.3B:7B,6B:70B")
     options = parser.parse_args()
     if options.quick:
-        options.effort, options.steps, options.ranks = 0.01, 2, True
+        options.effort, options.steps, options.seconds, options.ranks = 0.01, 2, 0.5, True
     os.environ["OMP_NUM_THREADS"] = "1"
     wanted = [name for name in options.shapes.split(",") if name]
     solved = []
@@ -321,9 +321,9 @@ def main() -> int:
     good = all(one.found.makespan <= one.step for one in solved)
     if options.ranks:
         rows = []
-        for one, base, found in run([one for one in solved if one.base.num_positions <= 5], options.steps):
+        for one, base, found in run([one for one in solved if one.base.num_positions <= 5], options):
             good &= found <= base
-            scale = SECONDS / one.step
+            scale = options.seconds / one.step
             rows.append(
                 (
                     str(one.case),

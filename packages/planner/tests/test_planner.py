@@ -28,6 +28,7 @@ from pipegrid.planner import (
     parse_job,
     plan,
     read_job,
+    refined,
     what_if,
 )
 from pipegrid.planner.__main__ import main
@@ -49,6 +50,7 @@ from pipegrid.schedules import (
     schedule_for,
     simulate,
     stage_places,
+    verify,
     zero_bubble_h1,
 )
 from pipegrid.schedules.generators import v_placement
@@ -182,6 +184,17 @@ def test_memory_that_is_called_too_little_is_too_little(frozen):
             assert search._static_bound(arrangement) <= peak
             assert search._floor(shape, microbatch, live) <= peak
             assert search._floor(shape, microbatch, search._live(shape, microbatch, schedule)) <= peak
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_refined_choice_is_shorter_in_the_same_memory_and_its_plan_verifies(frozen):
+    planned = plan(small_job(batch=16, frozen=frozen, schedules=("1f1b",)), gpus=4, memory="40GB")
+    piped = [choice for choice in planned.choices if choice.plan.num_positions > 1]
+    better = refined(piped[0], memory=40e9, ahead=2, effort=0.01)
+    assert better.step < piped[0].step
+    assert better.peak <= 40e9
+    assert better.schedule == "search"
+    verify(lower(better.plan, collectives=better.shape.collectives, ahead=2))
 
 
 def test_positions_are_those_of_the_bridges():
@@ -324,7 +337,8 @@ def test_the_package_works_with_torch_blocked():
 def test_the_public_names_are_pinned():
     assert set(pipegrid.planner.__all__) == {
         "Choice", "Device", "DryRun", "Job", "JobError", "Layers", "Measured", "Module", "Network", "NoFitError",
-        "Planned", "Training", "WhatIf", "dry_run", "layer_costs", "parse_job", "plan", "read_job", "what_if",
+        "Planned", "Training", "WhatIf", "dry_run", "layer_costs", "parse_job", "plan", "read_job",
+        "refined", "what_if",
     }  # fmt: skip
 
 

@@ -7,10 +7,10 @@ starts, and all that can come next is tried. States that were met before are not
 from __future__ import annotations
 
 
-def least_makespan(placement, microbatches, times, *, hop=0, limit=float("inf"), size=1, input_release=0):
-    """``times``: of F, I and W of any stage; ``size``: memory of a stage's microbatch."""
+def least_makespan(placement, microbatches, times, *, hop=0, limit=float("inf"), size=1, input_release=0, frozen=0):
+    """``times``: of F, I and W of any stage; ``size``: memory of a stage's microbatch; ``frozen``: first stages."""
     stages, positions = len(placement), max(placement) + 1
-    left = {(kind, s): microbatches for kind in "FIW" for s in range(stages)}
+    left = {(kind, s): 0 if kind != "F" and s < frozen else microbatches for kind in "FIW" for s in range(stages)}
     best = [float("inf")]
     seen = set()
 
@@ -50,7 +50,9 @@ def least_makespan(placement, microbatches, times, *, hop=0, limit=float("inf"),
             start = max(at, free[position])
             if start < last:
                 continue
-            gives = {"F": size, "I": -size * input_release, "W": -size * (1 - input_release)}[kind]
+            gives = (
+                0 if stage < frozen else {"F": size, "I": -size * input_release, "W": -size * (1 - input_release)}[kind]
+            )
             left[kind, stage] -= 1
             frees, lives = list(free), list(live)
             frees[position], lives[position] = start + times[kind], lives[position] + gives

@@ -6,6 +6,7 @@ from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module, Network, Training
 from pipegrid.planner.layer_costs import layer_costs, layers_toml as layers_toml
 from pipegrid.planner.reading import parse_job, read_job
+from pipegrid.planner.refine import refined
 from pipegrid.planner.search import Planned, plan
 from pipegrid.planner.what_if import WhatIf, what_if
 
@@ -28,5 +29,6 @@ __all__ = [
     "parse_job",
     "plan",
     "read_job",
+    "refined",
     "what_if",
 ]

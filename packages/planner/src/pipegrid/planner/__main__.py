@@ -16,11 +16,12 @@ from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.layer_costs import layer_costs, layers_toml
 from pipegrid.planner.reading import read_job
-from pipegrid.planner.report import explanation, results_table, summary, to_json, what_if_table
+from pipegrid.planner.refine import refined
+from pipegrid.planner.report import explanation, refinement, results_table, summary, to_json, what_if_table
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import plan
 from pipegrid.planner.what_if import what_if
-from pipegrid.schedules import CostsError, PlanError, TimelineError, recording_from_json, timeline, write_svg
+from pipegrid.schedules import CostsError, PlanError, TimelineError, lower, recording_from_json, timeline, write_svg
 
 USAGE = 2
 NO_FIT = 1
@@ -34,10 +35,17 @@ def plan_file(arguments: argparse.Namespace) -> int:
     else:
         print(results_table(planned, terminal=sys.stdout.isatty()), end="")
         print(explanation(planned) if arguments.explain else summary(planned), end="")
+    winner = planned.winner
+    if arguments.search:
+        winner = refined(winner, memory=planned.memory, effort=arguments.search)
+        if not arguments.json:
+            print(refinement(planned.winner, winner))
     if arguments.dry_run:
         print(dry_run(planned.winner))
     if arguments.svg:
-        write_svg(timeline(planned.winner.simulation, unit="s"), arguments.svg)
+        write_svg(timeline(winner.simulation, unit="s"), arguments.svg)
+    if arguments.plan:
+        arguments.plan.write_text(str(lower(winner.plan, collectives=winner.shape.collectives)), encoding="utf-8")
     if arguments.code:
         arguments.code.write_text(training_script(planned.winner), encoding="utf-8")
     return 0
@@ -86,6 +94,13 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--json", action="store_true", help="the choices as JSON")
     search.add_argument("--dry-run", action="store_true", help="count and check what all ranks of the winner open")
     search.add_argument("--svg", type=Path, help="write the winner's timeline")
+    search.add_argument(
+        "--search",
+        type=float,
+        metavar="EFFORT",
+        help="search the winner's plan, encoders in its bubbles; 1: about 10 s",
+    )
+    search.add_argument("--plan", type=Path, help="write that plan, or the winner's, with its communication")
     search.add_argument("--code", type=Path, help="write a training script with the winner's sizes")
     search.set_defaults(run=plan_file)
     other = commands.add_parser("what-if", help="the step time of a recorded run under another plan")

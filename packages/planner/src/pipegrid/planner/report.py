@@ -103,6 +103,15 @@ def _extent(planned: Planned) -> str:
     return f"{tried}, the limit; none of the others is faster than {time_text(planned.bound, 's')}"
 
 
+def refinement(choice: Choice, better: Choice) -> str:
+    """What a search of the plan has gained."""
+    if better is choice:
+        return f"search: no plan shorter than that of {choice.schedule} found"
+    gain = f"{100 * (1 - better.step / choice.step):.1f}% shorter than {choice.schedule}"
+    figures = f"bubble {100 * better.bubble:.1f}%, memory {better.peak / 1e9:.1f} GB"
+    return f"search: step {time_text(better.step, 's')}, {gain}; {figures}"
+
+
 def what_if_table(found: WhatIf) -> str:
     """The recorded step, its simulation, and the other plan's."""
     unit = "bytes" if found.other.costs.activation is not None else "microbatches"

@@ -183,7 +183,7 @@ def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, e
             latest = 0.0
             for index, (microbatch, limit) in enumerate(zip(order, limits, strict=True)):
                 room = max(dates[microbatch - ahead] for dates in used) if microbatch >= ahead else 0.0
-                latest = min(max(latest, starts[place][index], room), limit)
+                latest = max(starts[place][index], min(max(latest, room), limit))
                 ends[place][index] += latest - starts[place][index]
                 starts[place][index] = latest
     return starts, ends
@@ -194,10 +194,11 @@ def _forward_dates(
 ) -> list[float]:
     """Per microbatch, when ``stage`` starts its forward."""
     place = plan.placement[stage][0]
-    dates = [0.0] * plan.num_microbatches
+    dates = [math.inf] * plan.num_microbatches
     for action, date in zip(computes[place], starts[place], strict=True):
         if action.kind is F and action.stage == stage:
-            dates[action.microbatch or 0] = date
+            microbatch = action.microbatch or 0
+            dates[microbatch] = min(date, dates[microbatch])
     return dates
 
 

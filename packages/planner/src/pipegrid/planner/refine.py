@@ -1,0 +1,40 @@
+"""A choice under the plan that `search` finds at its costs, in place of its named schedule's."""
+
+from __future__ import annotations
+
+from pipegrid.planner.choice import Choice
+from pipegrid.planner.errors import JobError
+from pipegrid.schedules import search
+from pipegrid.topology.fields import Amount, Count, checked_arguments
+
+SEARCHED = "search"
+"""The schedule of a choice whose plan a search has found."""
+
+
+@checked_arguments(JobError)
+def refined(choice: Choice, *, memory: Amount, ahead: Count | None = None, effort: Amount = 1.0) -> Choice:
+    """``choice`` with the best plan of its grids, layouts and microbatch size that `search` finds, if one is shorter.
+
+    Encoders, on the same ranks or on their own, fill the bubbles of the module with the loss; frozen ones run at most
+    ``ahead`` microbatches ahead of it.
+
+    Args:
+        choice: of a `Planned`, such as its winner.
+        memory: bytes of a GPU; activations get what the rest of the fullest position leaves.
+        ahead: the most microbatches that a frozen module is ahead of those that it feeds; pass it to `lower` as well.
+        effort: of the search.
+    """
+    shape, plan = choice.shape, choice.plan
+    found = search(
+        choice.costs,
+        max(choice.simulation.peak(), min(memory - each.total + each.activations for each in choice.memory)),
+        num_positions=plan.num_positions,
+        num_microbatches=plan.num_microbatches,
+        graph=plan.graph,
+        placement=plan.placement,
+        forward_only=[module.name for module in shape.job.modules if module.frozen],
+        ahead=ahead,
+        effort=effort,
+    )
+    better = shape.choice(found.plan, SEARCHED, choice.microbatch)
+    return better if better.step < choice.step and better.peak <= max(memory, choice.peak) else choice

@@ -24,7 +24,6 @@ PUBLIC = [
     "Partial",
     "Replicated",
     "Sharded",
-    "Side",
     "Sizes",
     "VTPCommunicator",
     "VTPTopology",
@@ -33,10 +32,11 @@ PUBLIC = [
     "boundary_side",
     "check_plan",
     "plan_reshard",
-    "positions_of",
 ]
 # Imported from the package as well; outside of __all__.
 FURTHER = [
+    "Side",
+    "positions_of",
     "Box",
     "BridgeDirection",
     "Completion",

@@ -11,16 +11,21 @@ import pipegrid.layout
 def test_the_public_names():
     assert sorted(pipegrid.layout.__all__) == [
         "LayerMemory",
-        "LayerType",
         "LayoutError",
         "LayoutGrammar",
         "PipelineParallelLayerLayout",
         "balance",
         "even",
-        "in_flight_1f1b",
         "report",
     ]
-    further = ("Balance", "LayoutInfeasibleError", "LayoutReport", "LayoutSyntaxError")  # imported from it as well
+    further = (  # imported from it as well
+        "Balance",
+        "LayerType",
+        "LayoutInfeasibleError",
+        "LayoutReport",
+        "LayoutSyntaxError",
+        "in_flight_1f1b",
+    )
     assert all(hasattr(pipegrid.layout, name) for name in (*pipegrid.layout.__all__, *further))
 
 

@@ -13,7 +13,6 @@ PLANNING = {
     *(
         "ascii_timeline",
         "compare",
-        "compute_plan",
         "dualpipe_v",
     ),
     *("chain", "from_csv", "to_csv", "to_text"),
@@ -58,7 +57,13 @@ FURTHER = {
     *("PlanFieldError", "PlanMismatchError", "Recorded", "ReductionError", "RuntimeArgumentError", "Span"),
     *("SplitBackwardError", "StageInputError", "StageOutputError", "Step", "StepArgumentError", "TiedParameters"),
     *("TimelineError", "Track", "TyingError", "UShapeCounts", "actions_of", "backward_step", "check_first_val_step"),
-    *("clear_embedding_activation_buffer", "comparison_table", "convert_schedule_table_to_order", "costs_from_json"),
+    *(
+        "clear_embedding_activation_buffer",
+        "comparison_table",
+        "compute_plan",
+        "convert_schedule_table_to_order",
+        "costs_from_json",
+    ),
     *("costs_to_json", "custom_backward", "deallocate_output_tensor", "describe_steps"),
     "finish_embedding_wgrad_compute",
     *("forward_step", "forward_step_calc_loss", "get_pp_rank_microbatches", "get_schedule_table"),

@@ -22,10 +22,10 @@ PUBLIC = [
     "PipelineCommunicator",
     "ReceiveHandle",
     "open_lanes",
-    "pipeline_lanes",
 ]
 # Imported from the package as well; outside of __all__.
 FURTHER = [
+    "pipeline_lanes",
     "Lane",
     "LaneSpecError",
     "LaneStats",

@@ -31,7 +31,7 @@ from pipegrid.bridges.multimodule import (
     EdgeOptions,
     Positions as Positions,
     collective_edges as collective_edges,
-    positions_of,
+    positions_of as positions_of,
 )
 from pipegrid.bridges.reshard import (
     Box as Box,
@@ -42,7 +42,7 @@ from pipegrid.bridges.reshard import (
     Replicated,
     ReshardPlan as ReshardPlan,
     Sharded,
-    Side,
+    Side as Side,
     Sizes,
     axis_names,
     boundary_side,
@@ -76,7 +76,6 @@ __all__ = [
     "Partial",
     "Replicated",
     "Sharded",
-    "Side",
     "Sizes",
     "VTPCommunicator",
     "VTPTopology",
@@ -85,7 +84,6 @@ __all__ = [
     "boundary_side",
     "check_plan",
     "plan_reshard",
-    "positions_of",
 ]
 
 __getattr__, __dir__ = lazy_names(

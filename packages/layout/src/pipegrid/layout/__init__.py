@@ -10,20 +10,18 @@ from pipegrid.layout.errors import (
     LayoutSyntaxError as LayoutSyntaxError,
 )
 from pipegrid.layout.even import even
-from pipegrid.layout.grammar import LayerType, LayoutGrammar
-from pipegrid.layout.in_flight import in_flight_1f1b
+from pipegrid.layout.grammar import LayerType as LayerType, LayoutGrammar
+from pipegrid.layout.in_flight import in_flight_1f1b as in_flight_1f1b
 from pipegrid.layout.layout import PipelineParallelLayerLayout
 from pipegrid.layout.profile import LayerMemory
 from pipegrid.layout.report import LayoutReport as LayoutReport, report
 
 __all__ = [
     "LayerMemory",
-    "LayerType",
     "LayoutError",
     "LayoutGrammar",
     "PipelineParallelLayerLayout",
     "balance",
     "even",
-    "in_flight_1f1b",
     "report",
 ]

@@ -27,12 +27,18 @@ from pipegrid.topology.errors import (
     ViewError as ViewError,
     WorldSizeUnknownError as WorldSizeUnknownError,
 )
-from pipegrid.topology.grid import GroupRequest, Relation as Relation, relation
-from pipegrid.topology.groups import GroupSpec, control_store, create_groups, creation_order, destroy_groups
+from pipegrid.topology.grid import GroupRequest, Relation as Relation, relation as relation
+from pipegrid.topology.groups import (
+    GroupSpec,
+    control_store,
+    create_groups,
+    creation_order as creation_order,
+    destroy_groups,
+)
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
 from pipegrid.topology.placement import place
 from pipegrid.topology.roles import (
-    MIMO_LANGUAGE_MODULE_KEY,
+    MIMO_LANGUAGE_MODULE_KEY as MIMO_LANGUAGE_MODULE_KEY,
     ModuleLayout as ModuleLayout,
     ModuleStageInfo as ModuleStageInfo,
     RankRole,
@@ -42,7 +48,6 @@ from_device_mesh = HyperCommGrid.from_device_mesh
 to_device_mesh = HyperCommGrid.to_device_mesh
 
 __all__ = [
-    "MIMO_LANGUAGE_MODULE_KEY",
     "GroupCreationTimeoutError",
     "GroupRequest",
     "GroupSpec",
@@ -54,14 +59,12 @@ __all__ = [
     "control_store",
     "create_grid_groups",
     "create_groups",
-    "creation_order",
     "data_lane",
     "describe",
     "destroy_groups",
     "from_device_mesh",
     "lane_samples",
     "place",
-    "relation",
     "to_device_mesh",
 ]
 

@@ -23,7 +23,7 @@ from pipegrid.transport.errors import (
     P2PTimeoutError,
     P2PUsageError as P2PUsageError,
 )
-from pipegrid.transport.pipeline_lanes import pipeline_lanes
+from pipegrid.transport.pipeline_lanes import pipeline_lanes as pipeline_lanes
 from pipegrid.transport.protocol import (
     Handle,
     Payload as Payload,
@@ -52,7 +52,6 @@ __all__ = [
     "PipelineCommunicator",
     "ReceiveHandle",
     "open_lanes",
-    "pipeline_lanes",
 ]
 
 __getattr__, __dir__ = lazy_names(

@@ -228,6 +228,7 @@ def test_bridges_between_modules_hold_no_host(ranks, device, graph):
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
     _, syncs = late_step(runtime, stages, device)
     require_no_wait_but_back_pressure(syncs)
+    assert 1 <= most_ahead(device.timeline, plan, min(ranks.rank, plan.num_positions - 1)) <= MOST_AHEAD
     assert late_messages(device.timeline) == []
     assert awaited_sends(device.timeline) == []
     assert device.violations == []
@@ -297,23 +298,40 @@ class Big:
         self.out = [edge for edge in graph.stage_edges if edge.source == number]
 
     def forward(self, microbatch, inputs):
-        x = sum(inputs.values()) if inputs else torch.ones(4)
-        y = Keeps.apply(x, self.model.weight[0, 0])
+        x = sum(inputs.values()) if inputs else torch.ones(4, 1, 1)
+        y = x + Keeps.apply(x.detach(), self.model.weight[0, 0])  # of a split backward the half of the weights needs it
         return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
 
 
-@pytest.mark.ranks(2, backend="fake_nccl")
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "gpipe", pytest.param("1f1b", marks=pytest.mark.nightly)])
+def on_fakes(size, *names):
+    mark = pytest.mark.ranks(size, backend="fake_nccl")
+    always = {"interleaved_1f1b", "gpipe"}
+    return [pytest.param(name, marks=[mark] if name in always else [mark, pytest.mark.nightly]) for name in names]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *on_fakes(2, "interleaved_1f1b", "gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_v"),
+        *on_fakes(3, "two encoders", "copies"),
+    ],
+)
 def test_the_peak_of_live_memory_is_the_plans_figure(ranks, device, name):
-    plan = lower(SCHEDULES[name].plan(2, 4))
-    communicator = opened(plan)
-    stages = {number: Big(number, plan.graph) for number in plan.stages_at[ranks.rank]}
+    if name in GRAPHS:
+        communicator, placement, end = between_modules(name)
+        plan = lower(multi_module_1f1b(communicator.graph, 4, placement=placement))
+        numbers = communicator.stages
+    else:
+        plan = lower(SCHEDULES[name].plan(2, 4))
+        communicator = opened(plan)
+        numbers, end = plan.stages_at[ranks.rank], communicator.close
+    stages = {number: Big(number, plan.graph) for number in numbers}
     late, _ = late_step(PipelineRuntime(plan, stages, communicator), stages, device)
-    one_each = Costs(activation=(1.0,) * plan.num_stages)
-    assert late.peak_bytes // KEPT == simulate(plan, one_each).peaks()[ranks.rank]
+    peaks = simulate(plan, Costs(activation=(1.0,) * plan.num_stages)).peaks()
+    assert late.peak_bytes // KEPT == peaks[min(ranks.rank, plan.num_positions - 1)]
     assert late.live_bytes < KEPT // 16
     assert device.violations == []
-    communicator.close()
+    end()
 
 
 @pytest.mark.ranks(2, backend="fake_nccl")

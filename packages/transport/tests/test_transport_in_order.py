@@ -7,9 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from pipegrid.transport import P2PConfig, P2PTimeoutError, open_lanes
+from pipegrid.transport import P2PCommunicator, P2PConfig, P2PTimeoutError, open_lanes
 
+from .stages import SHAPE, activation, assert_received, gradient
 from .two_ranks import BACK, THERE, config
 
 MODES = pytest.mark.parametrize(
@@ -44,6 +46,25 @@ def test_a_receive_whose_header_is_late_starts_before_what_is_posted_after_it(ra
             sent.synchronize()
             assert launches(ranks, 2) == ["recv", "send"]
         ranks.barrier()
+
+
+@pytest.mark.ranks(3, backend="fake_nccl", fake_nccl="serial")
+@pytest.mark.parametrize("settings", [{}, {"batch_p2p_comm": False}, {"variable_seq_lengths": True}], ids=str)
+def test_neighbours_that_both_send_first_by_a_fused_verb_get_by_on_one_stream(ranks, settings):
+    communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=torch.float32, **settings))
+    me, before, after = ranks.rank, (ranks.rank - 1) % 3, (ranks.rank + 1) % 3
+    for n in range(2):  # the first time, shapes are agreed
+        mine, grad = activation(me, n), gradient(me, n)
+        if me < 2:
+            assert_received(communicator.send_forward_recv_backward(mine, SHAPE), gradient(after, n))
+        if me > 0:
+            assert_received(communicator.send_backward_recv_forward(grad, SHAPE), activation(before, n))
+        assert_received(communicator.send_forward_recv_forward(mine, True, SHAPE), activation(before, n))
+        assert_received(communicator.send_backward_recv_backward(grad, True, SHAPE), gradient(after, n))
+        both = communicator.send_forward_backward_recv_forward_backward(mine, grad, True, True, SHAPE)
+        assert_received(both[0], activation(before, n))
+        assert_received(both[1], gradient(after, n))
+    communicator.close()
 
 
 @MODES

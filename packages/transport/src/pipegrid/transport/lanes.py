@@ -37,6 +37,7 @@ class Lanes(dict[LaneSpec, Lane]):
     def __init__(self, lanes: Mapping[LaneSpec, Lane], *, submitter: Submitter, groups: Sequence[Any]) -> None:
         super().__init__(lanes)
         self._submitter = submitter
+        self._on_device = any(lane.mover.streams for lane in self.values())
         ends = tuple(lane.transfers for lane in self.values())
         watchers = _watch(ends)
         self._parts = os.getpid(), ends, _Progress(ends, submitter), watchers, groups
@@ -59,6 +60,19 @@ class Lanes(dict[LaneSpec, Lane]):
         """
         return self._submitter.batch(together=together, by_lane=by_lane)
 
+    def exchange(self, *, together: bool = True) -> AbstractContextManager[None]:
+        """A `batch` in which neighbours may both send first, as in the fused verbs.
+
+        On device groups it starts in the order of lanes, which is the same on all ranks, and waits for the headers that
+        it needs (see `in_order`); over gloo no order matters.
+        """
+        return self._in_order_of_lanes(together) if self._on_device else self._submitter.batch(together=together)
+
+    @contextmanager
+    def _in_order_of_lanes(self, together: bool) -> Iterator[None]:
+        with self.in_order(), self._submitter.batch(together=together, by_lane=True):
+            yield
+
     @property
     def batches(self) -> bool:
         """Whether a batch is more than its transfers one by one, in order of calls.
@@ -66,7 +80,7 @@ class Lanes(dict[LaneSpec, Lane]):
         It is on shared communicators and in strict mode, where two ranks that both send first would wait for each
         other, and on device groups, where it is one launch.
         """
-        return self._submitter.batches or any(lane.mover.streams for lane in self.values())
+        return self._submitter.batches or self._on_device
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -78,7 +92,7 @@ class Lanes(dict[LaneSpec, Lane]):
         batches in order, the header comes without this rank's later actions. Over gloo nothing changes.
         """
         before = self._submitter.in_order
-        self._submitter.in_order = before or any(lane.mover.streams for lane in self.values())
+        self._submitter.in_order = before or self._on_device
         try:
             yield
         finally:

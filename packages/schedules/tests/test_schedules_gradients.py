@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from pipegrid.schedules.gradients import reduce
+from pipegrid.schedules.gradients.buckets import Bucket
 from pipegrid.schedules.gradients.clip import clip_grad_norm_
 from pipegrid.schedules.gradients.lanes import Waiting
 from pipegrid.schedules.gradients.reduce import GradientError, GradientReduction, reduce_gradients
@@ -121,8 +121,8 @@ def test_gradients_that_become_whole_one_by_one_cost_one_look_at_each_bucket(ran
     module = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(60)])
     reduction = GradientReduction.of(module, Groups(dp=dist.group.WORLD), bucket_bytes=40)
     looks = []
-    fault = reduce._Bucket.fault
-    monkeypatch.setattr(reduce._Bucket, "fault", lambda bucket: looks.append(bucket) or fault(bucket))
+    fault = Bucket.fault
+    monkeypatch.setattr(Bucket, "fault", lambda bucket: looks.append(bucket) or fault(bucket))
     for parameter in reversed(module):
         parameter.grad = torch.ones(2)
         reduction.ready([parameter])

@@ -21,7 +21,7 @@ from pipegrid.schedules import (
     forward_backward_pipelining_with_interleaving,
     lowering,
 )
-from pipegrid.schedules.gradients import reduce
+from pipegrid.schedules.gradients.buckets import Bucket
 from pipegrid.schedules.gradients.tied import TieMark
 from pipegrid.schedules.megatron import kept, place, prepared, step
 from pipegrid.schedules.megatron.stage import MegatronStage
@@ -320,13 +320,13 @@ class Groups:
 def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, monkeypatch):
     """The last layer's bucket before the first layer's gradient; behind a layer without one, after it."""
     events = []
-    start = reduce._Bucket.start
+    start = Bucket.start
 
     def starting(bucket):
         events.append(("start", names[id(bucket.parameters[0])]))
         start(bucket)
 
-    monkeypatch.setattr(reduce._Bucket, "start", starting)
+    monkeypatch.setattr(Bucket, "start", starting)
     model = Model(PipelineConfig(grad_bucket_bytes=1), layers=3).to(ranks.device)
     model.unused = nn.Linear(2, 2).double().to(ranks.device)
     if main_grad:

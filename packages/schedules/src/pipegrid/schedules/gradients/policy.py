@@ -19,6 +19,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.fsdp import fsdp_modules
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.buckets import partial_over_tp
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors, local_of
 from pipegrid.schedules.gradients.lanes import (
     Waiting,
@@ -30,7 +31,7 @@ from pipegrid.schedules.gradients.lanes import (
     size_of,
 )
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
-from pipegrid.schedules.gradients.reduce import GradientReduction, partial_over_tp
+from pipegrid.schedules.gradients.reduce import GradientReduction
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.transport.opening import resolve_device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -12,33 +12,28 @@ import torch.distributed as dist
 
 from pipegrid.bridges.bridge import (
     BridgeCommunicator,
-    checked_structure,
     checked_traffic,
-    directions_of,
     lane_config,
     renew_lanes,
-    with_lanes,
 )
 from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, check_grid
 from pipegrid.bridges.collectives import abort_groups
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
+from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import EdgeOptions, check_topology, module_graph, total_pipeline_stages
-from pipegrid.bridges.multimodule.positions import Positions, alike, collective_edges, edge_between, positions_of
+from pipegrid.bridges.multimodule.positions import Positions, collective_edges, edge_between, positions_of
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.reshard import (
     GridLike,
     Placement,
-    Side,
     as_axis_of,
     as_placements,
     axis_names,
-    boundary_side,
     dim_size,
     is_in,
     place_of,
 )
-from pipegrid.topology.fields import shown
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.handshake import Handshake
@@ -116,12 +111,19 @@ class MultiModulePipelineCommunicator:
             for name, grid in self.module_to_grid_map.items()
         }
         self.graph = module_graph(topology, self.module_to_grid_map, self.stage_placement)
-        self._options = self._checked_options(edges)
-        self._used = checked_traffic(traffic, self.graph.stage_edges)
-        self._placements = {
-            name: as_placements(of_dims, f"placements of {name!r}")
-            for name, of_dims in self._named(placements, "placements").items()
-        }
+        options = checked_options(edges, self.graph)
+        self._has_backward = modules_with_backward(self.graph, options)
+        self._edges = ModuleEdges(
+            self.graph,
+            self.module_to_grid_map,
+            self.stage_placement,
+            options,
+            {
+                name: as_placements(of_dims, f"placements of {name!r}")
+                for name, of_dims in self._named(placements, "placements").items()
+            },
+            checked_traffic(traffic, self.graph.stage_edges),
+        )
         named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
         if backend is None and len(named) == 1:
             (backend,) = named
@@ -143,62 +145,17 @@ class MultiModulePipelineCommunicator:
             raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
         return named
 
-    def _checked_options(
-        self, given: Mapping[tuple[str, str], EdgeOptions] | None
-    ) -> dict[tuple[str, str], EdgeOptions]:
-        edges = dict(given or {})
-        for ends, option in edges.items():
-            if not isinstance(option, EdgeOptions):
-                raise StageError(f"the options of edge {ends} are {shown(option)}; they must be EdgeOptions(...)")
-        unknown = [edge for edge in edges if edge not in self.graph.edges]
-        if unknown:
-            raise StageError(f"options for edges {unknown}, but the topology has {list(self.graph.edges)}")
-        options = {edge: edges.get(edge, EdgeOptions()) for edge in self.graph.edges}
-        self._has_backward = {
-            name: not self.topology[name] or any(options[name, dst].backward for dst in self.topology[name])
-            for name in self.graph.order
-        }
-        for (src, dst), option in options.items():
-            if option.backward and not self._has_backward[dst]:
-                raise StageError(
-                    f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}: all its own edges "
-                    f"are declared without; declare this one EdgeOptions(backward=False), too"
-                )
-        return options
-
-    def _sides(self) -> Iterator[tuple[str, str, Side, Side]]:
-        """Both sides of every edge, on every rank of the job; of a payload that moves, those of each of its leaves."""
-        for (src, dst), option in self._options.items():
-            source = boundary_side(
-                self.module_to_grid_map[src],
-                "source",
-                placements={**self._placements.get(src, {}), **(option.src_placements or {})},
-                stage=self.stage_placement[src][-1],
-                lane_weights=option.src_lanes,
-            )
-            destination = boundary_side(
-                self.module_to_grid_map[dst],
-                "destination",
-                placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
-                stage=self.stage_placement[dst][0],
-                lane_weights=option.dest_lanes,
-            )
-            ends = source, with_lanes(source, destination, f"edge {src!r} -> {dst!r}")
-            structure = None if option.payload is None else checked_structure(option.payload, option.strategy, None)
-            for sides in (
-                [ends] if structure is None or alike(*ends) else [leaf.sides(*ends) for leaf in structure.leaves]
-            ):
-                yield src, dst, *sides
-
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
-        for src, dst in sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge))):
+        for ends in self._edges.in_order():
+            src, dst = ends
             grids = self.module_to_grid_map[src], self.module_to_grid_map[dst]
             if not any(self.is_current_rank_in_grid(grid) for grid in grids):
                 continue
-            option = self._options[src, dst]
+            option = self._edges.options[ends]
             declared = 3 if option.shape is None else len(option.shape)
             ndim = option.tensor_ndim or self.module_output_ndim.get(src, declared)
+            last, first = self._edges.stages(ends)
             self.bridge_comms.append(
                 BridgeCommunicator(
                     *grids,
@@ -209,26 +166,23 @@ class MultiModulePipelineCommunicator:
                     tensor_ndim=ndim,
                     shape=option.shape,
                     payload=option.payload,
-                    src_placements={**self._placements.get(src, {}), **(option.src_placements or {})},
-                    dest_placements={**self._placements.get(dst, {}), **(option.dest_placements or {})},
+                    src_placements=self._edges.source_placements(ends),
+                    dest_placements=self._edges.destination_placements(ends),
                     src_lanes=option.src_lanes,
                     dest_lanes=option.dest_lanes,
                     strategy=option.strategy,
                     leader_below=option.leader_below,
                     links=option.links,
                     backward=option.backward,
-                    directions=self._directions(edge_between(self.graph, src, dst), backward=option.backward),
+                    directions=self._edges.directions(edge_between(self.graph, src, dst), backward=option.backward),
                     config=self.config,
                     backend=self._backend,
                     device=self.device,
-                    src_stage=self.stage_placement[src][-1],
-                    dest_stage=self.stage_placement[dst][0],
+                    src_stage=last,
+                    dest_stage=first,
                     open=False,
                 )
             )
-
-    def _directions(self, edge: Edge, *, backward: bool) -> tuple[Direction, ...]:
-        return directions_of(edge, backward=backward, traffic=self._used)
 
     def _mapping(self, ndim: int) -> Mapping[str, int] | None:
         """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
@@ -252,7 +206,7 @@ class MultiModulePipelineCommunicator:
                     places,
                     self.rank,
                     directions={
-                        Edge(index, index + 1): self._directions(
+                        Edge(index, index + 1): self._edges.directions(
                             Edge(self.graph.stage(name, index), self.graph.stage(name, index + 1)),
                             backward=self._has_backward[name],
                         )
@@ -329,18 +283,17 @@ class MultiModulePipelineCommunicator:
     @cached_property
     def collective_edges(self) -> tuple[Edge, ...]:
         """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
-        return collective_edges(self.graph, self.positions, self._sides())
+        return collective_edges(self.graph, self.positions, self._edges.sides())
 
     @cached_property
     def forward_edges(self) -> tuple[Edge, ...]:
         """The edges declared without backward, ascending; the same on every rank."""
-        return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self._options.items() if not o.backward))
+        return self._edges.without_backward()
 
     @cached_property
     def payload_edges(self) -> frozenset[Edge]:
         """The edges whose payload is declared, and checked where it is sent; the same on every rank."""
-        declared = (ends for ends, option in self._options.items() if option.payload is not None)
-        return frozenset(edge_between(self.graph, *ends) for ends in declared)
+        return self._edges.with_payload()
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:

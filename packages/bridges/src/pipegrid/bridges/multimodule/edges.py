@@ -1,0 +1,129 @@
+"""The edges between modules as they are declared: options, sides, directions. The same on every rank; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from attrs import frozen
+
+from pipegrid.bridges.bridge import Traffic, checked_structure, directions_of, with_lanes
+from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.bridges.multimodule.modules import EdgeOptions
+from pipegrid.bridges.multimodule.positions import alike, edge_between
+from pipegrid.bridges.reshard import GridLike, Placement, Side, boundary_side
+from pipegrid.topology.fields import shown
+from pipegrid.transport.edge import Direction, Edge
+
+Ends = tuple[str, str]
+"""The modules of an edge: source, destination."""
+
+
+def checked_options(given: Mapping[Ends, EdgeOptions] | None, graph: ModuleGraph) -> dict[Ends, EdgeOptions]:
+    """The options of every edge of ``graph``.
+
+    Raises:
+        StageError: options for an edge that does not exist; a gradient that would have to pass a module without
+            backward.
+    """
+    edges = dict(given or {})
+    for ends, option in edges.items():
+        if not isinstance(option, EdgeOptions):
+            raise StageError(f"the options of edge {ends} are {shown(option)}; they must be EdgeOptions(...)")
+    unknown = [edge for edge in edges if edge not in graph.edges]
+    if unknown:
+        raise StageError(f"options for edges {unknown}, but the topology has {list(graph.edges)}")
+    options = {edge: edges.get(edge, EdgeOptions()) for edge in graph.edges}
+    trained = modules_with_backward(graph, options)
+    for (src, dst), option in options.items():
+        if option.backward and not trained[dst]:
+            raise StageError(
+                f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}: all its own edges "
+                f"are declared without; declare this one EdgeOptions(backward=False), too"
+            )
+    return options
+
+
+def modules_with_backward(graph: ModuleGraph, options: Mapping[Ends, EdgeOptions]) -> dict[str, bool]:
+    """Whether a gradient reaches each module: a sink, or one with an edge that has a backward."""
+    return {
+        name: name in graph.sinks or any(option.backward for (src, _), option in options.items() if src == name)
+        for name in graph.order
+    }
+
+
+@frozen(eq=False)
+class ModuleEdges:
+    """The edges between the modules of a job.
+
+    Attributes:
+        graph: the modules.
+        grids: grid of each module.
+        stage_placement: per module, the place in its pipeline of each of its stages.
+        options: of each edge, by `checked_options`.
+        placements: per module, what the dims of its grid do with tensors at its boundaries.
+        traffic: the edges and directions that the plan uses; None is all.
+    """
+
+    graph: ModuleGraph
+    grids: Mapping[str, GridLike]
+    stage_placement: Mapping[str, tuple[int, ...]]
+    options: Mapping[Ends, EdgeOptions]
+    placements: Mapping[str, Mapping[str, Placement]]
+    traffic: Traffic | None
+
+    def in_order(self) -> list[Ends]:
+        """The edges in the order of the graph: that of their bridges on every rank."""
+        return sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge)))
+
+    def source_placements(self, ends: Ends) -> dict[str, Placement]:
+        """Of the source's dims at an edge: the module's, and the edge's own."""
+        return {**self.placements.get(ends[0], {}), **(self.options[ends].src_placements or {})}
+
+    def destination_placements(self, ends: Ends) -> dict[str, Placement]:
+        """Likewise of the destination's."""
+        return {**self.placements.get(ends[1], {}), **(self.options[ends].dest_placements or {})}
+
+    def stages(self, ends: Ends) -> tuple[int, int]:
+        """The places of the source's last stage and the destination's first, in their pipelines."""
+        return self.stage_placement[ends[0]][-1], self.stage_placement[ends[1]][0]
+
+    def directions(self, edge: Edge, *, backward: bool) -> tuple[Direction, ...]:
+        """The directions of an edge between stages that need lanes."""
+        return directions_of(edge, backward=backward, traffic=self.traffic)
+
+    def sides(self) -> Iterator[tuple[str, str, Side, Side]]:
+        """Both sides of every edge; of a payload that moves, those of each of its leaves."""
+        for ends, option in self.options.items():
+            src, dst = ends
+            last, first = self.stages(ends)
+            source = boundary_side(
+                self.grids[src],
+                "source",
+                placements=self.source_placements(ends),
+                stage=last,
+                lane_weights=option.src_lanes,
+            )
+            destination = boundary_side(
+                self.grids[dst],
+                "destination",
+                placements=self.destination_placements(ends),
+                stage=first,
+                lane_weights=option.dest_lanes,
+            )
+            both = source, with_lanes(source, destination, f"edge {src!r} -> {dst!r}")
+            structure = None if option.payload is None else checked_structure(option.payload, option.strategy, None)
+            for sides in (
+                [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]
+            ):
+                yield src, dst, *sides
+
+    def without_backward(self) -> tuple[Edge, ...]:
+        """The edges between stages that are declared without backward, ascending."""
+        return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self.options.items() if not o.backward))
+
+    def with_payload(self) -> frozenset[Edge]:
+        """The edges between stages whose payload is declared."""
+        return frozenset(
+            edge_between(self.graph, *ends) for ends, option in self.options.items() if option.payload is not None
+        )

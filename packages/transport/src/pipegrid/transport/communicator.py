@@ -412,7 +412,7 @@ class P2PCommunicator:
         given = {name: part[0] for name in _NAMES if (part := parts.get(name)) is not None}
         if len(given) < 2:
             return {name: self._start(name, value) for name, value in given.items()}
-        with self.lanes.exchange(together=self.config.batch_p2p_comm):
+        with self.lanes.batch(together=self.config.batch_p2p_comm, by_lane=self.lanes.on_device):
             return {name: self._start(name, value) for name, value in given.items()}
 
     def _start(self, name: str, value: Any) -> Any:

@@ -32,12 +32,16 @@ _STREAMED_TICK_SECONDS = 0.002
 
 
 class Lanes(dict[LaneSpec, Lane]):
-    """The lanes that a rank opened together, by spec. A context manager: `close` at the end."""
+    """The lanes that a rank opened together, by spec. A context manager: `close` at the end.
+
+    Attributes:
+        on_device: whether messages complete in stream order, so that the order of their launches matters.
+    """
 
     def __init__(self, lanes: Mapping[LaneSpec, Lane], *, submitter: Submitter, groups: Sequence[Any]) -> None:
         super().__init__(lanes)
         self._submitter = submitter
-        self._on_device = any(lane.mover.streams for lane in self.values())
+        self.on_device = any(lane.mover.streams for lane in self.values())
         ends = tuple(lane.transfers for lane in self.values())
         watchers = _watch(ends)
         self._parts = os.getpid(), ends, _Progress(ends, submitter), watchers, groups
@@ -60,19 +64,6 @@ class Lanes(dict[LaneSpec, Lane]):
         """
         return self._submitter.batch(together=together, by_lane=by_lane)
 
-    def exchange(self, *, together: bool = True) -> AbstractContextManager[None]:
-        """A `batch` in which neighbours may both send first, as in the fused verbs.
-
-        On device groups it starts in the order of lanes, which is the same on all ranks, and waits for the headers that
-        it needs (see `in_order`); over gloo no order matters.
-        """
-        return self._in_order_of_lanes(together) if self._on_device else self._submitter.batch(together=together)
-
-    @contextmanager
-    def _in_order_of_lanes(self, together: bool) -> Iterator[None]:
-        with self.in_order(), self._submitter.batch(together=together, by_lane=True):
-            yield
-
     @property
     def batches(self) -> bool:
         """Whether a batch is more than its transfers one by one, in order of calls.
@@ -80,7 +71,7 @@ class Lanes(dict[LaneSpec, Lane]):
         It is on shared communicators and in strict mode, where two ranks that both send first would wait for each
         other, and on device groups, where it is one launch.
         """
-        return self._submitter.batches or self._on_device
+        return self._submitter.batches or self.on_device
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -92,7 +83,7 @@ class Lanes(dict[LaneSpec, Lane]):
         batches in order, the header comes without this rank's later actions. Over gloo nothing changes.
         """
         before = self._submitter.in_order
-        self._submitter.in_order = before or self._on_device
+        self._submitter.in_order = before or self.on_device
         try:
             yield
         finally:

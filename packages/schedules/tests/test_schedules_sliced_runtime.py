@@ -9,7 +9,19 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges import VTPCommunicator
-from pipegrid.schedules import lower, seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
+from pipegrid.schedules import (
+    Costs,
+    CostsError,
+    Recorder,
+    Recording,
+    lower,
+    recording_from_json,
+    recording_to_json,
+    seq1f1b,
+    seq1f1b_interleaved,
+    seq1f1b_zero_bubble,
+    timeline,
+)
 from pipegrid.schedules.errors import PlanMismatchError, RuntimeArgumentError, StageOutputError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 
@@ -94,6 +106,47 @@ def test_an_evaluation_runs_slices_and_keeps_nothing(network, memory_communicato
     assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
     assert all(parameter.grad is None for stage in stages for parameter in stage.model.parameters())
     assert not any(runner.kept for runtime in runtimes for runner in runtime._bound.runners.values())
+
+
+@pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved])
+def test_as_many_slices_are_live_as_the_proof_counts(make, network, memory_communicator, in_threads):
+    class Watch:
+        def __init__(self):
+            self.peak, self.runners = 0.0, {}
+
+        def before(self, action):
+            pass
+
+        def after(self, action):
+            live = sum(len(runner.live) for runner in self.runners.values())
+            self.peak = max(self.peak, live / (plan.num_slices * plan.num_chunks))
+
+    plan = lower(make(3, 4, num_slices=3))
+    watches = [Watch() for _ in plan.positions]
+    recorders = [Recorder() for _ in plan.positions]
+    stages = [
+        SlicedStage(number, model, plan.num_stages, batches(4, 9), LENGTHS[3])
+        for number, model in enumerate(parts(plan.num_stages))
+    ]
+    runtimes = [
+        PipelineRuntime(
+            plan,
+            {stage: stages[stage] for stage in held},
+            memory_communicator(network, plan.num_stages, position),
+            hooks=[watches[position], recorders[position]],
+        )
+        for position, held in enumerate(plan.stages_at)
+    ]
+    for watch, runtime in zip(watches, runtimes, strict=True):
+        watch.runners = runtime._bound.runners
+    in_threads([runtime.step for runtime in runtimes])
+    assert [watch.peak for watch in watches] == pytest.approx(runtimes[0].proof.peak_live)
+    tracks = [recorder.track(plan, rank=p, position=p) for p, recorder in enumerate(recorders)]
+    recording = recording_from_json(recording_to_json(Recording(plan, tracks)))
+    assert recording.plan == plan
+    assert "0F3.2" in {span.name for span in timeline(recording).spans}
+    with pytest.raises(CostsError, match="microbatches cut into 3 slices; record whole ones"):
+        Costs.from_recording(recording)
 
 
 def test_what_a_slice_kept_is_freed_after_its_backward():

@@ -20,6 +20,7 @@ from pipegrid.schedules import (
     PlanError,
     ascii_timeline,
     balanced_slices,
+    compare,
     find_schedule,
     from_csv,
     from_json,
@@ -267,6 +268,16 @@ def test_the_table_of_schedules_knows_slices():
     assert find_schedule("1f1b").plan(4, 8, num_slices=1) == one_f_one_b(4, 8)
     with pytest.raises(PlanError, match="gpipe does not cut microbatches into 2 slices; these do: seq1f1b,"):
         find_schedule("gpipe").plan(4, 8, num_slices=2)
+
+
+def test_compare_puts_schedules_in_slices_beside_the_others():
+    rows = {row.name: row for row in compare(8, 8, num_slices=4, names=["1f1b", "seq1f1b", "seq1f1b_interleaved"])}
+    assert set(rows) == {"1f1b", "seq1f1b (4 slices)", "seq1f1b_interleaved (2 chunks, 4 slices)"}
+    whole, cut = rows["1f1b"], rows["seq1f1b (4 slices)"]
+    assert (whole.makespan, whole.peak_until_weight) == (24 + 21, 8)
+    assert (cut.makespan, cut.peak_until_weight) == (24 + 21 / 4, 2.75)
+    with pytest.raises(PlanError, match="there is no schedule 'seq1f1b' to compare"):
+        compare(8, 8, names=["seq1f1b"])
 
 
 # Lengths

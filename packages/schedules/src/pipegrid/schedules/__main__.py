@@ -153,6 +153,7 @@ def compare_all(arguments: argparse.Namespace) -> int:
         costs=read_costs(arguments.costs),
         memory_limit=arguments.memory_limit,
         num_chunks=arguments.chunks,
+        num_slices=arguments.slices,
     )
     print(comparison_table(rows, unit=arguments.unit, terminal=sys.stdout.isatty()), end="")
     shown = {row.schedule for row in rows}
@@ -201,6 +202,7 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--pp", type=int, required=True, help="positions")
     table.add_argument("--microbatches", type=int, required=True)
     table.add_argument("--chunks", type=int, default=2, help="stages per position, where any number will do")
+    table.add_argument("--slices", type=int, default=1, help="adds schedules that cut each microbatch into so many")
     table.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
     table.add_argument("--memory-limit", type=float, help="live microbatches per position")
     table.add_argument("--unit", default="", help="unit of the costs, s for seconds")

@@ -33,12 +33,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The schedule, and its chunks where it has more than one."""
-        return self.schedule if self.plan.num_chunks == 1 else f"{self.schedule} ({self.plan.num_chunks} chunks)"
+        """The schedule, and its chunks and slices where it has more than one."""
+        counts = {"chunks": self.plan.num_chunks, "slices": self.plan.num_slices}
+        several = ", ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+        return f"{self.schedule} ({several})" if several else self.schedule
 
 
 COMPARED = (*(name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced), "greedy")
-"""The schedules that `compare` knows."""
+"""The schedules that `compare` knows, of whole microbatches."""
+
+COMPARED_IN_SLICES = tuple(name for name, schedule in SCHEDULES.items() if schedule.sliced)
+"""Those that it knows besides, where microbatches are cut into slices."""
 
 
 @checked_arguments(PlanError)
@@ -49,13 +54,15 @@ def compare(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     num_chunks: Count = 2,
+    num_slices: Count = 1,
     names: Iterable[str] | None = None,
 ) -> list[Row]:
     """Every training schedule of the table, and `greedy`, fastest first; those over the cap last.
 
     ``costs``: a single number is the cost of one position's slice of the model, a list the costs of consecutive
     slices; schedules with more stages cut the model further. ``names`` restricts the table. ``num_chunks`` is for the
-    schedules that take any number. Schedules whose edges are not those of costs per edge are left out.
+    schedules that take any number. With ``num_slices`` above 1, the schedules that cut microbatches into so many slices
+    are there as well. Schedules whose edges are not those of costs per edge are left out.
 
     Raises:
         PlanError: a size below 1, a negative cap, or the name of no schedule.
@@ -64,13 +71,14 @@ def compare(
     costs = Costs() if costs is None else costs
     require_costs(costs)
     limit = as_limit(memory_limit)
-    wanted: tuple[str, ...] = COMPARED if names is None else checked(names, tuple[Name, ...], "names", PlanError)
-    unknown = sorted(set(wanted) - set(COMPARED))
+    known = (*COMPARED, *(COMPARED_IN_SLICES if num_slices > 1 else ()))
+    wanted: tuple[str, ...] = known if names is None else checked(names, tuple[Name, ...], "names", PlanError)
+    unknown = sorted(set(wanted) - set(known))
     if unknown:
-        raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(COMPARED)}")
+        raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(known)}")
     rows: list[Row] = []
     mismatch: OtherCutError | None = None
-    for name in (name for name in COMPARED if name in wanted):
+    for name in (name for name in known if name in wanted):
         try:
             plans = (
                 _greedy(num_positions, num_microbatches, costs, memory_limit, {1, num_chunks, 2})
@@ -80,6 +88,7 @@ def compare(
                         num_positions,
                         num_microbatches,
                         num_chunks if SCHEDULES[name].chunks is None else None,
+                        num_slices=num_slices if SCHEDULES[name].sliced else None,
                     )
                 ]
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,12 @@ from .test_schedules_stage_runner import Function
 WIDTH = 6
 # Dynamo looks at the gradient of what arrived, which is no leaf of its graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _new_compiler():
+    """Dynamo compiles a forward a few times only, then leaves it in eager mode."""
+    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -129,6 +136,31 @@ class Drops(Block):
 
 def test_dropout_in_a_region_has_one_mask_for_both_halves():
     require_equal(*pair(Drops), torch.randn(3, WIDTH, dtype=torch.float64))
+
+
+class Turned(Block):
+    """Returns a view of what it has computed."""
+
+    def forward(self, x):
+        return (x + self.down(x)).reshape(-1, 2, WIDTH // 2).transpose(0, 1).transpose(0, 1).flatten(1).unsqueeze(0)[0]
+
+
+def test_a_view_of_what_a_region_computed_is_an_output():
+    require_equal(*pair(Turned), torch.randn(3, WIDTH, dtype=torch.float64))
+
+
+def test_a_region_of_dynamic_shapes_is_compiled_once():
+    torch.manual_seed(0)
+    compiled, eager = Block().double(), Block().double()
+    eager.load_state_dict(compiled.state_dict())
+    compile_split(compiled, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (3, 5, 8):
+            x = torch.randn(length, WIDTH, dtype=torch.float64, requires_grad=True)
+            mine, other = (model(x * 1.0) for model in (compiled, eager))
+            torch.autograd.backward((mine.square().sum(), other.square().sum()))
+    for mine, other in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_autocast_is_that_of_the_forward():

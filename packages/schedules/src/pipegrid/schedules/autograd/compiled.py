@@ -25,6 +25,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipegrid.schedules.autograd.unsplittable import SplitBackwardError
 
@@ -63,7 +64,7 @@ class SplitBackend:
             return self._compiled(graph)
         try:
             return _split(graph, examples, self._compiled)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             return _raising(
                 SplitBackwardError(
@@ -76,7 +77,7 @@ class SplitBackend:
     def _compiled(self, graph: fx.GraphModule) -> GraphFunction:
         if self.inner in _AS_TRACED:
             return graph
-        compiled: GraphFunction = torch.compile(graph, backend=self.inner, dynamic=False)
+        compiled: GraphFunction = torch.compile(graph, backend=self.inner)
         return compiled
 
 
@@ -103,7 +104,8 @@ class _Graphs:
         parameters: which arguments have a gradient at W.
         kept: which of what the forward and the tangents have left the weight half needs.
         differentiable: which outputs have a tangent.
-        strides: of each tangent, as traced.
+        formats: of each tangent's memory, as traced.
+        order: of what the forward has saved, as the backward takes it.
     """
 
     forward: GraphFunction
@@ -114,7 +116,8 @@ class _Graphs:
     parameters: tuple[int, ...]
     kept: tuple[int, ...]
     differentiable: tuple[int, ...]
-    strides: tuple[tuple[int, ...], ...]
+    formats: tuple[torch.memory_format, ...]
+    order: tuple[int, ...]
 
 
 @define(eq=False)
@@ -132,12 +135,14 @@ def _split(
     from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
+    _copy_views(graph)
     outputs = _outputs_of(graph)
     differentiable = tuple(index for index, node in enumerate(outputs) if _has_gradient(node))
     joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True)
     forward, backward = min_cut_rematerialization_partition(joint, examples, num_fwd_outputs=len(outputs))
     found = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    tangents = found[len(_outputs_of(forward)) - len(outputs) :]
+    saved = [node.name for node in _outputs_of(forward)[len(outputs) :]]
+    tangents = found[len(saved) :]
     gradients = _outputs_of(backward)
     if len(tangents) != len(differentiable) or len(gradients) != len(examples):
         raise RuntimeError(f"it has {len(tangents)} tangents for {len(differentiable)} differentiable outputs")
@@ -156,7 +161,8 @@ def _split(
         tuple(parameters),
         kept,
         differentiable,
-        tuple(tuple(node.meta["val"].stride()) for node in tangents),
+        tuple(_format_of(node.meta["val"]) for node in tangents),
+        tuple(saved.index(node.name) for node in found[: len(saved)]),
     )
 
     def run(*args: Any) -> Any:
@@ -194,7 +200,8 @@ class SplitRegion(torch.autograd.Function):
         arguments = [each.detach() if isinstance(each, Tensor) else each for each in call.arguments]
         call.arguments = ()
         made = _run(graphs.forward, arguments)
-        returned, saved = made[: graphs.outputs], made[graphs.outputs :]
+        returned, left = made[: graphs.outputs], made[graphs.outputs :]
+        saved = [left[place] for place in graphs.order]
         ctx.call, ctx.weights = call, (weights.dtype, weights.device)
         ctx.numbers = {place: value for place, value in enumerate(saved) if not isinstance(value, Tensor)}
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
@@ -213,7 +220,7 @@ class SplitRegion(torch.autograd.Function):
         """The gradients of ``inputs``; the rest of what came in stays for the weight half."""
         call, graphs = ctx.call, ctx.call.graphs
         arrived = [gradients[index] for index in graphs.differentiable]
-        tangents = [_with_strides(each, strides) for each, strides in zip(arrived, graphs.strides, strict=True)]
+        tangents = [each.contiguous(memory_format=kind) for each, kind in zip(arrived, graphs.formats, strict=True)]
         saved = list(ctx.saved_tensors)
         for place, number in ctx.numbers.items():
             saved.insert(place, number)
@@ -235,10 +242,12 @@ def _run(function: GraphFunction, arguments: Sequence[Any]) -> list[Any]:
         return list(function(*arguments))
 
 
-def _with_strides(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if gradient.stride() == strides:
-        return gradient
-    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+def _format_of(tangent: Tensor) -> torch.memory_format:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for kind in (torch.contiguous_format, formats.get(tangent.dim())):
+        if kind is not None and tangent.is_contiguous(memory_format=kind):
+            return kind
+    raise RuntimeError("it has an output that is neither contiguous nor channels last")
 
 
 def halves(
@@ -288,11 +297,34 @@ def _extracted(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Seque
     return fx.GraphModule(module, graph)
 
 
+def _copy_views(module: fx.GraphModule) -> None:
+    """Outputs that are views of what the region has computed become copies; views of inputs stay."""
+    given = {_storage_of(node) for node in module.graph.nodes if node.op == "placeholder"}
+    for node in dict.fromkeys(each for each in _outputs_of(module) if isinstance(each, fx.Node)):
+        value = _value_of(node)
+        if isinstance(value, Tensor) and value._is_view() and _storage_of(node) not in given:  # noqa: SLF001
+            (end,) = (user for user in module.graph.nodes if user.op == "output")
+            with module.graph.inserting_before(end):
+                copy = module.graph.call_function(torch.clone, (node,))
+            copy.meta = dict(node.meta)
+            end.replace_input_with(node, copy)
+    module.recompile()
+
+
+def _storage_of(node: fx.Node) -> Any:
+    value = _value_of(node)
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node  # type: ignore[no-untyped-call]
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def _outputs_of(module: fx.GraphModule) -> Sequence[Any]:
     (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
     return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
 def _has_gradient(node: Any) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    value = _value_of(node) if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.requires_grad

@@ -19,6 +19,7 @@ from pipegrid.schedules import (
     forward_backward_pipelining_without_interleaving,
     lower,
     multi_module_1f1b,
+    offload,
     reduce_gradients,
     simulate,
 )
@@ -443,3 +444,17 @@ def test_a_step_function_with_losses_per_token_and_freed_outputs_holds_no_host(r
     assert torch.allclose(part.layer.weight.grad, expected.layer.weight.grad, rtol=1e-4)
     communicator.close()
     grid.destroy()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="streams")
+def test_activations_go_to_the_host_and_back_in_the_order_of_streams(ranks, device, monkeypatch):
+    monkeypatch.setattr(streams, "pinned_like", torch.empty_like)  # there is no pinned memory here
+    plan = offload(lower(SCHEDULES["gpipe"].plan(2, MICROBATCHES)), 3)
+    communicator = opened(plan)
+    stages = {number: Layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
+    runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
+    _, syncs = late_step(runtime, stages, device)
+    require_no_wait_but_back_pressure(syncs)
+    assert device.violations == []
+    require_gradients_of_one_process(plan.graph, stages)
+    communicator.close()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from pipegrid.bridges import BridgeCommunicator
 from pipegrid.bridges.bridge import receive
 from pipegrid.schedules import reduce_gradients
+from pipegrid.schedules.autograd import Offload, run_backward
 from pipegrid.schedules.gradients import lanes as collectives
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.transport import LaneSpec, P2PConfig, completion, open_lanes, payload, streams
+from pipegrid.transport import LaneSpec, P2PConfig, open_lanes, payload, streams, transfers
 from pipegrid.transport.backends import NcclTicket, local, staged
 
 SIZE = 64
@@ -99,14 +101,39 @@ def data_lanes():
 
 
 UNORDERED, FREED = "no event orders the two", "was freed while"
+
+
 # What is made, what uses it, whether buffers are used again; and the orders, each with the part of the text of a race,
 # and the ranks that find it.
+def a_stage():
+    device = torch.device("cpu")
+    copiers = streams.new_stream(device), streams.new_stream(device)
+    return (torch.ones(SIZE, requires_grad=True), copiers), lambda: None
+
+
+def copies_to_the_host(ranks, device, stage, *, reuse):
+    """What a graph saved goes to the host, and is back for its backward."""
+    del ranks, reuse
+    weight, (out, back) = stage
+    for _ in range(2):
+        y = (torch.ones(SIZE) * weight).exp()
+        starts = [get_gradient_edge(y)]
+        offload = Offload(starts, [], (out, back))
+        offload.out()
+        del y
+        offload.free()
+        torch.ones(SIZE)  # memory that was freed is looked at
+        offload.back()
+        offload.wait()
+        run_backward(starts, [torch.ones(SIZE)])
+
+
 CASES = {
     "NCCL": (
         lanes_of([THERE]),
         messages,
         False,
-        [(NcclTicket, "order", UNORDERED, [1]), (completion, "used_here", FREED, [1])],
+        [(NcclTicket, "order", UNORDERED, [1]), (transfers, "used_here", FREED, [1])],
     ),
     "NCCL, buffers used again": (lanes_of([THERE]), messages, True, [(payload, "follow", UNORDERED, [1])]),
     "staged": (
@@ -116,7 +143,7 @@ CASES = {
         [
             (staged, "follow", UNORDERED, [0, 1]),
             (staged, "used_here", FREED, [0]),
-            (completion, "used_here", FREED, [1]),
+            (transfers, "used_here", FREED, [1]),
         ],
     ),
     "one rank": (
@@ -126,6 +153,7 @@ CASES = {
         [(local, "follow", UNORDERED, [1]), (local, "used_here", FREED, [1])],
     ),
     "landing": (a_bridge, landings, False, [(receive, "follow", UNORDERED, [1]), (receive, "used_here", FREED, [1])]),
+    "copies to the host": (a_stage, copies_to_the_host, False, [(streams, "follow", UNORDERED, [0, 1])]),
     "reductions": (data_lanes, reductions, False, [(collectives.Waiting, "wait", UNORDERED, [0, 1])]),
 }
 
@@ -137,7 +165,8 @@ def test_an_order_between_streams_is_there_and_a_race_without_it(ranks, monkeypa
     device = ranks.fake_device
     monkeypatch.setattr(streams, "cuda", device.streams)
     monkeypatch.setattr(streams, "types", {"cpu"})
-    monkeypatch.setattr(staged, "pinned_like", torch.empty_like)  # there is no pinned memory here
+    for module in (streams, staged):
+        monkeypatch.setattr(module, "pinned_like", torch.empty_like)  # there is no pinned memory here
     with device.streams.watch():
         made, end = make()
     for _ in range(2):  # the first time, shapes are agreed

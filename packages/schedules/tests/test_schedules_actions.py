@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan.actions import COMPUTES, MESSAGES, SHARDING, Action, ActionKind, parse_action
+from pipegrid.schedules.plan.actions import COMPUTES, MESSAGES, OFFLOADING, SHARDING, Action, ActionKind, parse_action
 from pipegrid.transport.edge import Direction, Edge
 
 NUMBERS = st.integers(0, 10**9 - 1)
@@ -17,7 +17,7 @@ NAMES = st.text(string.ascii_letters + string.digits + "_.:-", min_size=1, max_s
 @st.composite
 def actions(draw):
     kind = draw(st.sampled_from(list(ActionKind)))
-    if kind in COMPUTES:
+    if kind in COMPUTES or kind in OFFLOADING:
         return Action(kind, draw(NUMBERS), draw(NUMBERS))
     if kind in SHARDING:
         return Action(kind, draw(NUMBERS))

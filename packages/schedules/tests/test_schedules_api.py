@@ -21,6 +21,7 @@ PLANNING = {
     *(
         "lower",
         "multi_module_1f1b",
+        "offload",
         "one_f_one_b",
         "schedule_for",
         "search",

@@ -131,7 +131,7 @@ def test_parts_that_contradict_each_other_are_named_with_their_line(text, line, 
     ("text", "line", "column", "found", "expected"),
     [
         ("0: 0F0 0X0", 1, 8, "'0X0'", "'X' is not a kind of action"),
-        ("0: 0F0 [0F0 0B0]", 1, 9, "'0F0'", "a message or a collective; computes and sharding stay outside a batch"),
+        ("0: 0F0 [0F0 0B0]", 1, 9, "'0F0'", "computes, sharding and offloads stay outside a batch"),
         ("0: [0REDUCE", 1, 4, "'[0REDUCE'", "']' at the end of the batch"),
         ("0: [0REDUCE [0REDUCE 0REDUCE]]", 1, 13, "'[0REDUCE'", "']' first"),
         ("0: 0F0] 0B0", 1, 4, "'0F0]'", "'[' before ']'"),

@@ -41,6 +41,7 @@ from pipegrid.schedules.generators import (
 )
 from pipegrid.schedules.gradients import LossScale
 from pipegrid.schedules.lowering import lower, with_reduce
+from pipegrid.schedules.offloading import offload
 from pipegrid.schedules.megatron import PipelineConfig, step_plan
 from pipegrid.schedules.monitor import JobFailedError, Monitor
 from pipegrid.schedules.plan import (
@@ -147,6 +148,7 @@ __all__ = [
     "looped_bfs",
     "lower",
     "multi_module_1f1b",
+    "offload",
     "one_f_one_b",
     "output_linear",
     "reduce_gradients",

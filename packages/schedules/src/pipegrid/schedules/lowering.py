@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
+from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
 from pipegrid.schedules.sharding import Shard, sharded_stages, window_of, with_gathers
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import Times, collector_paused, play
@@ -81,6 +81,8 @@ def lower(
             `verify`), or ``collectives`` or ``tied`` name a part that the plan does not have.
     """
     require_plan(plan)
+    if any(action.kind in OFFLOADING for position in range(plan.num_positions) for action in plan.actions(position)):
+        raise PlanError("the plan offloads activations already; lower it first, then offload")
     checked(receives, Receives, "receives", PlanError)
     if plan.has_communication:
         raise PlanError("the plan has communications already; lower takes a plan of computes alone")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
@@ -37,6 +38,26 @@ def keep_recomputed(node: Node) -> None:
     for saved in _saved(node):
         if isinstance(saved.data, checkpoint._Holder):  # noqa: SLF001
             saved.data.handles = _Kept(saved.data.handles)
+
+
+def saved_tensors(node: Node) -> Iterator[tuple[Any, torch.Tensor]]:
+    """What ``node`` has saved, without those of a saved-tensor hook: the ``SavedTensor``, and its tensor.
+
+    Raises:
+        RuntimeError: a tensor was modified in place since.
+    """
+    for name in _names(type(node)):
+        raw = getattr(node, name)
+        each = raw if isinstance(raw, tuple) else (raw,)
+        if any(saved.unpack_hook is None and saved.data is not None for saved in each):
+            getattr(node, _CHECKED.get(name, name.replace("_raw_", "_", 1)))
+        for saved in each:
+            if saved.unpack_hook is None and saved.data is not None:
+                yield saved, saved.data
+
+
+_CHECKED = {"_raw_saved_tensors": "saved_tensors"}
+"""The name by which a Python function's tensors are read and checked; others lose their ``_raw``."""
 
 
 class _Kept(dict[Any, Any]):

@@ -4,7 +4,9 @@ An action is a compute (``F`` forward, ``B`` full backward, ``I`` and ``W`` its 
 weight-gradient halves), one end of a message (``SEND_F`` and ``RECV_F`` for an activation, ``SEND_B`` and
 ``RECV_B`` for a gradient), or a collective (``REDUCE`` of a stage's gradients, ``COLLECTIVE`` in a group). Of a stage
 whose parameters are sharded over its data lanes, ``UNSHARD`` gathers them, ``RESHARD`` frees them, and ``REDUCE_GRAD``
-reduce-scatters the gradients since the last one: the names of torch.distributed.pipelining.
+reduce-scatters the gradients since the last one: the names of torch.distributed.pipelining. Between a forward and its
+backward, ``OFFLOAD`` starts to copy what the forward has saved to the host, ``RELEASE`` waits for that and frees it on
+the device, and ``RELOAD`` starts to copy it back.
 
 Its token reads stage, kind, microbatch (and its slice, where microbatches are cut along the sequence), then the stage
 at the other end, the arrow pointing the way the data goes, then the group::
@@ -17,6 +19,7 @@ at the other end, the arrow pointing the way the data goes, then the group::
     3REDUCE@tied     stage 3's gradients are reduced in the group "tied"
     3COLLECTIVE7>4@bridge   stage 3's activation goes to stage 4 by a collective in the group "bridge"
     3UNSHARD         the parameters of stage 3 are gathered over its data lanes
+    3OFFLOAD7        the activations of stage 3 and microbatch 7 go to the host
 """
 
 from __future__ import annotations
@@ -62,6 +65,9 @@ class ActionKind(enum.StrEnum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    OFFLOAD = "OFFLOAD"
+    RELEASE = "RELEASE"
+    RELOAD = "RELOAD"
 
     @classmethod
     def _missing_(cls, value: object) -> ActionKind:
@@ -96,8 +102,8 @@ class ActionKind(enum.StrEnum):
 
     @property
     def is_communication(self) -> bool:
-        """Whether the kind needs other ranks: all but computes and ``RESHARD``."""
-        return self not in COMPUTES and self is not ActionKind.RESHARD
+        """Whether the kind needs other ranks: all but computes, copies to the host and ``RESHARD``."""
+        return self not in _ALONE_ON_A_RANK
 
 
 COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
@@ -106,7 +112,9 @@ RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 MESSAGES = SENDS | RECEIVES
 AT_SOURCE = frozenset({ActionKind.SEND_F, ActionKind.RECV_B})
 SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
-ALONE = COMPUTES | SHARDING
+OFFLOADING = frozenset({ActionKind.OFFLOAD, ActionKind.RELEASE, ActionKind.RELOAD})
+_ALONE_ON_A_RANK = COMPUTES | OFFLOADING | {ActionKind.RESHARD}
+ALONE = COMPUTES | SHARDING | OFFLOADING
 """Kinds that are no part of a batch."""
 
 
@@ -218,7 +226,7 @@ _FIELDS = {
 
 def _takes(kind: ActionKind, *, along_edge: bool) -> tuple[set[str], set[str]]:
     """The fields that an action of this kind has to name, and those that it may name as well."""
-    if kind in COMPUTES:
+    if kind in COMPUTES or kind in OFFLOADING:
         return {"microbatch"}, set()
     if kind in MESSAGES:
         return {"microbatch", "edge"}, set()

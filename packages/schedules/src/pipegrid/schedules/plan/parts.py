@@ -101,7 +101,7 @@ def as_step(step: Action | Iterable[Action]) -> Step:
     """An action or a batch as a step; a batch of one is that action.
 
     Raises:
-        PlanError: something else, an empty batch, or a batch with a compute or a sharding action.
+        PlanError: something else, an empty batch, or a batch with a compute, a sharding action or a copy to the host.
     """
     if type(step) is tuple:
         batch = step

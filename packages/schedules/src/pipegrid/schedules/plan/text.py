@@ -125,7 +125,7 @@ class Reader:
                 if batch is None:
                     steps.append(action)
                 elif action.kind in ALONE:
-                    raise word.error("a message or a collective; computes and sharding stay outside a batch")
+                    raise word.error("a message or a collective; computes, sharding and offloads stay outside a batch")
                 else:
                     batch.append(action)
             if closes and batch is not None:

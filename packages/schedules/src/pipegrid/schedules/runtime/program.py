@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from attrs import frozen
 
-from pipegrid.schedules.plan import SHARDING, Action, ActionKind, actions_of
+from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, actions_of
 from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.hooks import Hook, HostLead, MessageHook
 from pipegrid.schedules.runtime.preflight import reducer_name
@@ -118,6 +118,9 @@ class BoundPosition:
         flows = dataflow_of(plan)
         self._actions = tuple(plan.actions(position))
         self.sharded = {number: ShardedStage(number, stages[number]) for number in stages_sharded(self._actions)}
+        self._copiers: tuple[Any, Any] = (None, None)
+        if self._device is not None and any(action.kind in OFFLOADING for action in self._actions):
+            self._copiers = streams.new_stream(self._device), streams.new_stream(self._device)
         self._open_queues(flows, stages, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
         self.runners = {number: self._runner(number, stage, flows) for number, stage in stages.items()}
 
@@ -164,6 +167,7 @@ class BoundPosition:
             reduced_by_plan=number in self.sharded,
             deallocate=self._deallocate,
             loss_scale=self._loss_scale,
+            copiers=self._copiers,
             declared=getattr(self._communicator, "payload_edges", frozenset()),
         )
 
@@ -231,6 +235,9 @@ class BoundPosition:
             ActionKind.B: (StageRunner.backward, runner.gradients_in),
             ActionKind.I: (StageRunner.backward_inputs, runner.gradients_in),
             ActionKind.W: (StageRunner.backward_weights, ()),
+            ActionKind.OFFLOAD: (StageRunner.offload, ()),
+            ActionKind.RELEASE: (StageRunner.release, ()),
+            ActionKind.RELOAD: (StageRunner.reload, ()),
         }
         verb, needed = verbs[kind]
         run = partial(verb, runner, piece)

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from pipegrid.schedules.autograd import (
+    Offload,
     WeightHalf,
     backward_inputs,
     backward_weights,
@@ -85,6 +86,7 @@ class StageRunner:
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared.
         num_slices: slices of a microbatch.
+        copiers: the streams of copies to the host and back; None on a device without streams.
     """
 
     number: int
@@ -101,11 +103,13 @@ class StageRunner:
     reduced_by_plan: bool = False
     declared: AbstractSet[Edge] = frozenset()
     num_slices: int = 1
+    copiers: tuple[torch.Stream | None, torch.Stream | None] = (None, None)
     training: bool = False
     compiled: bool = field(default=False, init=False)
     """Whether a compiled region has made a backward in halves run whole at I."""
     live: dict[int, InFlight] = field(factory=dict, init=False)
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
+    offloads: dict[int, Offload] = field(factory=dict, init=False)
     kept: dict[int, Kept] = field(factory=dict, init=False)
     """What the slices of each microbatch in flight have kept for the later ones."""
     _looked_at: bool = field(default=False, init=False)
@@ -142,6 +146,7 @@ class StageRunner:
         self._outputs = {key: output for key, output in self._outputs.items() if output() is not None}
         self.live.clear()
         self.halves.clear()
+        self.offloads.clear()
         self.kept.clear()
 
     def _name(self, microbatch: int) -> int | str:
@@ -276,9 +281,35 @@ class StageRunner:
             )
         self._outputs[id(tensor)] = weakref.ref(tensor)
 
+    def offload(self, microbatch: int) -> None:
+        """``OFFLOAD``."""
+        live = self.live[microbatch]
+        starts = [root.edge for part in live.roots for root in part if root is not None]
+        if _differentiated(live.loss):
+            assert live.loss is not None
+            starts.append(get_gradient_edge(live.loss))
+        modules = [module for _, module in modules_of(self.stage)]
+        held = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
+        offload = self.offloads[microbatch] = Offload(starts, held, self.copiers)
+        offload.out()
+
+    def release(self, microbatch: int) -> None:
+        """``RELEASE``."""
+        self.offloads[microbatch].free()
+
+    def reload(self, microbatch: int) -> None:
+        """``RELOAD``."""
+        self.offloads[microbatch].back()
+
+    def _take(self, microbatch: int) -> InFlight:
+        """The state of a microbatch whose backward begins, once what it has saved is back."""
+        if self.offloads and (offload := self.offloads.pop(microbatch, None)) is not None:
+            offload.wait()
+        return self.live.pop(microbatch)
+
     def backward(self, microbatch: int) -> None:
         """``B``: both halves at once."""
-        live = self.live.pop(microbatch)
+        live = self._take(microbatch)
         roots, gradients = self._starts(live, microbatch)
         if roots:
             run_backward(roots, gradients)
@@ -296,7 +327,7 @@ class StageRunner:
 
     def backward_inputs(self, microbatch: int) -> None:
         """``I``."""
-        live = self.live.pop(microbatch)
+        live = self._take(microbatch)
         roots, gradients = self._starts(live, microbatch)
         inputs = _differentiable(live.inputs)
         read = [] if live.part is None else live.part.leaves()

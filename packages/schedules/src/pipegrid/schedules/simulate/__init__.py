@@ -1,6 +1,7 @@
 """What a plan takes at given costs: start and end of each action, idle time, live memory."""
 
 from pipegrid.schedules.simulate.costs import (
+    activation_sizes,
     Costs,
     CostsError,
     OtherCutError,
@@ -9,7 +10,7 @@ from pipegrid.schedules.simulate.costs import (
     require_costs,
 )
 from pipegrid.schedules.simulate.slice_lengths import balanced_slices, slice_times
-from pipegrid.schedules.simulate.simulation import Simulation, activation_sizes, simulate, unit_costs
+from pipegrid.schedules.simulate.simulation import Simulation, simulate, unit_costs
 
 __all__ = [
     "Costs",

@@ -17,6 +17,7 @@ from pipegrid.topology.fields import Count, checked, checked_arguments, shown
 from pipegrid.transport.edge import Edge
 
 if TYPE_CHECKING:
+    from pipegrid.schedules.plan import Plan
     from pipegrid.schedules.timeline.recording import Recording
 
 
@@ -59,6 +60,7 @@ PER_STAGE = (
     *("UNSHARD", "REDUCE_GRAD", "parameters"),
 )
 PER_EDGE = ("latency", "bandwidth", "message")
+ABOVE_ZERO = ("bandwidth", "offload_bandwidth")
 PER_SLICE = ("slice_lengths", "slice_times")
 StageCost: TypeAlias = Literal[
     "F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release", "UNSHARD", "REDUCE_GRAD", "parameters"
@@ -83,7 +85,8 @@ class Costs:
     microbatch, where ``n`` is the number of stages on its position. ``input_release`` is the share of it, from 0 to
     1, that ``I`` releases; ``W`` releases the rest. ``UNSHARD`` and ``REDUCE_GRAD`` are the times to gather the
     parameters of a stage and to reduce-scatter its gradients, beside computes; ``parameters`` is the memory of the
-    gathered parameters (in bytes, say), and that of their gradients until they are reduced.
+    gathered parameters (in bytes, say), and that of their gradients until they are reduced. ``offload_bandwidth``: the
+    memory of activations that a position copies to the host in a unit of time, and as much back at the same time.
 
     Of a plan with slices, all of these are of whole microbatches, and divided among their slices: ``slice_lengths`` are
     the lengths of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided, and
@@ -109,6 +112,7 @@ class Costs:
     UNSHARD: PerStage = field(default=0.0, converter=_per_stage)
     REDUCE_GRAD: PerStage = field(default=0.0, converter=_per_stage)
     parameters: PerStage = field(default=0.0, converter=_per_stage)
+    offload_bandwidth: float = math.inf
     slice_lengths: tuple[float, ...] = field(default=(), converter=tuple)
     slice_times: tuple[float, ...] = field(default=(), converter=tuple)
 
@@ -117,7 +121,7 @@ class Costs:
             name, value = attribute.name, getattr(self, attribute.name)
             if value is None and attribute.default is None:
                 continue
-            if not isinstance(value, tuple) or name == "overhead":
+            if not isinstance(value, tuple) or name in {"overhead", "offload_bandwidth"}:
                 _check(name, value)
                 continue
             if name in PER_SLICE:
@@ -273,6 +277,13 @@ class Costs:
         return evolve(self, **amounts)
 
 
+def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """Per stage, the memory of one microbatch: as ``costs`` say, by default its share of a position."""
+    if costs.activation is None:
+        return tuple(1.0 / beside for beside in plan.stages_beside)
+    return tuple(costs.per_stage("activation", plan.num_stages))
+
+
 def require_costs(costs: object) -> None:
     """Raise unless ``costs`` is a Costs.
 
@@ -293,9 +304,9 @@ def _check(name: str, number: Any, where: str = "") -> None:
         value = float(number)
     except OverflowError:
         raise CostsError(f"{name}{where} is an integer of {int(number).bit_length()} bits; a cost is finite") from None
-    if name == "bandwidth":
+    if name in ABOVE_ZERO:
         if value <= 0:
-            raise CostsError(f"bandwidth{where} is {number}; it must be positive (infinite: free)")
+            raise CostsError(f"{name}{where} is {number}; it must be positive (infinite: free)")
     elif value < 0 or math.isinf(value):
         raise CostsError(f"{name}{where} is {number}; a cost is finite and not negative")
     elif name == "input_release" and value > 1:

@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeAlias
 from attrs import define, field
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Plan
-from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
+from pipegrid.schedules.simulate.costs import Costs, activation_sizes
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
@@ -128,6 +128,14 @@ class Simulator:
         # Of sharded stages, by position: the time at which they are gathered, and at which their data lanes are free.
         self.unsharded: list[dict[int, Slots]] = [{} for _ in self.actions]
         self.data_lanes_free = [0.0] * plan.num_positions
+        # Of offloaded activations, by position: when the copies each way are done, and when those back are there.
+        self.copy_times = [size / costs.offload_bandwidth for size in activation_sizes(plan, costs)]
+        self.copies_free = [{ActionKind.OFFLOAD: 0.0, ActionKind.RELOAD: 0.0} for _ in self.actions]
+        self.copied: list[dict[tuple[int, int], float]] = [{} for _ in self.actions]
+        self.reloaded: list[dict[int, Slots]] = [
+            {action.stage: [0.0] * plan.num_pieces for action in own if action.kind is ActionKind.RELOAD}
+            for own in self.actions
+        ]
         self.joined: dict[int, dict[int, _Arrival]] = {stage: {} for stage in self.dataflow.shared}
         self.members = {group.name: group.positions for group in plan.groups}
         self.flows = {(flow.edge, flow.direction): flow for flow in self.dataflow.flows}
@@ -264,7 +272,9 @@ class Simulator:
         if kind is ActionKind.W:
             needs.append(own)
         else:
-            needs += [] if direction is FORWARD else [self._slots_made(FORWARD, stage, position)]
+            if direction is BACKWARD:
+                needs.append(self._slots_made(FORWARD, stage, position))
+                needs += [self.reloaded[position][stage]] if stage in self.reloaded[position] else []
             for flow in self.dataflow.inputs(stage, direction):
                 needs += self._needed(flow, position)
             if not self.plan.has_communication:
@@ -394,6 +404,8 @@ class Simulator:
         """Take part in a collective; the time at which it is done, or None while others are to come."""
         if action.kind in SHARDING:
             return self._shard(position, index, action, now)
+        if action.kind in OFFLOADING:
+            return self._copy(position, index, action, now)
         duration = self.duration[action.kind][action.stage]
         if action.group is None:
             self.start[position][index], self.end[position][index] = now, now + duration
@@ -435,6 +447,24 @@ class Simulator:
             slots[:] = [done] * self.plan.num_pieces
         self.start[position][index], self.end[position][index] = start, done
         return now
+
+    def _copy(self, position: int, index: int, action: Action, now: float) -> float:
+        """Copy activations to the host or back, each way one after the other, or wait until they are there."""
+        kind, stage, piece = action.kind, action.stage, self.plan.piece_of(action)
+        copied, start = self.copied[position], now
+        done = copied.get((stage, piece), now)
+        if kind is ActionKind.RELEASE:
+            done = max(now, done)
+        else:
+            start = max(now, self.copies_free[position][kind], done if kind is ActionKind.RELOAD else now)
+            done = start + self.copy_times[stage] * self.slice_lengths[action.slice or 0]
+            self.copies_free[position][kind] = done
+            if kind is ActionKind.OFFLOAD:
+                copied[stage, piece] = done
+            else:
+                self.reloaded[position][stage][piece] = done
+        self.start[position][index], self.end[position][index] = start, done
+        return done if kind is ActionKind.RELEASE else now
 
 
 @contextmanager

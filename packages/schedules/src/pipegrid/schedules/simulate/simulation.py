@@ -5,7 +5,8 @@ message starts once both its ends are posted and its lane's earlier messages hav
 needs it waits for it. `REDUCE` and `COLLECTIVE` in a group start when its last position arrives, and occupy
 them all; so does a compute of a stage that lies on several positions, as its ranks may communicate inside it.
 `UNSHARD` and `REDUCE_GRAD` run beside the computes of their position, one after the other; the next compute of a stage
-waits until it is gathered.
+waits until it is gathered. Copies to the host and back run beside the computes as well, one after the other each way;
+`RELEASE` waits until a copy is there, and a backward until one is back.
 """
 
 from __future__ import annotations
@@ -19,8 +20,17 @@ from typing import Literal
 from attrs import field, frozen
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Plan, require_plan, require_position
-from pipegrid.schedules.simulate.costs import Costs, require_costs
+from pipegrid.schedules.plan import (
+    COMPUTES,
+    OFFLOADING,
+    SHARDING,
+    Action,
+    ActionKind,
+    Plan,
+    require_plan,
+    require_position,
+)
+from pipegrid.schedules.simulate.costs import Costs, activation_sizes, require_costs
 from pipegrid.schedules.simulate.engine import Times, play
 from pipegrid.topology.fields import checked
 
@@ -108,15 +118,27 @@ class Simulation:
 
         A stage's microbatch is live from the start of its ``F`` until the end of its ``W`` (or ``B``), less what
         the costs say that its ``I`` releases; with ``until="I"``, until the end of its ``I`` (or ``B``). A
-        forward-only stage holds it during ``F``. A slice holds its share of that, by its length.
+        forward-only stage holds it during ``F``. A slice holds its share of that, by its length. What is offloaded
+        is not live from the end of its ``RELEASE`` to its ``RELOAD``.
         """
         checked(until, Literal["W", "I"], "until", PlanError)
         require_position(position, self.plan)
         points: list[tuple[float, float]] = []
         lengths = self.costs.per_slice("slice_lengths", self.plan.num_slices)
-        held = 0.0
-        for start, end, action in self._computes[position]:
+        held = now = 0.0
+        played = zip(self.start[position], self.end[position], self.plan.actions(position), strict=True)
+        for start, end, action in played:
+            kind = action.kind
+            if kind is ActionKind.RELOAD:  # its memory is taken before the copy starts
+                start = now  # noqa: PLW2901
+            elif kind not in COMPUTES and kind is not ActionKind.RELEASE:
+                continue
+            now = max(now, end if kind is not ActionKind.RELOAD else now)
             size = self.activation[action.stage] * lengths[action.slice or 0]
+            if kind in OFFLOADING:
+                held += size if kind is ActionKind.RELOAD else -size
+                points.append((now, held))
+                continue
             if action.kind is _F:
                 held += size
                 points.append((start, held))
@@ -178,13 +200,6 @@ class Simulation:
             max((value for _, value in self.gathered(position)), default=0.0)
             for position in range(self.plan.num_positions)
         )
-
-
-def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
-    """Per stage, the memory of one microbatch: as ``costs`` say, by default its share of a position."""
-    if costs.activation is None:
-        return tuple(1.0 / beside for beside in plan.stages_beside)
-    return tuple(costs.per_stage("activation", plan.num_stages))
 
 
 def unit_costs(plan: Plan) -> Costs:

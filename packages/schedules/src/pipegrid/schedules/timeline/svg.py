@@ -36,6 +36,8 @@ MEANING = {
     "RECV_B": "gradient on its way",
     "UNSHARD": "UNSHARD parameters",
     "RESHARD": "RESHARD parameters",
+    "OFFLOAD": "OFFLOAD activations",
+    "RELOAD": "RELOAD activations",
     "REDUCE_GRAD": "REDUCE_GRAD over data lanes",
 }
 
@@ -234,7 +236,11 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
     spans = [span for panel in panels for span in panel.timeline.spans]
     kinds = {span.kind for span in spans if not span.is_transfer}
     if any(panel.strip for panel in panels):
-        kinds |= {span.kind for span in spans if span.kind in ("RECV_F", "RECV_B", "UNSHARD", "REDUCE_GRAD")}
+        kinds |= {
+            span.kind
+            for span in spans
+            if span.kind in ("RECV_F", "RECV_B", "UNSHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD")
+        }
     known = [kind for kind in COLOURS if kind in kinds]
     entries = [(f'fill="{COLOURS[kind]}"', MEANING[kind]) for kind in known]
     entries += [(f'fill="{OTHER}"', kind) for kind in sorted(kinds - set(known))]

@@ -19,7 +19,10 @@ from pipegrid.topology.fields import Index, Name, Rule, Seconds, checked, checke
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Kinds that count as work; everything else on a row counts as bubble."""
 
-TRANSFER_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+TRANSFER_KINDS = (
+    *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
+    *("OFFLOAD", "RELEASE", "RELOAD"),
+)
 """Kinds that travel beside the work of a row, and are drawn beside it."""
 
 
@@ -293,6 +296,9 @@ COLOURS = {
     "UNSHARD": "#b09a00",
     "RESHARD": "#b09a00",
     "REDUCE_GRAD": "#7b4fa3",
+    "OFFLOAD": "#3c8d80",
+    "RELEASE": "#3c8d80",
+    "RELOAD": "#2c6b94",
 }
 OTHER = "#767676"
 

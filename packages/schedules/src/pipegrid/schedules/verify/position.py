@@ -9,7 +9,7 @@ from typing import NamedTuple
 from attrs import Factory, define
 
 from pipegrid.schedules.errors import Fault
-from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Lane, Plan, Step
+from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Plan, Step
 from pipegrid.schedules.verify.deadlock import Program
 from pipegrid.schedules.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
@@ -57,6 +57,7 @@ class PositionVerifier:
         }
         self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
         self.shards = False  # whether parameters are gathered or freed here
+        self.offloads = False  # whether activations are copied to the host
         self.flags = bytearray(table.num_flags)
         orders: list[list[int]] = [[] for _ in table.lanes]
         exchanges = table.ids.exchanges if table.blocking.rendezvous else {}
@@ -193,6 +194,9 @@ class PositionVerifier:
         if action.kind in SHARDING:
             self._verify_sharding(index, action, waits)
             return
+        if action.kind in OFFLOADING:
+            self._verify_offloading(index, action)
+            return
         if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
             self.faults.append(why_no_rule(plan, position, index, action))
             return
@@ -238,6 +242,14 @@ class PositionVerifier:
             self.program.operations.append(ids.called(key, len(calls), self.position))
             waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
             calls.append(Call(str(action), index))
+
+    def _verify_offloading(self, index: int, action: Action) -> None:
+        """Verify the stage and the microbatch of an action of `check_offloading`; a copy waits for no other rank."""
+        self.offloads, plan = True, self.table.plan
+        if action.stage not in self.table.weights:
+            self.faults.append(why_no_rule(plan, self.position, index, action))
+        elif action.microbatch is None or action.microbatch >= plan.num_microbatches:
+            self.faults.append(unknown_microbatch(action, plan.num_microbatches, self.position, index))
 
     def _may_reduce(self, index: int, action: Action) -> bool:
         table, stage = self.table, action.stage

@@ -15,6 +15,7 @@ from pipegrid.schedules.verify.deadlock import cycles, play
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
+from pipegrid.schedules.verify.offloading import check_offloading
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.sharding import check_sharding
 from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
@@ -27,7 +28,8 @@ class Proof:
 
     ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``peak_live``: per position, the most
     activations live at once, in microbatches: a stage of n on its position counts 1/n of one and is live from its ``F``
-    to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``.
+    to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``; both without
+    what is on the host, from its ``RELEASE`` to its ``RELOAD``.
     ``peak_gathered``: the most sharded stages of which the parameters are gathered at once.
     """
 
@@ -123,6 +125,9 @@ def verify(
     an ``UNSHARD`` is proved to be gathered before each of its computes, reduced (``REDUCE_GRAD``) after its last
     backward, and freed at the end.
 
+    ``memory_limit`` holds what is live on the device. Activations that go to the host are proved to be copied out after
+    their ``F``, freed, and on their way back before their backward.
+
     A compute of a stage that lies on several positions starts when all of them have come to it. A plan of computes
     alone is verified as if data reached other positions at once.
 
@@ -153,7 +158,13 @@ def verify(
         for position, found in enumerate(check_sharding(plan, window)):
             faults += found.faults
             gathered[position] = found.peak
-    peaks = tuple(verifier.peak for verifier in verifiers)
+    peaks = [verifier.peak for verifier in verifiers]
+    input_peaks = [verifier.input_peak for verifier in verifiers]
+    for position, verifier in enumerate(verifiers):
+        if verifier.offloads and not verifier.faults:
+            offloaded = check_offloading(plan, position)
+            faults += offloaded.faults
+            peaks[position], input_peaks[position] = offloaded.peak, offloaded.input_peak
     faults += [
         Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
         for position, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
@@ -168,8 +179,8 @@ def verify(
         rendezvous=rendezvous,
         lanes=lanes,
         batches=batches,
-        peak_live=peaks,
-        peak_live_inputs=tuple(verifier.input_peak for verifier in verifiers),
+        peak_live=tuple(peaks),
+        peak_live_inputs=tuple(input_peaks),
         peak_gathered=tuple(gathered),
     )
 

@@ -142,7 +142,7 @@ def test_edges_in_json():
     [
         ("{", r"costs are no JSON \(line 1, column 2\)"),
         ("[1]", r"costs are a JSON object such as .* not \[1\]"),
-        ('{"G": 1}', r"'G' is no cost; the costs are F, I, W, B"),
+        ('{"G": 1}', r"'G' is not a cost; the costs are F, I, W, B"),
         ('{"F": "1"}', r"F is '1'; a cost is a number, a list or an object per edge"),
         ('{"latency": {"0-1": 1}}', r"latency names the edge '0-1'; write source stage, '>'"),
         ('{"F": [1, -1]}', r"F is -1; a cost is finite and not negative"),

@@ -326,7 +326,9 @@ def test_a_mesh_of_part_of_the_world_is_a_grid_with_an_offset():
 
 def test_a_mesh_that_is_no_grid_says_why():
     mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(GridShapeError, match=r"DeviceMesh \('dp',\) of ranks \[1, 3, .*\] is no grid: .* consecutive"):
+    with pytest.raises(
+        GridShapeError, match=r"DeviceMesh \('dp',\) of ranks \[1, 3, .*\] is not a grid: .* consecutive"
+    ):
         from_device_mesh(mesh["dp"])
     with pytest.raises(GridShapeError, match="has no mesh_dim_names, but a grid's dimensions are named"):
         from_device_mesh(DeviceMesh("cpu", list(range(16))))

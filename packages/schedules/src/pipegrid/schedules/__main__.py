@@ -34,7 +34,7 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise PlanError(f"{path} is no UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
+        raise PlanError(f"{path} is not UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
 
 
 def read_plan(path: Path) -> Plan:

@@ -22,7 +22,7 @@ def _module(text: str) -> tuple[str, int | None, dict[str, int]]:
     match = _MODULE.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is no module; write name:dim=size,dim=size or name@offset:dim=size, "
+            f"{text!r} is not a module; write name:dim=size,dim=size or name@offset:dim=size, "
             f"for example language:tp=2,pp=2,dp=2"
         )
     pairs = [part.split("=") for part in match["dims"].split(",")]

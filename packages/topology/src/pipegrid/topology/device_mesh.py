@@ -59,7 +59,7 @@ def box_of(mesh: DeviceMesh) -> Grid:
     ranks: list[int] = mesh.mesh.flatten().tolist()
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         raise GridShapeError(
-            f"the DeviceMesh {tuple(names)} of ranks {mesh.mesh.tolist()} is no grid: a grid's ranks are "
+            f"the DeviceMesh {tuple(names)} of ranks {mesh.mesh.tolist()} is not a grid: a grid's ranks are "
             f"consecutive with the last mesh dimension fastest; use the whole mesh instead of a slice of it, "
             f"or a view for a second order of the same ranks"
         )

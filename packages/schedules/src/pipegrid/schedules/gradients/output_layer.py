@@ -86,7 +86,7 @@ def _require_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 class _OutputLinear(torch.autograd.Function):
-    """Saves the input before gathering (a shard, under sequence parallelism); ``limit`` None is no deferral."""
+    """Saves the input before gathering (a shard, under sequence parallelism); ``limit`` None defers nothing."""
 
     @staticmethod
     def forward(

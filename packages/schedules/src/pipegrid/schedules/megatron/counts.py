@@ -34,7 +34,7 @@ def get_pp_rank_microbatches(
         forward_only: everything is warmup.
         overlap_moe_expert_parallel_comm: one more microbatch in flight.
         p2p_communicator: has this rank's stage (``total_stages``, ``current_stage``, and for a graph of modules
-            ``distance_to_sink``). None is no pipeline.
+            ``distance_to_sink``). None: no pipeline.
 
     Returns:
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.

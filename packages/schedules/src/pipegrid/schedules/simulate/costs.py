@@ -370,7 +370,7 @@ def costs_from_json(text: str) -> Costs:
     names = [attribute.name for attribute in fields(Costs)]
     for name, value in data.items():
         if name not in names:
-            raise CostsError(f"{name!r} is no cost; the costs are {', '.join(names)}")
+            raise CostsError(f"{name!r} is not a cost; the costs are {', '.join(names)}")
         if isinstance(value, dict):
             data[name] = [(_edge(name, key), number) for key, number in value.items()]
         elif not isinstance(value, (int, float, list, type(None))):

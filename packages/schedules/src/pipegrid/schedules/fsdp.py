@@ -23,6 +23,11 @@ def fsdp_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((name, inner) for name, inner in module.named_modules() if isinstance(inner, kind))
 
 
+def has_fsdp(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` has sharded a module inside."""
+    return _kind() is not None and any(True for _ in fsdp_modules(module))
+
+
 def _kind() -> type | None:
     """The class of sharded modules; None where nothing has imported FSDP2, which takes a second."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")

@@ -17,7 +17,7 @@ from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
-from pipegrid.schedules.fsdp import fsdp_modules
+from pipegrid.schedules.fsdp import fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.buckets import partial_over_tp
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors, local_of
@@ -345,7 +345,7 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...] | None:
     """
     found: list[object] = []
     for model in models:
-        if next(fsdp_modules(model), None) is not None:
+        if has_fsdp(model):
             return None
         found.append(hasattr(model, "no_sync"))
         for parameter in model.parameters():

@@ -158,7 +158,7 @@ class MegatronStage:
             self.resume(part)
         if microbatch == 0 and call.set_is_first_microbatch is not None and (part is None or part.is_first):
             call.set_is_first_microbatch()
-        received = self._received(inputs)
+        received = next(iter(inputs.values()), None) if self._one_module else self._received(inputs)
         partial = settings.partly_checkpointed
         output, loss_func = run_model(
             call.forward_step_func,
@@ -178,7 +178,8 @@ class MegatronStage:
                 output = [output]
             if settings.shapes is not None:
                 settings.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
-            return Forwarded(self._by_edge(output, microbatch), own_loss)
+            outputs = dict.fromkeys(self.outgoing, output) if self._one_module else self._by_edge(output, microbatch)
+            return Forwarded(outputs, own_loss)
         if settings.collect_non_loss_data:
             self.infos.append(loss_func(output, non_loss_data=True))
             return Forwarded({})
@@ -223,13 +224,9 @@ class MegatronStage:
         return loss * (settings.loss_factor * cp / settings.num_microbatches)
 
     def _received(self, inputs: Mapping[Edge, Any]) -> Any:
-        if self._one_module:
-            return next(iter(inputs.values()), None)
         return {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
 
     def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
-        if self._one_module:
-            return dict.fromkeys(self.outgoing, output)
         module = self.graph.module_of(self.stage)[0]
         if not isinstance(output, dict) or set(output) != {module}:
             found = f"keys {sorted(output)}" if isinstance(output, dict) else type(output).__name__

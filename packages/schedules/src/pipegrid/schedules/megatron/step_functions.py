@@ -233,7 +233,12 @@ def _proof_at(place: Place, schedule: str, num_slices: int = 1) -> Callable[[Tie
 
 def _by_stage(place: Place, data_iterator: Any, *, one_each: bool) -> dict[int, Any]:
     """The data iterator of each stage; ``one_each``: a rank has one stage of each module, so a list of one is one."""
-    return place.by_stage(single(data_iterator, "data_iterator") if one_each else data_iterator, "data_iterator")
+    if not one_each:
+        return place.by_stage(data_iterator, "data_iterator")
+    data_iterator = single(data_iterator, "data_iterator")
+    if len(place.stages) == 1 and not isinstance(data_iterator, Mapping):
+        return {place.stages[0]: data_iterator}
+    return place.by_stage(data_iterator, "data_iterator")
 
 
 def _shapes_at(

@@ -362,6 +362,8 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
             assert "\n" not in str(failure.value)
         with pytest.raises(PendingGradientError, match="no payload that was sent"):
             bridge.irecv_backward()
+        with pytest.raises(ShapeError, match=r"give the samples of a leaf with it: Packed\(leaf, samples\)"):
+            bridge.isend_forward(good, samples=[2])
         bridge.send_forward(good)
         for payload, text in (
             ({**good, "n": 3}, r"sends .*3.* as payload\['n'\], but .*2.* was agreed"),
@@ -374,6 +376,8 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
     else:
         with pytest.raises(PendingGradientError, match="no payload that was received"):
             bridge.isend_backward(None)
+        with pytest.raises(ShapeError, match="have a shape each; leave the shape out"):
+            bridge.irecv_forward((2, 3))
         arrived = bridge.recv_forward()
         require_same(arrived, good)
         back = {"x": x_of(arrived), "n": None, "fixed": None}

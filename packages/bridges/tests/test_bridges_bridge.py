@@ -442,8 +442,7 @@ def test_a_bridge_keeps_no_activation_that_nobody_else_keeps():
 @pytest.mark.ranks(3)
 def test_a_copy_that_has_yet_to_be_told_of_the_sizes_can_be_asked_without_waiting():
     bridge = whole_world(grid(dp=1), grid(1, tp=2), strategy="leader")
-    if bridge.is_source:
-        bridge.send_forward(torch.full((2, 1, 1), 3.0))
+    sending = bridge.isend_forward(torch.full((2, 1, 1), 3.0)) if bridge.is_source else None
     receive = bridge.irecv_forward() if bridge.is_destination else None
     if receive is not None:
         assert not receive.is_completed()  # neither copy may start to tell, or to listen, in a question
@@ -451,6 +450,8 @@ def test_a_copy_that_has_yet_to_be_told_of_the_sizes_can_be_asked_without_waitin
     if receive is not None:
         assert receive.result().tolist() == [[[3.0]], [[3.0]]]
         assert receive.is_completed()
+    if sending is not None:
+        sending.wait()
     bridge.destroy()
 
 

@@ -52,6 +52,7 @@ def plans(draw):
     positions = draw(st.integers(1, 3))
     stages = range(graph.num_stages)
     microbatches = draw(st.integers(1, 2))
+    slices = draw(st.integers(1, 2)) if len(graph.modules) == 1 else 1
     placement = [draw(st.sets(st.integers(0, positions - 1), min_size=1, max_size=2)) for _ in stages]
     groups = []
     for name in draw(st.lists(GROUPS, unique=True, max_size=2)):
@@ -63,6 +64,12 @@ def plans(draw):
         groups.append(Group(name, members, edges=edges))
 
     def action():
+        found = whole_action()
+        return (
+            found if slices == 1 or found.microbatch is None else evolve(found, slice=draw(st.integers(0, slices - 1)))
+        )
+
+    def whole_action():
         kind, stage = draw(st.sampled_from(KINDS)), draw(st.sampled_from(stages))
         microbatch = draw(st.integers(0, microbatches - 1))
         group = draw(st.sampled_from([group.name for group in groups])) if groups else None
@@ -81,7 +88,13 @@ def plans(draw):
 
     rows = [[step() for _ in range(draw(st.integers(0, 4)))] for _ in range(positions)]
     if draw(st.booleans()):  # a whole table, where each stage acts at home
-        computes = [Action(kind, s, m) for kind in KINDS[:2] for m in range(microbatches) for s in stages]
+        computes = [
+            Action(kind, s, m, slice=part if slices > 1 else None)
+            for kind in KINDS[:2]
+            for m in range(microbatches)
+            for part in range(slices)
+            for s in stages
+        ]
         rows = [[a for a in computes if position in placement[a.stage]] for position in range(positions)]
     trained = draw(st.booleans())
     return Plan(
@@ -91,6 +104,7 @@ def plans(draw):
         num_microbatches=microbatches,
         forward_only=() if trained else stages,
         groups=groups,
+        num_slices=slices,
     )
 
 
@@ -102,11 +116,14 @@ def test_every_plan_reads_back_equal_or_raises(write, read, plan):
     try:
         again = read(written)
     except PlanError:
-        # Only a table that lacks a declared stage or microbatch does not read back.
+        # Only a table that lacks a declared stage, microbatch or slice does not read back.
         actions = [action for position in range(plan.num_positions) for action in plan.actions(position)]
-        assert {action.stage for action in actions} != set(range(plan.num_stages)) or {
-            action.microbatch for action in actions if action.microbatch is not None
-        } != set(range(plan.num_microbatches))
+        of_microbatches = [action for action in actions if action.microbatch is not None]
+        assert (
+            {action.stage for action in actions} != set(range(plan.num_stages))
+            or {action.microbatch for action in of_microbatches} != set(range(plan.num_microbatches))
+            or {action.slice or 0 for action in of_microbatches} != set(range(plan.num_slices))
+        )
         return
     assert again == plan
     assert write(again) == written

@@ -35,6 +35,7 @@ from pipegrid.planner import Device, Job, Layers, Module, Network
 from pipegrid.planner.choice import Arrangement, Shape
 from pipegrid.planner.model import CostModel, Part
 from pipegrid.schedules import Costs, Forwarded, PipelineRuntime, Plan, lower, search, simulate, verify
+from pipegrid.schedules.plan import COMPUTES
 from pipegrid.schedules.search import Found
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.tables import text_table
@@ -153,12 +154,13 @@ def cases(*, quick: bool) -> Iterator[Case]:
 
 @frozen
 class Solved:
-    """1F1B and the plan found, both computes alone, at the same costs and the same peak."""
+    """1F1B and the plan found, at the same costs and the same peak; ``step`` and ``gained`` are theirs when lowered."""
 
     case: Case
     base: Plan
     costs: Costs
     step: float
+    gained: float
     busy: float
     found: Found
     seconds: float
@@ -181,13 +183,22 @@ def solve(case: Case, effort: float) -> Solved:
         ahead=AHEAD if case.frozen else None,
         effort=effort,
     )
-    verify(lowered(shape, found.plan, case))
-    return Solved(case, base, costs, simulation.makespan, max(simulation.busy), found, time.process_time() - begin)
+    step, gained = (
+        simulate(verify(lowered(shape, plan, case, costs)).plan, costs).makespan for plan in (base, found.plan)
+    )
+    seconds = time.process_time() - begin
+    return Solved(case, base, costs, step, gained, max(simulation.busy), found, seconds)
 
 
-def lowered(shape: Shape, plan: Plan, case: Case) -> Plan:
-    """The plan with its communication."""
-    return lower(plan, collectives=shape.collectives, ahead=AHEAD if case.frozen else None)
+def lowered(shape: Shape, plan: Plan, case: Case, costs: Costs) -> Plan:
+    """The plan with its communication, placed by the costs."""
+    times = {kind: costs.per_stage(kind.value, plan.num_stages) for kind in COMPUTES}
+    return lower(
+        plan,
+        collectives=shape.collectives,
+        ahead=AHEAD if case.frozen else None,
+        duration=lambda action: times[action.kind][action.stage],
+    )
 
 
 class Sleeper(nn.Module):
@@ -233,7 +244,7 @@ def measure(solved: Solved, plan: Plan, options: argparse.Namespace) -> list[flo
         for stage, places in enumerate(plan.placement)
         if stage in pipe.stages
     }
-    runtime = PipelineRuntime(lowered(shape, plan, solved.case), stages, pipe)
+    runtime = PipelineRuntime(lowered(shape, plan, solved.case, solved.costs), stages, pipe)
     found = []
     for _ in range(options.steps):
         dist.barrier()
@@ -287,10 +298,10 @@ def row(one: Solved) -> tuple[str, ...]:
         str(one.case),
         f"{one.base.num_positions} x {one.base.num_microbatches}",
         f"{one.step:.3f}",
-        f"{found.makespan:.3f}",
-        percent(1 - found.makespan / one.step),
-        percent(found.makespan / one.busy - 1),
-        percent(found.makespan / found.bound - 1),
+        f"{one.gained:.3f}",
+        percent(1 - one.gained / one.step),
+        percent(one.gained / one.busy - 1),
+        percent(one.gained / found.bound - 1),
         found.origin,
         f"{one.seconds:.0f}",
     )
@@ -318,7 +329,7 @@ def main() -> int:
     print(file=sys.stderr)
     headings = ("vision > language", "P x m", "1F1B s", "found s", "gain", "over busy", "over bound", "from", "CPU s")
     print(text_table(headings, [row(one) for one in solved], right=(2, 3, 4, 5, 6, 8)))
-    good = all(one.found.makespan <= one.step for one in solved)
+    good = all(one.gained <= one.step for one in solved)
     if options.ranks:
         rows = []
         for one, base, found in run([one for one in solved if one.base.num_positions <= 5], options):
@@ -329,7 +340,7 @@ def main() -> int:
                     str(one.case),
                     f"{1e3 * scale * one.step:.0f}",
                     f"{1e3 * base:.0f}",
-                    f"{1e3 * scale * one.found.makespan:.0f}",
+                    f"{1e3 * scale * one.gained:.0f}",
                     f"{1e3 * found:.0f}",
                     percent(1 - found / base),
                 )

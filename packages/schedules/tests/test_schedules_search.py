@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -173,6 +174,8 @@ def test_progress_is_told_and_ends_the_search():
     assert [entry.share for entry in seen] == sorted(entry.share for entry in seen)
     assert [entry.best for entry in seen] == sorted((entry.best for entry in seen), reverse=True)
     assert seen[-1].best == found.makespan
+    # No long silence, while orders are improved too.
+    assert max(after.share - before.share for before, after in itertools.pairwise(seen[len(seen) // 2 :])) < 0.1
     stopped = on_a_v(PROFILED, 3, 3, 7, progress=lambda _: True)
     assert not stopped.complete
     verify(lower(stopped.plan))

@@ -112,6 +112,9 @@ UNIT = 20_000_000
 
 MOST = 60_000_000
 
+TOLD = 100
+"""How often progress is told at least, while orders are improved."""
+
 TIMED, SQUEEZED, LISTED, LISTED_GRAPH, STATE = 1, 8, 4000, 60, 20
 """What timing fixed orders, squeezing a pattern, all list schedules of a chain and one of modules cost per operation,
 and a state of `shortest`, all in the time it takes to time one operation."""
@@ -302,24 +305,37 @@ class _Search:
             tries = left // 2 if start is None else left // (2 * (ANNEALED - index))
             if tries < 1:
                 return
-
-            def stop(best: float) -> bool:
-                return clock.stop() or best <= self.bound * (1 + 1e-9)
-
-            value, orders = anneal(
-                self.operable,
-                orders,
-                objective=self.objective,
-                tries=tries,
-                temperature=0.1 * duration,
-                seed=index,
-                stop=stop,
-            )
-            self.spent += tries * TIMED * self.operations
+            value, orders = self._annealed(clock, orders, tries, 0.1 * duration, index)
             origin = origin if origin.endswith("improved") else f"{origin}, improved"
             self._start(value, orders, origin)
             self._offer_orders(orders, origin)
             yield
+
+    def _annealed(
+        self, clock: _Clock, orders: Orders, tries: int, temperature: float, seed: int
+    ) -> tuple[float, Orders]:
+        """`anneal`, which tells of its progress now and then."""
+        before = told = self.spent
+
+        def stop(best: float) -> bool:
+            nonlocal told
+            self.spent += TIMED * self.operations
+            if self.spent - told >= self.budget / TOLD:
+                told = self.spent
+                clock.tell()
+            return clock.stop() or best <= self.bound * (1 + 1e-9)
+
+        found = anneal(
+            self.operable,
+            orders,
+            objective=self.objective,
+            tries=tries,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+        )
+        self.spent = before + tries * TIMED * self.operations
+        return found
 
     def _best_starts(self, count: int) -> list[tuple[float, Orders, str]]:
         ranked = sorted(self.starts.items(), key=lambda entry: entry[1][0])[:count]

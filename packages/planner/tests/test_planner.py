@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,6 +185,15 @@ def test_memory_that_is_called_too_little_is_too_little(frozen):
             assert search._static_bound(arrangement) <= peak
             assert search._floor(shape, microbatch, live) <= peak
             assert search._floor(shape, microbatch, search._live(shape, microbatch, schedule)) <= peak
+
+
+def test_the_hosts_overhead_is_in_every_step():
+    job = small_job(alone=True, schedules=("1f1b",))
+    slow = evolve(job, device=evolve(job.device, overhead=0.01))
+    for choice in plan(slow, gpus=1).choices:
+        quick = next(one for one in plan(job, gpus=1).choices if one.microbatch == choice.microbatch)
+        computes = len(list(choice.plan.actions(0)))
+        assert choice.step == pytest.approx(quick.step + 0.01 * computes)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

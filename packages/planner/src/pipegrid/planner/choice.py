@@ -266,6 +266,7 @@ class Shape:
             I=tuple(i * microbatch for _, i, _ in self.times),
             W=tuple(w * microbatch for _, _, w in self.times),
             latency=self.job.links.latency,
+            overhead=self.job.device.overhead,
             bandwidth=tuple(speeds) or math.inf,
             message=tuple((edge, self.message(edge) * microbatch) for edge in self.wiring.edges) or 0.0,
             activation=tuple(size * microbatch for size in self.activations),

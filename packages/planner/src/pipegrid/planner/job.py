@@ -133,12 +133,16 @@ class Module:
 
 @frozen(field_transformer=_checked)
 class Device:
-    """A GPU: FLOP/s that a layer reaches, memory, what is not the job's own, and the buffers of a communicator."""
+    """A GPU: FLOP/s that a layer reaches, memory, what is not the job's own, and the buffers of a communicator.
+
+    ``overhead``: seconds that each compute of a stage costs its rank's host beside, with the messages around it.
+    """
 
     flops: Seconds
     memory: Bytes | None = None
     reserved: Bytes = 0.0
     communicator: Bytes = 0.0
+    overhead: Amount = 0.0
 
 
 @frozen(field_transformer=_checked)

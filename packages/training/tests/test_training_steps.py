@@ -9,7 +9,6 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -77,8 +76,6 @@ def _prepared(stage, variant, grid, hybrid):
     if "checkpointed" in variant:
         stage.whole.activation_checkpointing_enable({"use_reentrant": False})
     if "compiled" in variant:
-        torch._dynamo.reset()  # it compiles a forward a few times only, then leaves it in eager mode
-        counters.clear()
         whole = {"compiled": "eager", "compiled aot": "aot_eager"}.get(variant)
         compile_layers(stage, compile="whole" if whole else "split", backend=whole or "aot_eager")
     if variant == "frozen":
@@ -123,6 +120,8 @@ def require_gradients(stages, whole, ties):
     assert {each.name for each in ties} <= set(expected)
 
 
+# Dynamo compiles a forward a few times, and then leaves it in eager mode without a word.
+@torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
 def require_a_step(ranks, schedule, variant, dp):
     tp = SPREAD.get(variant, 1)
     pp = ranks.world_size // dp // tp
@@ -189,7 +188,6 @@ def require_a_step(ranks, schedule, variant, dp):
     clipped = clip_grad_norm_(nn.ModuleList(stages), groups, 1e9)
     torch.testing.assert_close(clipped, norm, rtol=1e-10, atol=0.0)
     assert bool(infos) == any(stage.is_last for stage in stages)
-    assert "compiled" not in variant or counters["stats"]["unique_graphs"] > 0
     halves = schedule in ("zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
     whole_at_i = "runs whole at I" in describe_steps(stages)
     assert whole_at_i == (variant == "compiled aot" and halves and any(not stage.is_first for stage in stages))

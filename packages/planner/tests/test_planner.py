@@ -126,6 +126,18 @@ def test_the_best_of_a_small_job_are_those_of_brute_force():
     assert [one.step for one in planned.choices] == pytest.approx(brute_force(job, 4, 80e9)[:10], rel=1e-12)
 
 
+@pytest.mark.parametrize("capacity", [10e9, 11e9, 13e9])
+def test_in_tight_memory_no_choice_of_brute_force_is_faster(capacity):
+    """The search also tries layouts that balance memory, so it may be faster."""
+    job = small_job(decoder=3, encoder=2)
+    fitting = brute_force(job, 4, capacity)
+    assert 0 < len(fitting) < len(brute_force(job, 4, 80e9))
+    planned = plan(job, gpus=4, memory=capacity, limit=10_000)
+    assert planned.complete
+    assert planned.winner.peak <= capacity
+    assert planned.winner.step <= fitting[0] * (1 + 1e-12)
+
+
 jobs = st.builds(
     small_job,
     encoder=st.integers(1, 3),

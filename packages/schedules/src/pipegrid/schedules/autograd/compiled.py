@@ -11,9 +11,10 @@ autograd nodes run the halves::
 In a whole backward the engine runs one after the other; in a split one `partition` leaves ``weights`` to W. What the
 halves share is computed once, at I. Each of the three graphs is compiled by the backend asked for.
 
-The joint graph comes from ``torch._functorch.aot_autograd.aot_export_joint_simple``, the one part of torch without a
-public form here; a test pins it. It takes no region that writes to its inputs, returns a view of one, or has tensor
-subclasses (DTensor) among them; such a region raises `SplitBackwardError` at its first call.
+The joint graph comes from ``torch._functorch.aot_autograd.aot_export_joint_simple``, which has no public form; nor have
+``Tensor._is_view`` and ``StorageWeakRef``, by which outputs that share memory are found. Its tests pin what
+all three do. A region that writes to its inputs, returns a view of one, or has tensor subclasses (DTensor) among them
+has no such joint graph: it raises `SplitBackwardError` at its first call.
 """
 
 from __future__ import annotations

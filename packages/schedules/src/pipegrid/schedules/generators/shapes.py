@@ -66,6 +66,21 @@ class OrderBuilder:
         return bool(self._owed)
 
 
+def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Order:
+    """``warmup`` forwards, then F, I and W in turn, the W always ``delay`` microbatches behind the I."""
+    builder = OrderBuilder(num_microbatches)
+    for _ in range(warmup):
+        builder.f(stage)
+    for microbatch in range(num_microbatches):
+        builder.f(stage)
+        builder.i(stage)
+        if microbatch >= delay:
+            builder.w()
+    while builder.owes:
+        builder.w()
+    return builder.order
+
+
 def chain_plan(
     orders: Iterable[Order], placement: tuple[int, ...], num_microbatches: int, *, forward_only: bool = False
 ) -> Plan:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.looped import interleaved_1f1b
-from pipegrid.schedules.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
+from pipegrid.schedules.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement, split_order
 from pipegrid.schedules.plan import Action, ActionKind, Plan, compute_plan
 from pipegrid.topology.fields import Count, checked_arguments
 
@@ -94,21 +94,11 @@ def seq1f1b_zero_bubble(num_positions: Count, num_microbatches: Count, *, num_sl
         PlanError: a size below 1.
     """
     pieces, last = num_microbatches * num_slices, num_positions - 1
-
-    def order(position: int) -> Order:
-        builder = OrderBuilder(pieces)
-        for _ in range(last - position + num_slices - 1):
-            builder.f(position)
-        for piece in range(pieces):
-            builder.f(position)
-            builder.i(position)
-            if piece >= position:
-                builder.w()
-        while builder.owes:
-            builder.w()
-        return builder.order
-
-    whole = chain_plan(map(order, range(num_positions)), looped_placement(num_positions, num_positions), pieces)
+    orders = [
+        split_order(position, pieces, warmup=last - position + num_slices - 1, delay=position)
+        for position in range(num_positions)
+    ]
+    whole = chain_plan(orders, looped_placement(num_positions, num_positions), pieces)
     return _sliced(whole, num_slices)
 
 

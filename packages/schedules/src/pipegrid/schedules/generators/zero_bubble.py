@@ -7,7 +7,7 @@ which no stage depends, fills the bubbles.
 from __future__ import annotations
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
+from pipegrid.schedules.generators.shapes import chain_plan, looped_placement, split_order
 from pipegrid.schedules.plan import Plan
 from pipegrid.topology.fields import Count, checked_arguments
 
@@ -32,7 +32,7 @@ def zero_bubble_h1(num_positions: Count, num_microbatches: Count) -> Plan:
     """
     last = num_positions - 1
     orders = [
-        _order(position, num_microbatches, warmup=last - position, delay=position) for position in range(last + 1)
+        split_order(position, num_microbatches, warmup=last - position, delay=position) for position in range(last + 1)
     ]
     return chain_plan(orders, looped_placement(num_positions, num_positions), num_microbatches)
 
@@ -56,21 +56,6 @@ def zero_bubble_h2(num_positions: Count, num_microbatches: Count) -> Plan:
     """
     last = num_positions - 1
     orders = [  # the warmup lasts until the first gradient comes
-        _order(p, num_microbatches, warmup=2 * (last - p), delay=2 * p) for p in range(num_positions)
+        split_order(p, num_microbatches, warmup=2 * (last - p), delay=2 * p) for p in range(num_positions)
     ]
     return chain_plan(orders, looped_placement(num_positions, num_positions), num_microbatches)
-
-
-def _order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Order:
-    """``warmup`` forwards, then F, I and W in turn, the W always ``delay`` microbatches behind the I."""
-    builder = OrderBuilder(num_microbatches)
-    for _ in range(warmup):
-        builder.f(stage)
-    for microbatch in range(num_microbatches):
-        builder.f(stage)
-        builder.i(stage)
-        if microbatch >= delay:
-            builder.w()
-    while builder.owes:
-        builder.w()
-    return builder.order

@@ -50,7 +50,7 @@ class Stage(Protocol):
 class SlicedStage(Protocol):
     """The computation of one stage, slice by slice of each microbatch, in the order of the sequence.
 
-    With a method ``resume(part)``, the stage is told of the slice whose backward comes next, which may recompute.
+    An optional method ``resume(part)`` is called before the backward of a slice, which may recompute its forward.
     """
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Payload], part: Slice, /) -> Forwarded:

@@ -33,6 +33,13 @@ class Timing(NamedTuple):
     worst: int
 
 
+def timing_of(objective: Objective, starts: Sequence[float], ends: Sequence[float], end: list[float]) -> Timing:
+    """The `Timing` of positions that start and end at these times, with the end of each operation."""
+    times = [last - first for first, last in zip(starts, ends, strict=True)] if objective == "span" else ends
+    worst = max(range(len(times)), key=times.__getitem__)
+    return Timing(times[worst], end, worst)
+
+
 @frozen
 class Chain:
     """A chain whose stages lie on one position each, as numbers per pass.
@@ -167,11 +174,8 @@ class Chain:
             done[position], clock[position] = index, now
         if any(index < len(order) for index, order in zip(done, orders, strict=True)):
             return None
-        if objective == "span":
-            starts = [end[order[0]] - duration[order[0] // count] if order else 0.0 for order in orders]
-            clock = [now - start for now, start in zip(clock, starts, strict=True)]
-        worst = max(range(len(clock)), key=clock.__getitem__)
-        return Timing(clock[worst], end, worst)
+        starts = [end[order[0]] - duration[order[0] // count] if order else 0.0 for order in orders]
+        return timing_of(objective, starts, clock, end)
 
     def orders_of(self, plan: Plan) -> Orders:
         """The operations of ``plan``, a ``B`` as its two halves."""

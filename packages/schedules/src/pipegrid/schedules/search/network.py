@@ -16,7 +16,7 @@ from typing import NamedTuple
 from attrs import field, frozen
 
 from pipegrid.schedules.plan import ActionKind, Plan
-from pipegrid.schedules.search.chain import Objective, Orders, Timing, least_halves
+from pipegrid.schedules.search.chain import Objective, Orders, Timing, least_halves, timing_of
 from pipegrid.schedules.search.list_scheduler import SLACK, Problem
 
 _F, _I, _W = ActionKind.F, ActionKind.I, ActionKind.W
@@ -146,11 +146,8 @@ class Network:
             done[position], clock[position] = index, now
         if any(index < len(order) for index, order in zip(done, orders, strict=True)):
             return None
-        if objective == "span":
-            starts = [end[order[0]] - duration[order[0] // count] if order else 0.0 for order in orders]
-            clock = [now - start for now, start in zip(clock, starts, strict=True)]
-        worst = max(range(len(clock)), key=clock.__getitem__)
-        return Timing(clock[worst], end, worst)
+        starts = [end[order[0]] - duration[order[0] // count] if order else 0.0 for order in orders]
+        return timing_of(objective, starts, clock, end)
 
     def orders_of(self, plan: Plan) -> Orders:
         """The operations of ``plan``, a ``B`` as its two halves."""

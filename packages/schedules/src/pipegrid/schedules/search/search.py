@@ -113,7 +113,7 @@ UNIT = 20_000_000
 MOST = 60_000_000
 
 TOLD = 100
-"""How often progress is told at least, while orders are improved."""
+"""The least number of progress reports while orders are improved."""
 
 TIMED, SQUEEZED, LISTED, LISTED_GRAPH, STATE = 1, 8, 4000, 60, 20
 """What timing fixed orders, squeezing a pattern, all list schedules of a chain and one of modules cost per operation,

@@ -55,7 +55,7 @@ class Neighbours:
         return self._gone.wait(seconds)
 
     def close(self, *, failure: str = "") -> None:
-        """Leave the ring, in good order or by a ``failure``, which the rank before this one is told."""
+        """Leave the ring; a ``failure`` is sent to the rank before this one, where it ends the wait."""
         if not self._groups:
             return
         self._leaving = True

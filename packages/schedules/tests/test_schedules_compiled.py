@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo
+import torch._functorch.aot_autograd
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing import reductions
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.schedules import PipelineError, PipelineRuntime, lower, zero_bubble_v
@@ -221,6 +223,18 @@ def test_a_region_that_cannot_be_split_is_one_line(kind, reason):
     with pytest.raises(SplitBackwardError, match=text) as raised:
         block(torch.ones(2, WIDTH, requires_grad=True))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch._functorch.aot_autograd, "aot_export_joint_simple"), (reductions, "StorageWeakRef")],
+)
+def test_a_torch_without_joint_graphs_is_one_error_before_anything_runs(monkeypatch, owner, name):
+    monkeypatch.delattr(owner, name)
+    block = Block()
+    with pytest.raises(SplitBackwardError, match=rf'has no torch\.\S+\.{name}, by which compile="split" cuts'):
+        compile_split(block)
+    assert block(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
 
 @pytest.mark.nightly

@@ -6,10 +6,12 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
 from pipegrid.schedules.autograd.engine import run_backward
+from pipegrid.schedules.autograd.joint_graph import forward_and_backward, is_view, joint_graph, storage_key
 
 
 def product(rows=3, width=4):
@@ -185,6 +187,43 @@ def test_a_custom_function_always_computes_all_its_gradients():
     output.grad_fn.register_hook(lambda grad_inputs, grad_outputs: seen.append(grad_inputs))
     torch.autograd.grad([output], [x], [torch.ones(2)])
     assert [grad.tolist() for grad in seen[0]] == [[1, 1], [1, 1]]
+
+
+def test_a_joint_graph_gives_outputs_and_a_gradient_for_each_example_and_can_be_cut_between_them():
+    x, weight, expected, _ = product()
+    mask = torch.ones_like(expected)
+    region = torch.fx.symbolic_trace(lambda x, mask, weight: ((x @ weight).tanh(), mask * 2))
+    joint = joint_graph(region, (x, mask, weight))
+    tangent = torch.randn_like(expected)
+    (output, doubled_mask), (of_x, of_mask, of_weight) = joint([x, mask, weight], [tangent])
+    torch.testing.assert_close((output, doubled_mask), (expected, mask * 2))
+    torch.testing.assert_close((of_x, of_weight), torch.autograd.grad(expected, (x, weight), tangent))
+    assert of_mask is None
+    forward, backward = forward_and_backward(joint, (x, mask, weight), outputs=2)
+    made = forward(x, mask, weight)
+    kept = dict(zip([node.name for node in _outputs(forward)], made, strict=True))
+    saved = [kept[node.name] for node in _inputs(backward)[:-1]]
+    torch.testing.assert_close(tuple(made[:2]), (output, doubled_mask))
+    torch.testing.assert_close(tuple(backward(*saved, tangent)), (of_x, None, of_weight))
+
+
+def _inputs(graph):
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _outputs(graph):
+    return next(node for node in graph.graph.nodes if node.op == "output").args[0]
+
+
+def test_fake_tensors_over_one_memory_are_known_and_a_copy_is_no_view():
+    with FakeTensorMode():
+        whole = torch.ones(3, 4)
+        parts = [whole.view(-1), whole[1:]]
+        others = [whole.clone(), torch.ones(3, 4), whole + 1]
+    assert {storage_key(part) for part in parts} == {storage_key(whole)}
+    assert storage_key(whole) not in {storage_key(other) for other in others}
+    assert all(map(is_view, parts))
+    assert not any(map(is_view, [whole, *others]))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")

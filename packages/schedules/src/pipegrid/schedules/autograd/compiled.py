@@ -11,10 +11,8 @@ autograd nodes run the halves::
 In a whole backward the engine runs one after the other; in a split one `partition` leaves ``weights`` to W. What the
 halves share is computed once, at I. Each of the three graphs is compiled by the backend asked for.
 
-The joint graph comes from ``torch._functorch.aot_autograd.aot_export_joint_simple``, which has no public form; nor have
-``Tensor._is_view`` and ``StorageWeakRef``, by which outputs that share memory are found. Its tests pin what
-all three do. A region that writes to its inputs, returns a view of one, or has tensor subclasses (DTensor) among them
-has no such joint graph: it raises `SplitBackwardError` at its first call.
+A region that writes to its inputs, returns a view of one, or has tensor subclasses (DTensor) among them has no such
+joint graph: it raises `SplitBackwardError` at its first call.
 """
 
 from __future__ import annotations
@@ -26,8 +24,14 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipegrid.schedules.autograd.joint_graph import (
+    forward_and_backward,
+    is_view,
+    joint_graph,
+    require_joint_graphs,
+    storage_key,
+)
 from pipegrid.schedules.autograd.unsplittable import SplitBackwardError
 
 GraphFunction = Callable[..., Sequence[Any]]
@@ -42,7 +46,11 @@ def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool
         module: a layer, before its first forward.
         backend: of `torch.compile`; it compiles the forward and both halves of the backward.
         dynamic: as of `torch.compile`; False compiles once for each shape.
+
+    Raises:
+        SplitBackwardError: this torch has no joint graphs (see `joint_graph`).
     """
+    require_joint_graphs()
     module.compile(backend=SplitBackend(type(module).__name__, backend), dynamic=dynamic)
 
 
@@ -133,14 +141,10 @@ class _Call:
 def _split(
     graph: fx.GraphModule, examples: Sequence[Any], compiled: Callable[[fx.GraphModule], GraphFunction]
 ) -> Callable[..., Any]:
-    from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
-    from torch._functorch.aot_autograd import aot_export_joint_simple
-
     _copy_views(graph)
     outputs = _outputs_of(graph)
     differentiable = tuple(index for index, node in enumerate(outputs) if _has_gradient(node))
-    joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True)
-    forward, backward = min_cut_rematerialization_partition(joint, examples, num_fwd_outputs=len(outputs))
+    forward, backward = forward_and_backward(joint_graph(graph, examples), examples, outputs=len(outputs))
     found = [node for node in backward.graph.nodes if node.op == "placeholder"]
     saved = [node.name for node in _outputs_of(forward)[len(outputs) :]]
     tangents = found[len(saved) :]
@@ -303,7 +307,7 @@ def _copy_views(module: fx.GraphModule) -> None:
     given = {_storage_of(node) for node in module.graph.nodes if node.op == "placeholder"}
     for node in dict.fromkeys(each for each in _outputs_of(module) if isinstance(each, fx.Node)):
         value = _value_of(node)
-        if isinstance(value, Tensor) and value._is_view() and _storage_of(node) not in given:  # noqa: SLF001
+        if isinstance(value, Tensor) and is_view(value) and _storage_of(node) not in given:
             (end,) = (user for user in module.graph.nodes if user.op == "output")
             with module.graph.inserting_before(end):
                 copy = module.graph.call_function(torch.clone, (node,))
@@ -314,7 +318,7 @@ def _copy_views(module: fx.GraphModule) -> None:
 
 def _storage_of(node: fx.Node) -> Any:
     value = _value_of(node)
-    return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node  # type: ignore[no-untyped-call]
+    return storage_key(value) if isinstance(value, Tensor) else node
 
 
 def _value_of(node: fx.Node) -> Any:

@@ -29,8 +29,9 @@ def compile_layers(
         dynamic: as of `torch.compile`; False compiles once for each shape.
 
     Raises:
-        CutError: another value of ``compile``. A region that cannot be split is a `SplitBackwardError` of its first
-            forward.
+        CutError: another value of ``compile``.
+        SplitBackwardError: this torch has no joint graphs (see `compile_split`). A region that cannot be split raises
+            one in its first forward.
     """
     if checked(compile, Compile, "compile", CutError) == "whole":
         for name in stage.layers:

@@ -28,13 +28,13 @@ PUBLIC = [
     "VTPCommunicator",
     "VTPTopology",
     "Whole",
-    "axis_names",
-    "boundary_side",
-    "check_plan",
     "plan_reshard",
 ]
 # Imported from the package as well; outside of __all__.
 FURTHER = [
+    "axis_names",
+    "boundary_side",
+    "check_plan",
     "Side",
     "positions_of",
     "Box",

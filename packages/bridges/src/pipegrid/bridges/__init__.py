@@ -44,9 +44,9 @@ from pipegrid.bridges.reshard import (
     Sharded,
     Side as Side,
     Sizes,
-    axis_names,
-    boundary_side,
-    check_plan,
+    axis_names as axis_names,
+    boundary_side as boundary_side,
+    check_plan as check_plan,
     plan_reshard,
     routes as routes,
 )
@@ -80,9 +80,6 @@ __all__ = [
     "VTPCommunicator",
     "VTPTopology",
     "Whole",
-    "axis_names",
-    "boundary_side",
-    "check_plan",
     "plan_reshard",
 ]
 

@@ -28,8 +28,8 @@ from pipegrid.schedules.generators import (
     one_f_one_b,
     schedule_for,
     seq1f1b,
-    seq1f1b_interleaved,
-    seq1f1b_zero_bubble,
+    seq1f1b_interleaved as seq1f1b_interleaved,
+    seq1f1b_zero_bubble as seq1f1b_zero_bubble,
     stage_places,
     u_shape,
     u_shape_counts as u_shape_counts,
@@ -40,21 +40,21 @@ from pipegrid.schedules.generators import (
     zero_bubble_v,
 )
 from pipegrid.schedules.gradients import LossScale
-from pipegrid.schedules.lowering import lower, with_reduce
+from pipegrid.schedules.lowering import lower, with_reduce as with_reduce
 from pipegrid.schedules.offloading import offload
 from pipegrid.schedules.megatron import PipelineConfig, step_plan
 from pipegrid.schedules.monitor import JobFailedError, Monitor
 from pipegrid.schedules.plan import (
     Action,
-    ActionKind,
+    ActionKind as ActionKind,
     Group as Group,
     Plan,
     chain,
     compute_plan as compute_plan,
-    from_csv,
+    from_csv as from_csv,
     from_json,
     from_text,
-    to_csv,
+    to_csv as to_csv,
     to_json,
     to_text,
 )
@@ -63,9 +63,9 @@ from pipegrid.schedules.simulate import (
     Costs,
     CostsError as CostsError,
     Simulation as Simulation,
-    balanced_slices,
+    balanced_slices as balanced_slices,
     simulate,
-    slice_times,
+    slice_times as slice_times,
 )
 from pipegrid.schedules.timeline import (
     Recorder,
@@ -113,7 +113,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEDULES",
     "Action",
-    "ActionKind",
     "Costs",
     "Forwarded",
     "JobFailedError",
@@ -128,7 +127,6 @@ __all__ = [
     "Recorder",
     "accumulate_in_main_grad",
     "ascii_timeline",
-    "balanced_slices",
     "chain",
     "clip_grad_norm_",
     "compare",
@@ -137,7 +135,6 @@ __all__ = [
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "forward_only",
-    "from_csv",
     "from_json",
     "from_text",
     "get_forward_backward_func",
@@ -155,22 +152,17 @@ __all__ = [
     "schedule_for",
     "search",
     "seq1f1b",
-    "seq1f1b_interleaved",
-    "seq1f1b_zero_bubble",
     "simulate",
-    "slice_times",
     "stage_places",
     "step_plan",
     "tie_parameters",
     "timeline",
-    "to_csv",
     "to_json",
     "to_text",
     "u_shape",
     "v_half",
     "v_min",
     "verify",
-    "with_reduce",
     "write_perfetto",
     "write_svg",
     "zero_bubble_h1",

@@ -1,4 +1,7 @@
-"""Pytest plugin: run a test on N ranks, with faults, on one machine."""
+"""Pytest plugin: run a test on N ranks, with faults, on one machine.
+
+Errors outside ``__all__`` are imported from here as well.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipegrid.testing.faults import Fault, FaultError, InjectedFault
-    from pipegrid.testing.pool import PoolError
+    from pipegrid.testing.faults import Fault, FaultError as FaultError, InjectedFault
+    from pipegrid.testing.pool import PoolError as PoolError
     from pipegrid.testing.ranks import Ranks
 
-__all__ = ["Fault", "FaultError", "InjectedFault", "PoolError", "Ranks"]
+__all__ = ["Fault", "InjectedFault", "Ranks"]
 
 _HOMES = {
     "Fault": "faults",

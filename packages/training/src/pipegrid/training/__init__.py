@@ -1,4 +1,7 @@
-"""Train existing models as one pipeline: what a training script needs above plans, lanes and step functions."""
+"""Train existing models as one pipeline: what a training script needs above plans, lanes and step functions.
+
+Names outside ``__all__`` (rarer errors, the results of some functions) are imported from here as well.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,41 @@ from pipegrid.topology.lazy import lazy_names
 from pipegrid.training.errors import (
     CheckpointError,
     CheckpointMismatchError,
-    CorruptCheckpointError,
-    CutError,
-    GenerationError,
-    SpreadError,
+    CorruptCheckpointError as CorruptCheckpointError,
+    CutError as CutError,
+    GenerationError as GenerationError,
+    SpreadError as SpreadError,
 )
 
 if TYPE_CHECKING:
     from pipegrid.training.checkpoint import (
         Checkpoints,
-        LoadedCheckpoint,
+        LoadedCheckpoint as LoadedCheckpoint,
         TrainingState,
         export_safetensors,
         load_safetensors,
         whole_names,
     )
     from pipegrid.training.generation import Sampling, generate
-    from pipegrid.training.ragged import Spread, spread
-    from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, Attempt, RestartError, attempt_store, stop_restarts
-    from pipegrid.training.stages import DropoutMasks, Names, Stage, Tie, compile_layers, cut, tie, ties_of
+    from pipegrid.training.ragged import Spread as Spread, spread
+    from pipegrid.training.restart import (
+        NO_PROGRESS,
+        PREEMPTED,
+        Attempt,
+        RestartError,
+        attempt_store,
+        stop_restarts as stop_restarts,
+    )
+    from pipegrid.training.stages import (
+        DropoutMasks,
+        Names,
+        Stage,
+        Tie as Tie,
+        compile_layers,
+        cut,
+        tie,
+        ties_of as ties_of,
+    )
 
 __all__ = [
     "NO_PROGRESS",
@@ -35,18 +54,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatchError",
     "Checkpoints",
-    "CorruptCheckpointError",
-    "CutError",
     "DropoutMasks",
-    "GenerationError",
-    "LoadedCheckpoint",
     "Names",
     "RestartError",
     "Sampling",
-    "Spread",
-    "SpreadError",
     "Stage",
-    "Tie",
     "TrainingState",
     "attempt_store",
     "compile_layers",
@@ -55,9 +67,7 @@ __all__ = [
     "generate",
     "load_safetensors",
     "spread",
-    "stop_restarts",
     "tie",
-    "ties_of",
     "whole_names",
 ]
 

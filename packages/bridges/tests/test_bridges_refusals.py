@@ -180,7 +180,6 @@ of_module = used(MultiModulePipelineCommunicator, module_to_grid_map={"a": ONE},
 REFUSED = [
     ("box", made(Box, shape=(2, 2)), "start", [*NO_INTEGERS, (0,), (0, -1)], TilingError),
     ("box", made(Box, start=(0, 0)), "shape", [*NO_INTEGERS, (1,), (0, -1)], TilingError),
-    ("box", Box.from_spans, "spans", [[(2, 1)], [(-1, 1)]], TilingError),
     ("box", made(BOX.narrow, start=0, stop=1), "axis", [*NO_COUNT, 2], TilingError),
     ("box", made(BOX.narrow, axis=0, stop=1), "start", [*NO_COUNT, 2], TilingError),
     ("box", made(BOX.narrow, axis=0, start=0), "stop", [*NO_COUNT, 3], TilingError),

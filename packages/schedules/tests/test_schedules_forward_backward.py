@@ -132,7 +132,7 @@ def run(case: Case, network, memory_communicator, in_threads, **options):
             communicator = memory_communicator(network, case.graph.num_stages, stage)
             step = partial(chain_step, loss_func=LOSSES[case.loss])
         else:
-            communicator = memory_communicator(network, case.graph.longest_path, 0, case.graph, (stage,))
+            communicator = memory_communicator(network, max(case.graph.distance_to_sink) + 1, 0, case.graph, (stage,))
             outgoing = any(edge.source == stage for edge in case.graph.stage_edges)
             module = case.graph.module_of(stage)[0] if outgoing else None
             step = partial(graph_step, loss_func=LOSSES[case.loss], module=module)

@@ -291,7 +291,7 @@ def test_a_shallow_branch_warms_up_by_its_distance_to_the_sink():
     first_backward = [[action.kind for action in steps].index(ActionKind.B) - 1 for steps in plan.positions]
     assert first_backward == list(graph.distance_to_sink) == [3, 2, 2, 1, 0]
     # No stall: as long as the longest path alone.
-    assert times(plan)[0] == times(one_f_one_b(graph.longest_path, 8))[0]
+    assert times(plan)[0] == times(one_f_one_b(max(graph.distance_to_sink) + 1, 8))[0]
 
 
 def test_colocated_modules_are_done_by_date_on_one_position():

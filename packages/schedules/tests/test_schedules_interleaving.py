@@ -12,9 +12,10 @@ from torch import nn
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import interleaved_1f1b
-from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving, interleaved_plan
+from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
+from pipegrid.schedules.megatron.place import interleaved_proof
 from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
 from pipegrid.schedules.megatron.step import StepArgumentError
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
@@ -357,5 +358,6 @@ def test_an_extra_warmup_is_a_number_of_forwards(bad):
         interleaved_1f1b(2, 4, extra_warmup=bad)
 
 
-def test_a_plan_is_made_once():
-    assert interleaved_plan(2, 2, 4, 2) is interleaved_plan(2, 2, 4, 2)
+def test_a_plan_is_made_and_proved_once():
+    shape = (2, 2, 4, 2, "late", (), 0)
+    assert interleaved_proof(*shape) is interleaved_proof(*shape)

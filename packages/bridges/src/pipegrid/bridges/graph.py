@@ -195,8 +195,3 @@ class ModuleGraph:
         for edge in sorted(self.stage_edges, key=lambda edge: -edge.source):
             distance[edge.source] = max(distance[edge.source], distance[edge.destination] + 1)
         return tuple(distance)
-
-    @property
-    def longest_path(self) -> int:
-        """Stages on the longest path through the graph."""
-        return max(self.distance_to_sink) + 1

@@ -104,7 +104,7 @@ class MultiModulePipelineCommunicator:
         self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
         for name, ndim in self.module_output_ndim.items():
             axis_names(ndim, self._mapping(as_integer(ndim, f"module_output_ndim of {name!r}", least=1)))
-        self.rank = self.current_rank = dist.get_rank()
+        self.rank = dist.get_rank()
         given = self._named(stage_placement, "stage_placement")
         self.stage_placement = {
             name: as_integers(given.get(name, range(dim_size(grid, "pp"))), f"stage_placement of {name!r}")

@@ -43,12 +43,6 @@ class Box:
         if any(value < 0 for value in self.start + self.shape):
             raise TilingError(f"a box lies at non-negative indices, got start={self.start}, shape={self.shape}")
 
-    @classmethod
-    def from_spans(cls, spans: Sequence[Span]) -> Box:
-        """The box with the range ``(start, stop)`` in each axis."""
-        pairs = [tuple(span) for span in spans]
-        return cls(start=tuple(a for a, _ in pairs), shape=tuple(b - a for a, b in pairs))
-
     @cached_property
     def numel(self) -> int:
         """Elements in the box."""

@@ -12,7 +12,7 @@ from pipegrid.schedules.megatron.counts import (
     get_schedule_table,
     get_tensor_shapes,
 )
-from pipegrid.schedules.megatron.place import Place, interleaved_plan, place_of, step_plan
+from pipegrid.schedules.megatron.place import Place, place_of, step_plan
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ __all__ = [
     "get_pp_rank_microbatches",
     "get_schedule_table",
     "get_tensor_shapes",
-    "interleaved_plan",
     "place_of",
     "set_current_microbatch",
     "step_plan",

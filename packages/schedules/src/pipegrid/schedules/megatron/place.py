@@ -242,24 +242,6 @@ def _window(sharding: Sharding) -> int | None:
     return None if sharding is None else sharding[1] + 1
 
 
-def interleaved_plan(
-    num_ranks: int,
-    num_chunks: int,
-    num_microbatches: int,
-    group_size: int,
-    receives: Receives = "late",
-    tied: Ties = (),
-    extra_warmup: int = 0,
-    shard: Shard | None = None,
-    prefetch: int = 1,
-) -> Plan:
-    """The verified plan of the interleaved step function, cached. Pure."""
-    sharding = sharding_key(shard, prefetch)
-    return interleaved_proof(
-        num_ranks, num_chunks, num_microbatches, group_size, receives, tied, extra_warmup, sharding
-    ).plan
-
-
 @lru_cache(maxsize=64)
 def interleaved_proof(
     num_ranks: int,
@@ -271,7 +253,7 @@ def interleaved_proof(
     extra_warmup: int,
     sharding: Sharding = None,
 ) -> Proof:
-    """The proof of `interleaved_plan`."""
+    """The proof of the plan of the interleaved step function, cached. Pure."""
     computes = interleaved_1f1b(
         num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
     )

@@ -21,6 +21,7 @@ NAMES = {
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "sequence_slices",
     "spread",
     "tie",
     "whole_names",

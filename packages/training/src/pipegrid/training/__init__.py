@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Tie as Tie,
         compile_layers,
         cut,
+        sequence_slices,
         tie,
         ties_of as ties_of,
     )
@@ -66,6 +67,7 @@ __all__ = [
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "sequence_slices",
     "spread",
     "tie",
     "whole_names",
@@ -76,7 +78,7 @@ _LAZY = {
     "generation": "Sampling generate",
     "ragged": "Spread spread",
     "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
-    "stages": "DropoutMasks Names Stage Tie compile_layers cut tie ties_of",
+    "stages": "DropoutMasks Names Stage Tie compile_layers cut sequence_slices tie ties_of",
 }
 
 __getattr__, __dir__ = lazy_names(

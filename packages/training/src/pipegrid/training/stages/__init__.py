@@ -4,6 +4,7 @@ from pipegrid.training.stages.assignment import Assignment, Tie, assign
 from pipegrid.training.stages.compile import compile_layers
 from pipegrid.training.stages.dropout import DropoutMasks
 from pipegrid.training.stages.names import Names, find_names
+from pipegrid.training.stages.slices import sequence_slices
 from pipegrid.training.stages.stage import Stage, cut
 from pipegrid.training.stages.ties import tie, ties_of
 
@@ -17,6 +18,7 @@ __all__ = [
     "compile_layers",
     "cut",
     "find_names",
+    "sequence_slices",
     "tie",
     "ties_of",
 ]

@@ -84,6 +84,8 @@ class _Forwards:
         del args
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._states.append((torch.get_rng_state(), torch.cuda.get_rng_state() if on_cuda else None))
+        if getattr(model, "current_slice", None) is not None:
+            raise CutError("DropoutMasks draws the masks of whole microbatches; leave it out where slices run")
         microbatch = model.current_microbatch if isinstance(model, Stage) else self._masks.microbatch
         torch.manual_seed(self._masks.base(microbatch))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -16,8 +17,12 @@ from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assi
 from pipegrid.training.stages.build import build
 from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.shell import shell_of
+from pipegrid.training.stages.slices import forward_of_slice, require_slices
 from pipegrid.training.stages.stubs import Leave, Run, first_tensor
 from pipegrid.training.stages.tree import adopt
+
+if TYPE_CHECKING:
+    from pipegrid.schedules import Slice
 
 _DATA = ("input_ids", "pixel_values", "input_features")
 """Inputs of a Hugging Face model that its embedding reads; later stages get hidden states in their place."""
@@ -145,6 +150,7 @@ class Stage(nn.Module):
         received: what arrived for the running microbatch: a payload, or payloads by source module.
         memories: while tokens are generated, what the stage remembers of each microbatch.
         current_microbatch: its number, set by the step functions.
+        current_slice: the slice of it, set by the step functions of a schedule with slices.
     """
 
     whole: nn.Module
@@ -169,6 +175,7 @@ class Stage(nn.Module):
         self.received: Any = None
         self.memories: Sequence[Any] | None = None
         self.current_microbatch = 0
+        self.current_slice: Slice | None = None
         self._output, self.assignment = output, assignment
         self._flow = _Flow.of(whole, assignment, number)
         self._carry = _carried_names(carry, whole, self._flow.accepted)
@@ -235,7 +242,20 @@ class Stage(nn.Module):
         if self.memories is not None:
             kwargs = self._remembered(received, {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs})
             args = ()
-        result = self._flow.run(self._run, received, args, kwargs)
+        part = self.current_slice
+        if part is None or self._slices_itself:
+            result = self._flow.run(self._run, received, args, kwargs)
+        else:
+            kwargs = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}
+            result = forward_of_slice(
+                self.whole,
+                self.assignment,
+                self.number,
+                part,
+                self._tokens(received, kwargs),
+                kwargs,
+                lambda given: self._flow.run(self._run, received, (), given),
+            )
         if self.is_last and self._output is not None:
             result = self._output(result)
         elif self.is_last:
@@ -247,11 +267,23 @@ class Stage(nn.Module):
     def _remembered(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a forward, with what the stage remembers of the microbatch."""
         assert self.memories is not None
-        hidden = kwargs.get("inputs_embeds") if received is None else first_tensor(received)
-        tokens = kwargs["input_ids"] if hidden is None else hidden
+        tokens = self._tokens(received, kwargs)
         batch, length = tokens.shape[:2]
         inputs = self.memories[self.current_microbatch].inputs(kwargs, batch, length, tokens.device)
         return {name: value for name, value in inputs.items() if name in self._flow.accepted}
+
+    def _tokens(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """What has the batch and the tokens of a forward as its first two axes: hidden states or ids."""
+        hidden = kwargs.get("inputs_embeds") if received is None else first_tensor(received)
+        return kwargs["input_ids"] if hidden is None else hidden
+
+    @cached_property
+    def _slices_itself(self) -> bool:
+        """Whether attention modules of the model read the slice, rather than the cache of a Hugging Face model."""
+        if any(hasattr(module, "current_slice") for module in self.modules() if module is not self):
+            return True
+        require_slices(self, self._flow.accepted, getattr(self.whole, "config", None))
+        return False
 
 
 def _carried_names(carry: Sequence[str], whole: nn.Module, accepted: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,273 @@
+"""Hugging Face models over slices of a sequence (Seq1F1B): loss and gradients of whole sequences in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch import nn
+from torch.nn import functional as F
+
+from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func, stage_places
+from pipegrid.schedules.runtime import PipelineError
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
+from pipegrid.transport import P2PCommunicator
+
+from .training_models import MAKERS, WORDS, batch_of, llama
+
+LENGTHS = (3, 1, 3)
+FAMILIES = ("llama", "llama tied", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt")
+
+
+def rank_setup(ranks, make, schedule, lengths, **options):
+    """This rank's stages under a step function of ``schedule``; a function that runs one step on batches."""
+    places = stage_places(schedule, ranks.world_size)
+    grid = HyperCommGrid([1, ranks.world_size], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    groups = ProcessGroupCollection.from_grid(grid)
+    numbers = [stage for stage, where in enumerate(places) if where == ranks.rank]
+    layout = "Et|t*3L" if len(places) == 2 else "Et|t|t|tL"
+    torch.manual_seed(3)
+    stages = [stage.double() for stage in cut(make, layout, numbers)]
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64,
+        variable_seq_lengths=True,
+        tied_parameters=tie(stages[0].ties, stages, grid, placement=places),
+        **options,
+    )
+    for stage in stages:
+        stage.config = config
+    communicator = P2PCommunicator(groups.pp, config, placement=places)
+    step = get_forward_backward_func(schedule=schedule, num_slices=len(lengths))
+
+    def run(batches, forward_step, **arguments):
+        return step(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in stages] if len(stages) > 1 else iter(batches),
+            model=stages if len(stages) > 1 else stages[0],
+            num_microbatches=len(batches) // len(lengths),
+            p2p_communicator=communicator,
+            pg_collection=groups,
+            **arguments,
+        )
+
+    return stages, run
+
+
+def own_loss(batches, stage):
+    """The sum over labels in float64; the loss of transformers is in float32."""
+    batch = dict(next(batches))
+    labels, count = batch.pop("shift_labels"), batch.pop("num_items_in_batch")
+
+    def loss_func(output):
+        loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return loss / count, loss.item() / int(count)
+
+    return stage(**batch), loss_func
+
+
+def model_loss(batches, stage):
+    return stage(**next(batches)), lambda output: (output.loss, output.loss.item())
+
+
+def whole_model(make, batches, loss_of):
+    torch.manual_seed(3)
+    whole = make().double()
+    losses = []
+    for batch in batches:
+        loss = loss_of(whole, batch) / len(batches)
+        loss.backward()
+        losses.append(loss.item() * len(batches))
+    return whole, losses
+
+
+def exact(whole, batch):
+    batch = dict(batch)
+    labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    logits = whole(**batch).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def require_gradients(stages, whole, error=1e-10):
+    """Of every parameter on this rank those of one process; a small gradient is held to a part of the mean norm."""
+    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    floor = 1e-3 * torch.stack([gradient.norm() for gradient in expected.values()]).norm() / len(expected) ** 0.5
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            difference = (parameter.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), floor)
+            assert difference < error, (name, difference.item())
+
+
+def require_a_family(ranks, name, schedule, *, checkpointed=False):
+    make = MAKERS[name]
+    stages, run = rank_setup(ranks, make, schedule, LENGTHS)
+    runs = []
+    if checkpointed:
+        for stage in stages:
+            stage.whole.activation_checkpointing_enable({"use_reentrant": False})
+            for layer in map(stage.get_submodule, stage.layers):
+                first = next(module for module in layer.modules() if not list(module.children()))
+                first.register_forward_pre_hook(lambda *_: runs.append(1))
+    batches = [batch_of(name, seed=seed) for seed in range(3)]
+    whole, losses = whole_model(make, batches, exact)
+    slices = [part for batch in batches for part in sequence_slices(batch, LENGTHS)]
+    infos = run(slices, own_loss)
+    require_gradients(stages, whole, 1e-6 if "gemma" in name else 1e-10)  # Gemma's norms are in float32
+    if stages[-1].is_last:
+        parts = torch.tensor(infos).view(3, len(LENGTHS)).sum(1)
+        torch.testing.assert_close(parts, torch.tensor(losses), rtol=1e-6, atol=0.0)
+    if checkpointed:
+        assert len(runs) == 2 * len(slices) * sum(len(stage.layers) for stage in stages)
+    assert all(stage.current_slice is None for stage in stages)
+
+
+@pytest.mark.ranks(2)
+def test_families_in_slices_have_the_gradients_of_whole_sequences(ranks):
+    """Full and sliding attention, rotary and learned positions, padded texts."""
+    for name in ("llama tied", "gemma3", "gpt2"):
+        require_a_family(ranks, name, "seq1f1b")
+
+
+@pytest.mark.ranks(2)
+def test_checkpointed_layers_in_slices(ranks):
+    require_a_family(ranks, "llama", "seq1f1b_interleaved", checkpointed=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["seq1f1b", "seq1f1b_interleaved", "seq1f1b_zero_bubble"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_in_slices_under_every_schedule(ranks, name, schedule):
+    require_a_family(ranks, name, schedule)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_in_slices_with_checkpointed_layers(ranks, name):
+    if name == "gpt2":  # its model gives checkpointed layers no cache
+        with pytest.raises(PipelineError, match=r"transformer\.h\.\d has not read the keys and values"):
+            require_a_family(ranks, name, "seq1f1b", checkpointed=True)
+    else:
+        require_a_family(ranks, name, "seq1f1b", checkpointed=True)
+
+
+@pytest.mark.ranks(2)
+def test_the_loss_of_the_model_over_slices_is_its_mean(ranks):
+    """Means of microbatches, and the mean over all tokens of the step; the model's loss is in float32."""
+    make = llama(attention_dropout=0.0)
+    batches = [batch_of("llama", seed=seed) for seed in range(2)]
+    stages, run = rank_setup(ranks, make, "seq1f1b", LENGTHS)
+    whole, losses = whole_model(make, batches, lambda model, batch: model(**batch).loss)
+    infos = run([part for batch in batches for part in sequence_slices(batch, LENGTHS)], model_loss)
+    require_gradients(stages, whole, 1e-5)
+    if infos:
+        torch.testing.assert_close(torch.tensor(infos).view(2, 3).sum(1), torch.tensor(losses), rtol=1e-5, atol=0.0)
+
+    def summed(data, stage):
+        part = next(data)
+        return stage(**part), lambda output: (output.loss, (part["shift_labels"] != -100).sum(), None)
+
+    for stage in stages:
+        stage.zero_grad()
+        stage.config = evolve(stage.config, calculate_per_token_loss=True)
+    run([part for batch in batches for part in sequence_slices(batch, LENGTHS, num_items_in_batch=1)], summed)
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    whole.zero_grad()
+    for batch, count in zip(batches, counts, strict=True):
+        (whole(**batch).loss * (count / sum(counts))).backward()
+    require_gradients(stages, whole, 1e-5)
+
+
+def slices_of(stage, *, count=2, **given):
+    """The forwards of one microbatch, as the runtime runs them."""
+    kept, results = {}, []
+    for index in range(count):
+        stage.current_slice = part = Slice(index, count, kept, True)
+        results.append(stage(**{name: value[index] for name, value in given.items()}))
+        part.close()
+    return results
+
+
+def ids_of(*lengths):
+    return [torch.randint(1, WORDS, (2, length), generator=torch.Generator().manual_seed(7)) for length in lengths]
+
+
+def test_a_slice_is_refused_what_would_see_other_tokens():
+    stage = cut(llama(), "EttttL", 0)
+    ids = ids_of(3, 4)
+    with pytest.raises(CutError, match="labels was given for a slice"):
+        slices_of(stage, input_ids=ids, labels=ids)
+    with pytest.raises(CutError, match="position_ids without attention_mask"):
+        slices_of(stage, input_ids=ids, position_ids=[torch.arange(3)[None], torch.arange(4)[None]])
+    with pytest.raises(CutError, match="cache_position was given for a slice; slices take input_ids"):
+        slices_of(stage, input_ids=ids, cache_position=[torch.arange(3), torch.arange(4)])
+    with pytest.raises(CutError, match="without num_items_in_batch"):
+        slices_of(stage, input_ids=ids, shift_labels=ids)
+    with pytest.raises(CutError, match="DropoutMasks draws the masks of whole microbatches"):
+        DropoutMasks(seed=1).apply(stage)
+        slices_of(stage, input_ids=ids)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_models_that_do_not_run_in_slices():
+    """In both directions, another loss, compiled layers, and a model without a cache."""
+    with pytest.raises(CutError, match="takes no past_key_values"):
+        slices_of(cut(Plain(), "Et|tL", 0, names=Names("blocks")), x=[torch.randn(2, 3, 4)] * 2)
+    with pytest.raises(CutError, match="takes no past_key_values"):
+        slices_of(cut(MAKERS["t5"], "E" + "e" * 4 + "t" * 4 + "L", 0), input_ids=ids_of(3, 4))
+    stage = cut(llama(), "EttttL", 0)
+    stage.get_submodule(stage.layers[0]).self_attn.is_causal = False
+    with pytest.raises(CutError, match="self_attn attends in both directions"):
+        slices_of(stage, input_ids=ids_of(3, 4))
+    stage = cut(llama(output_router_logits=True), "EttttL", 0)
+    with pytest.raises(CutError, match="output_router_logits"):
+        slices_of(stage, input_ids=ids_of(3, 4))
+    for how in ("whole", "split"):
+        stage = cut(llama(), "EttttL", 0)
+        compile_layers(stage, compile=how, backend="eager" if how == "whole" else "aot_eager")
+        with pytest.raises(CutError, match="is compiled"):
+            slices_of(stage, input_ids=ids_of(3, 4))
+    stage = cut(llama(), "EttttL", 0)
+    stage.get_submodule(stage.layers[1]).forward = lambda hidden, **kwargs: hidden
+    with pytest.raises(CutError, match=r"model\.layers\.1 has not read the keys and values of earlier slices"):
+        slices_of(stage, input_ids=ids_of(3, 4))
+
+
+def test_batches_are_cut_along_their_tokens():
+    batch = batch_of("llama")
+    parts = sequence_slices(batch, LENGTHS)
+    assert [part["input_ids"].shape[1] for part in parts] == list(LENGTHS)
+    labels = torch.cat([part["shift_labels"] for part in parts], dim=1)
+    assert torch.equal(labels[:, :-1], batch["labels"][:, 1:])
+    assert (labels[:, -1] == -100).all()
+    assert all(part["num_items_in_batch"] == (batch["labels"][:, 1:] != -100).sum() for part in parts)
+    for lengths, what in (((3, 3), "add up to 6 tokens"), ((7, 0), r"lengths\[1\]"), ((), "add up to 0")):
+        with pytest.raises(CutError, match=what):
+            sequence_slices(batch, lengths)
+    with pytest.raises(CutError, match="slices are cut from input_ids"):
+        sequence_slices({"attention_mask": batch["attention_mask"]}, LENGTHS)
+    with pytest.raises(CutError, match="token_type_ids was given for a slice"):
+        sequence_slices({**batch, "token_type_ids": batch["input_ids"]}, LENGTHS)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_a_slice_is_that_of_the_step(ranks):
+    _, run = rank_setup(ranks, llama(), "seq1f1b", LENGTHS)
+    batch = batch_of("llama")
+    raw = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"].split(LENGTHS, dim=1)]
+    with pytest.raises(PipelineError, match="Cut the batch by sequence_slices"):
+        run(raw, model_loss)
+    dist.barrier()

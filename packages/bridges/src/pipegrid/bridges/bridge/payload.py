@@ -16,7 +16,7 @@ from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, Pendin
 from pipegrid.bridges.bridge.structure import Leaf, Packed, Structure, Whole, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.errors import NoBackwardError, PendingGradientError, ShapeError
+from pipegrid.bridges.errors import NoBackwardError, ShapeError
 from pipegrid.bridges.reshard import AxisNames, Choice, RankPart, Route, Side
 from pipegrid.bridges.steps import pack
 from pipegrid.topology import GroupSpec
@@ -185,8 +185,12 @@ class PayloadExchange:
         """Forget what was agreed: the next message announces anew."""
         self._announced: list[_Said] | None = None
         self._agreed: tuple[_Travelling, ...] | None = None
-        self._sent: PendingGradients[tuple[_Travelling, ...]] = PendingGradients(self.variable)
-        self._received: PendingGradients[_Incoming] = PendingGradients(self.variable)
+        self._sent: PendingGradients[tuple[_Travelling, ...]] = PendingGradients(
+            f"{self.name}: recv_backward on rank {self.rank}", "payload that was sent", self.variable
+        )
+        self._received: PendingGradients[_Incoming] = PendingGradients(
+            f"{self.name}: send_backward on rank {self.rank}", "payload that was received", self.variable
+        )
 
     # -- activations -------------------------------------------------------------------------------------------
 
@@ -259,13 +263,7 @@ class PayloadExchange:
         if self.rank not in shapes.src.coords_of:  # another data lane gives it
             return _Travelling(None, said.shape, None, tensor.dtype, gradient=gradient)
         lifted = _lifted(leaf, said)
-        shapes.check(lifted)
-        known = shapes.passage({self.rank: lifted})
-        if known.there.given != lifted.shape:
-            raise ShapeError(
-                f"{shapes.name}: rank {self.rank} holds shape {lifted.shape}, but with samples {lifted.samples} its "
-                f"part is {known.there.given}"
-            )
+        known = shapes.own_passage(lifted)
         return _Travelling(known, said.shape, None, tensor.dtype, gradient=gradient)
 
     def _has_gradient(self, leaf: Leaf, dtype: torch.dtype) -> bool:
@@ -346,12 +344,7 @@ class PayloadExchange:
             PendingGradientError: no payload is waiting for its gradients.
             ShapeError: a gradient of another shape or dtype than its leaf, or of a leaf that has none.
         """
-        oldest = self._received.oldest
-        if oldest is None:
-            raise PendingGradientError(
-                f"{self.name}: send_backward on rank {self.rank}, but no payload that was received waits for gradients"
-            )
-        leaves = oldest.known()
+        leaves = self._received.oldest.known()
         given = (
             [None] * len(leaves)
             if gradients is None
@@ -393,10 +386,6 @@ class PayloadExchange:
         """
         self._require_no_shape(shape)
         leaves = self._sent.oldest
-        if leaves is None:
-            raise PendingGradientError(
-                f"{self.name}: recv_backward on rank {self.rank}, but no payload that was sent waits for gradients"
-            )
         parts = [one.back for one in leaves]
 
         def built(tensors: Sequence[torch.Tensor]) -> Any:

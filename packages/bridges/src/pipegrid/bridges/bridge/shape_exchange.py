@@ -13,7 +13,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.checks import as_integers
-from pipegrid.bridges.errors import LaneTotalsError, ShapeError
+from pipegrid.bridges.errors import LaneTotalsError, PendingGradientError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import cuts_of_lane
 from pipegrid.topology import lane_bounds, lane_sizes
@@ -204,6 +204,22 @@ class ShapeExchange:
         known = self._known[key] = self._planned(announced)
         return known
 
+    def own_passage(self, announced: Announcement) -> Passage:
+        """The plans for what this source rank announces.
+
+        Raises:
+            ShapeError: as `check`, or samples that do not fit the shape.
+            LaneTotalsError: as `check`.
+        """
+        self.check(announced)
+        known = self.passage({self.rank: announced})
+        if known.there.given != announced.shape:
+            raise ShapeError(
+                f"{self.name}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} "
+                f"its part is {known.there.given}"
+            )
+        return known
+
     def _planned(self, announced: Mapping[int, Announcement]) -> Passage:
         lanes: dict[int, LaneSize] = {}
         for rank, one in announced.items():
@@ -270,11 +286,15 @@ class PendingGradients(Generic[Activation]):
     """What was sent, or received, and has no gradient yet.
 
     Attributes:
+        call: the call that answers them, for errors: edge, verb and rank.
+        what: what is pending, for errors, such as ``"activation that was sent"``.
         variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
             nothing to count.
         first: where they do not, the one that stands for all; None before the first.
     """
 
+    call: str
+    what: str
     variable: bool
     first: Activation | None = field(default=None, init=False)
     _waiting: deque[Activation] = field(factory=deque, init=False)
@@ -287,11 +307,16 @@ class PendingGradients(Generic[Activation]):
             self._waiting.append(activation)
 
     @property
-    def oldest(self) -> Activation | None:
-        """The activation that the next gradient belongs to; None where none is due."""
-        if not self.variable:
-            return self.first
-        return self._waiting[0] if self._waiting else None
+    def oldest(self) -> Activation:
+        """The activation that the next gradient belongs to.
+
+        Raises:
+            PendingGradientError: no gradient is due.
+        """
+        found = self._waiting[0] if self._waiting else self.first
+        if found is None:
+            raise PendingGradientError(f"{self.call}: no {self.what} waits for its gradient")
+        return found
 
     def answer(self) -> None:
         """The gradient of the oldest one is on its way."""

@@ -19,7 +19,7 @@ from pipegrid.bridges.bridge.structure import Packed
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.checks import as_integers
-from pipegrid.bridges.errors import CompletionError, NoBackwardError, PendingGradientError, ShapeError
+from pipegrid.bridges.errors import CompletionError, NoBackwardError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import broadcast_text
 from pipegrid.topology.fields import shown
@@ -75,8 +75,12 @@ class TensorExchange:
         self._announced: Announcement | None = None
         self._sending: _Agreed | None = None
         self._arriving: Passage | None = None
-        self._sent: PendingGradients[Passage] = PendingGradients(self.variable)
-        self._received: PendingGradients[_Incoming | Passage] = PendingGradients(self.variable)
+        self._sent: PendingGradients[Passage] = PendingGradients(
+            f"{self.name}: recv_backward on rank {self.rank}", "activation that was sent", self.variable
+        )
+        self._received: PendingGradients[_Incoming | Passage] = PendingGradients(
+            f"{self.name}: send_backward on rank {self.rank}", "activation that was received", self.variable
+        )
 
     # -- activations -------------------------------------------------------------------------------------------
 
@@ -97,13 +101,7 @@ class TensorExchange:
         if isinstance(tensor, Packed):
             tensor, samples = tensor.tensor, tensor.samples
         announced = self._announcement(tensor, samples)
-        self._shapes.check(announced)
-        known = self._shapes.passage({self.rank: announced})
-        if known.there.given != announced.shape:
-            raise ShapeError(
-                f"{self.name}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} "
-                f"its part is {known.there.given}"
-            )
+        known = self._shapes.own_passage(announced)
         # Every rank that may get something must hear of the sizes; gradients need no such message.
         sending = self._traffic.send(
             known.there, tensor.detach(), _FORWARD, dtype=known.wire_dtype, note=announced.encode()
@@ -209,11 +207,6 @@ class TensorExchange:
     def isend_backward(self, grad: Any) -> Handle:
         """See `BridgeCommunicator.isend_backward`."""
         oldest = self._received.oldest
-        if oldest is None:
-            raise PendingGradientError(
-                f"{self.name}: send_backward on rank {self.rank}, but no activation that was received waits for a "
-                "gradient"
-            )
         known = oldest if isinstance(oldest, Passage) else oldest.known()
         given = known.back.given
         if grad is None:
@@ -235,10 +228,6 @@ class TensorExchange:
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
         """See `BridgeCommunicator.irecv_backward`."""
         known = self._sent.oldest
-        if known is None:
-            raise PendingGradientError(
-                f"{self.name}: recv_backward on rank {self.rank}, but no activation that was sent waits for a gradient"
-            )
         expected = _expected(shape)
         receive = self._receive_whole(known, known.back, _BACKWARD, expected)
         if receive is None:

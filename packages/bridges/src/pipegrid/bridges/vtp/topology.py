@@ -13,41 +13,11 @@ from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_integer, as_integers, as_tuple
+from pipegrid.bridges.checks import as_integer, as_tuple
 from pipegrid.bridges.errors import ShapeError, VTPTopologyError
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage, check_sequence
-from pipegrid.topology.fields import index_of, shown
+from pipegrid.topology.fields import Count, Index, checked, checked_fields, index_of, shown
 from pipegrid.transport.edge import Edge
-
-
-def _as_size(value: Any, what: str) -> int:
-    size = index_of(value)
-    if size is None or size < 1:
-        raise VTPTopologyError(f"{what} is {shown(value)}; give an integer of at least 1")
-    return size
-
-
-def _as_sizes(value: Any) -> tuple[int, ...]:
-    listed = as_tuple(
-        value, "tp_sizes", "the tensor-parallel size of each stage, like [2, 4, 4]", error=VTPTopologyError
-    )
-    sizes = tuple(_as_size(size, f"tp_sizes[{stage}]") for stage, size in enumerate(listed))
-    if not sizes:
-        raise VTPTopologyError("tp_sizes is empty; give the tensor-parallel size of each stage, like [2, 4, 4]")
-    return sizes
-
-
-def _as_dp(value: Any) -> int:
-    return _as_size(value, "dp")
-
-
-def _as_ranks(value: Any) -> tuple[tuple[int, ...], ...] | None:
-    if value is None:
-        return None
-    try:
-        return tuple(as_integers(stage, "the ranks of a stage", error=VTPTopologyError) for stage in value)
-    except TypeError:
-        raise VTPTopologyError(f"ranks is {shown(value)}; give a list of global ranks for each stage") from None
 
 
 def _as_flags(value: Any) -> bool | tuple[bool, ...]:
@@ -56,7 +26,7 @@ def _as_flags(value: Any) -> bool | tuple[bool, ...]:
     return as_tuple(value, "sequence_parallel", "flags, one per stage, or one flag for all", error=VTPTopologyError)
 
 
-@frozen(slots=False)
+@frozen(slots=False, field_transformer=checked_fields(VTPTopologyError))
 class VTPTopology:
     """Which ranks hold which stage.
 
@@ -79,17 +49,19 @@ class VTPTopology:
             stage cannot cut.
     """
 
-    tp_sizes: tuple[int, ...] = field(converter=_as_sizes)
-    dp: int = field(default=1, converter=_as_dp)
+    tp_sizes: tuple[Count, ...]
+    dp: Count = 1
     ring: bool = False
-    ranks: tuple[tuple[int, ...], ...] | None = field(default=None, converter=_as_ranks, kw_only=True)
-    world_size: int | None = field(default=None, kw_only=True)
+    ranks: tuple[tuple[Index, ...], ...] | None = field(default=None, kw_only=True)
+    world_size: Count | None = field(default=None, kw_only=True)
     layout: Any = field(default=None, kw_only=True, repr=False)
     sequence_parallel: bool | tuple[bool, ...] = field(default=False, converter=_as_flags, kw_only=True)
-    sequence_length: int | None = field(default=None, kw_only=True)
-    sequence_axis: int = field(default=0, kw_only=True)
+    sequence_length: Count | None = field(default=None, kw_only=True)
+    sequence_axis: Index = field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
+        if not self.tp_sizes:
+            raise VTPTopologyError("tp_sizes is empty; give the tensor-parallel size of each stage, like [2, 4, 4]")
         if self.ring and self.num_stages < 2:
             raise VTPTopologyError(
                 f"a ring of {self.num_stages} stage, tp_sizes {list(self.tp_sizes)}, would go round to itself; give "
@@ -97,7 +69,7 @@ class VTPTopology:
             )
         self._check_ranks()
         if self.world_size is not None:
-            self.check_world(_as_size(self.world_size, "world_size"))
+            self.check_world(self.world_size)
         self._check_layout()
         self._check_sequence()
 
@@ -119,8 +91,6 @@ class VTPTopology:
                     f"dp={self.dp} needs {size * self.dp}"
                 )
             for rank in here:
-                if rank < 0:
-                    raise VTPTopologyError(f"stage {stage} was given rank {rank}; ranks are global, counted from 0")
                 if rank in seen:
                     raise VTPTopologyError(
                         f"rank {rank} is given twice, in stage {seen[rank]} and in stage {stage}; a rank holds one "
@@ -134,7 +104,7 @@ class VTPTopology:
         Raises:
             VTPTopologyError: the message says which world, or which ``dp``, would.
         """
-        world_size = _as_size(world_size, "world_size")
+        world_size = checked(world_size, Count, "world_size", VTPTopologyError)
         needed = self.dp * sum(self.tp_sizes)
         if self.ranks is not None:
             last = max(itertools.chain.from_iterable(self.ranks))
@@ -180,14 +150,11 @@ class VTPTopology:
                 f"sequence_parallel has {len(flags)} values, {flags}, but there are {self.num_stages} stages; give one "
                 f"per stage, or one for all"
             )
-        axis = index_of(self.sequence_axis)
-        if axis is None or axis < 0:
-            raise VTPTopologyError(f"sequence_axis is {shown(self.sequence_axis)}; count the axes from 0")
         if self.sequence_length is None:
             return
         for stage in self.replica(0):
             try:
-                check_sequence(_as_size(self.sequence_length, "sequence_length"), stage.name, stage.parts)
+                check_sequence(self.sequence_length, stage.name, stage.parts)
             except ShapeError as error:
                 raise VTPTopologyError(str(error)) from None
 

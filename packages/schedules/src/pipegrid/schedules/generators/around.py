@@ -127,11 +127,6 @@ def schedule_for(
             f"the placement covers {len(places)} stages and the graph has {graph.num_stages}; give the position of "
             "every stage"
         )
-    if num_slices > 1 and len(graph.modules) > 1:
-        raise PlanError(
-            f"microbatches are cut into {num_slices} slices over the modules {', '.join(graph.order)}; slices are for "
-            "a single module"
-        )
     return _Around(known, graph, num_microbatches, places, frozen, num_slices).plan()
 
 

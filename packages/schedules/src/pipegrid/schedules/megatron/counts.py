@@ -61,8 +61,13 @@ def require_communicator(communicator: Any) -> Any:
     """``communicator``, if it has this rank's stage in a chain or its stages in a graph.
 
     Raises:
-        StepArgumentError: it has neither.
+        StepArgumentError: None, or it has neither.
     """
+    if communicator is None:
+        raise StepArgumentError(
+            "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
+            "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
+        )
     missing = [
         name for name in ("total_stages", "current_stage") if index_of(getattr(communicator, name, None)) is None
     ]

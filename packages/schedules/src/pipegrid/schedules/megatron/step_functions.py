@@ -173,11 +173,6 @@ def forward_backward_pipelining_without_interleaving(
         GradientError: ``pg_collection`` is not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
-    if p2p_communicator is None:
-        raise StepArgumentError(
-            "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
-            "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
-        )
 
     def derive() -> Derived:
         place = place_of(p2p_communicator)
@@ -292,11 +287,6 @@ def forward_backward_with_schedule(
         StepArgumentError: no communicator, or lists without an item for each stage.
         PlanError: a graph or a placement that the schedule does not fit.
     """
-    if p2p_communicator is None:
-        raise StepArgumentError(
-            "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
-            "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
-        )
 
     def derive() -> Derived:
         chunks = len(model) if isinstance(model, (list, tuple)) else 1
@@ -366,11 +356,6 @@ def forward_backward_pipelining_with_interleaving(
     Raises:
         StepArgumentError: the lists differ in length, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
-    if p2p_communicator is None:
-        raise StepArgumentError(
-            "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
-            "P2PCommunicator(pp_group, config)"
-        )
 
     def derive() -> Derived:
         require_communicator(p2p_communicator)

@@ -31,7 +31,7 @@ def as_text(value: object, what: str, *, error: ErrorType = BridgeError) -> str:
 
 
 def as_tuple(value: Any, what: str, of: str, *, error: ErrorType = BridgeError) -> tuple[Any, ...]:
-    """``value``, which lists things; a text lists none, and a set has no order that all ranks agree on."""
+    """``value`` as a tuple; strings, mappings and sets (without an order that all ranks agree on) are errors."""
     disordered = isinstance(value, AbstractSet) and not isinstance(value, KeysView)
     if not isinstance(value, (str, bytes, Mapping)) and not disordered:
         try:
@@ -42,7 +42,7 @@ def as_tuple(value: Any, what: str, of: str, *, error: ErrorType = BridgeError) 
 
 
 def as_mapping(value: object, what: str, of: str, *, error: ErrorType = BridgeError) -> dict[Any, Any]:
-    """``value``, which maps texts to something, as a dict of one's own."""
+    """``value``, a mapping whose keys are strings, as a new dict."""
     if not isinstance(value, Mapping):
         raise error(f"{what} is {shown(value)}; it must be a dict of {of}")
     for name in value:

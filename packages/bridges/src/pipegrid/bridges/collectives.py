@@ -60,7 +60,7 @@ class CollectiveWaits:
     ended: str | None = None
 
     def end(self, reason: str) -> None:
-        """Let waits, now or later, fail."""
+        """Fail all waits, those under way and later ones."""
         self.ended = self.ended or reason
 
     def wait(self, work: Any, ranks: Sequence[int], *, end: float | None = None, host: bool = False) -> None:

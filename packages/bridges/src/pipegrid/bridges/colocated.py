@@ -279,7 +279,7 @@ class ColocatedBridgeCommunicator:
             )
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` of this rank's source lane, in; what its destination lane works on, out.
+        """The tensor of this rank's destination lane, from ``tensor`` of its source lane.
 
         Raises:
             LaneTotalsError: FAN_OUT by an integer scale that does not divide the batch.

@@ -1,4 +1,4 @@
-"""What can be wrong with a bridge, before anything is sent."""
+"""The errors of bridges."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Handshake:
     calls: BoundedCalls = field(factory=lambda: BoundedCalls(300.0))
 
     def begin(self, what: str) -> dict[int, str]:
-        """Tell the neighbours that this rank is about to run ``what``. Waits for no rank.
+        """Announce to the neighbours that this rank is about to run ``what``. Waits for no rank.
 
         Every rank calls it once for each step that it runs with these neighbours.
 

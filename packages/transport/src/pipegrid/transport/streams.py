@@ -1,4 +1,4 @@
-"""The one door to `torch.cuda`: streams and events. On a device without streams every function here does nothing.
+"""All uses of `torch.cuda`: streams and events. On a device without streams every function here does nothing.
 
 Tests replace `cuda` and `types` to run the same code over virtual streams on a CPU.
 """

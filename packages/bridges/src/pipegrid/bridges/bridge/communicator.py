@@ -255,7 +255,7 @@ class BridgeCommunicator:
         return f"bridge {self.label}"
 
     def attach(self, lanes: Lanes) -> None:
-        """Use these lanes, which hold this rank's of ``lane_specs``: what `open_lanes` returns, or what acts like it.
+        """Use lanes that are open already, this rank's of ``lane_specs`` among them.
 
         Raises:
             BridgeError: no lanes, or one of this rank's is not among them.
@@ -363,7 +363,7 @@ class BridgeCommunicator:
         abort_groups(self.end(reason), beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
 
     def end(self, reason: str) -> Iterable[dist.ProcessGroup]:
-        """Let completions that are waited for, now or later, fail with the reason; returns their groups, to abort."""
+        """Fail completions with ``reason``, those under way and later ones; returns their groups, to abort."""
         self._traffic.waits.end(reason)
         return self._groups.values()
 
@@ -377,7 +377,7 @@ class BridgeCommunicator:
             destroy_groups(self._groups)
 
     def batch(self) -> AbstractContextManager[None]:
-        """Issue the sends and receives that are started inside together, at the end."""
+        """Issue the sends and receives of the block together, at its end."""
         return self.lanes.batch()
 
     def renew_shapes(self) -> None:
@@ -418,7 +418,7 @@ class BridgeCommunicator:
         return None if handle is None else handle.result()
 
     def send_forward_recv_backward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Any:
-        """Both, posted before either is waited for. The gradient may be that of an earlier activation.
+        """Send an activation and receive a gradient, which may be of an earlier one; both are posted before any wait.
 
         Raises:
             NoBackwardError: the edge has no backward; nothing is sent then.
@@ -435,7 +435,7 @@ class BridgeCommunicator:
         return grad
 
     def send_backward_recv_forward(self, grad: Any) -> Any:
-        """Both, posted before either is waited for."""
+        """Send a gradient and receive an activation; both are posted before any wait."""
         with self.batch():
             sending = self.isend_backward(grad)
             receiving = self.irecv_forward()

@@ -115,24 +115,24 @@ class _Travelling:
 
     @property
     def there(self) -> RankPart | None:
-        """This rank's part in the way of the tensor."""
+        """This rank's part in the forward plan."""
         return None if self.known is None else self.known.there
 
     @property
     def back(self) -> RankPart | None:
-        """This rank's part in the way of its gradient."""
+        """This rank's part in the backward plan."""
         return self.known.back if self.gradient and self.known is not None else None
 
 
 @define(eq=False)
 class _Incoming:
-    """A payload on its way: its receive, and its leaves once they are known."""
+    """A payload in flight: its receive, and its leaves once they are known."""
 
     leaves: tuple[_Travelling, ...] | None = None
     receive: BridgeReceive | None = None
 
     def known(self) -> tuple[_Travelling, ...]:
-        """The leaves; lands the receive if that is what it takes."""
+        """The leaves; waits for the messages where they are not known yet."""
         if self.leaves is None:
             assert self.receive is not None
             self.receive.let_land()
@@ -270,7 +270,7 @@ class PayloadExchange:
         return self.backward and leaf.declared.gradient and (dtype.is_floating_point or dtype.is_complex)
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive:
-        """Start receiving the next payload; it has no one ``shape``.
+        """Start receiving the next payload; each leaf has a shape of its own, so ``shape`` is None.
 
         Raises:
             ShapeError: ``shape`` is given.
@@ -428,7 +428,7 @@ class PayloadExchange:
         *,
         note: str | None,
     ) -> Handle:
-        """One message to each rank that gets something: its boxes of every leaf that this rank gives it, in order."""
+        """Send one message to each receiving rank: its boxes of every leaf, in the order of leaves."""
         ready: list[tuple[RankPart, torch.Tensor, torch.dtype, frozenset[int]]] = []
         for (part, tensor), one, wired in zip(pieces, leaves, self._wiring.leaves, strict=True):
             if part is None or tensor is None or one.known is None:
@@ -462,7 +462,7 @@ class PayloadExchange:
         handles: PostedReceives,
         direction: Direction,
     ) -> Landed:
-        """The tensors of all leaves with a part here, and what completes them."""
+        """The tensors of all leaves with a part on this rank, and their completions."""
         arrived = {peer: iter(handle.result()) for peer, handle in handles.items()}
         tensors: list[torch.Tensor] = []
         completing: list[Any] = []
@@ -491,25 +491,25 @@ class _Arrived:
 
 
 def _tensor_of(value: Any) -> torch.Tensor | None:
-    """The tensor of a leaf's value; None for a number and for what is no value of a leaf."""
+    """The tensor of a leaf's value; None for a number, or a value that no leaf can have."""
     tensor = value.tensor if isinstance(value, Packed) else value
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def _lifted(leaf: Leaf, said: Announcement) -> Announcement:
-    """What is announced, in the shape in which it travels."""
+    """The announcement of a leaf in the shape that travels: with a batch axis."""
     if isinstance(leaf.declared, Whole):
         return Announcement((1, math.prod(said.shape)), said.dtype)
     return Announcement((1, *said.shape), said.dtype) if leaf.lifted else said
 
 
 def _receivers(wiring: BridgeWiring, direction: Direction) -> frozenset[int]:
-    """The ranks that may get a part of this rank's leaf in that direction."""
+    """The ranks that may receive a part of this rank's leaf in that direction."""
     return frozenset(there for here, there in wiring.routes[direction] if here == wiring.rank)
 
 
 def _senders(wiring: BridgeWiring, direction: Direction) -> frozenset[int]:
-    """The ranks that may give this rank a part of its leaf in that direction."""
+    """The ranks that may send this rank a part of its leaf in that direction."""
     return frozenset(here for here, there in wiring.routes[direction] if there == wiring.rank)
 
 

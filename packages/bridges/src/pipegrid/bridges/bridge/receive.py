@@ -110,14 +110,14 @@ class LandingQueue:
                 self.waiting.popleft().land_in_order()
 
     def post_waiting(self) -> None:
-        """Post the receives that have waited for the sizes, where these are known by now."""
+        """Post the receives that were held back until sizes are known."""
         with self.lock:
             for later in self.waiting:
                 if not later.post():
                     break
 
     def finish(self, completing: Sequence[Completing], seconds: float | None) -> None:
-        """Wait for completions and write what they brought.
+        """Wait for completions and write their data.
 
         Raises:
             CompletionError: a copy died or did not come before the deadline, or the communicator was ended.
@@ -130,7 +130,7 @@ class LandingQueue:
 
 
 class WholeReceive:
-    """A tensor that one message carries as it is: the receive of its lane, with gradients as the edge has them."""
+    """A tensor that arrives whole in one message: the receive of its lane, with gradients as the edge has them."""
 
     __slots__ = ("_handle", "_requires_grad", "_tensor", "is_completed", "wait")
 
@@ -151,7 +151,7 @@ class WholeReceive:
 
 
 def with_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, marked as one that requires grad where its dtype can."""
+    """The tensor, with ``requires_grad`` set where its dtype allows it."""
     can = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.requires_grad_() if can else tensor
 
@@ -230,7 +230,7 @@ class BridgeReceive:
             self._watch()
 
     def post(self) -> bool:
-        """Post the receives on the lanes, where that was not possible before; whether they are posted."""
+        """Post the receives on the lanes, unless they are posted; returns whether they are."""
         if self._handles is None:
             self._handles = self._post()
             self._watch()
@@ -284,7 +284,7 @@ class BridgeReceive:
         return self._built if self._build is not None else self.tensor
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Lets what has arrived start its completion.
+        """Whether `wait` would return, or raise, at once. Starts the completion of messages that have arrived.
 
         With strategy "leader", False on the copies of a set until one of them waits, as long as they still have to
         tell each other of the sizes, since that blocks.
@@ -308,21 +308,21 @@ class BridgeReceive:
     # -- landing --------------------------------------------------------------------------------------------
 
     def land_posted(self) -> None:
-        """On a device: land now, and those before it, as far as the backend has the receives."""
+        """On a device: land this receive and those before it, as far as the backend has their messages."""
         if not self._alone:
             self._queue.land_posted()
         elif self.is_posted():
             self.land_in_order()
 
     def is_posted(self) -> bool:
-        """Whether the backend has all messages, and landing them holds no host."""
+        """Whether the backend has all messages, so that landing them does not hold the host."""
         if self._landed or not self.post() or (self._blocks is not None and self._blocks()):
             return False
         handles: Iterable[Any] = (self._handles or {}).values()  # lanes' own
         return all(handle.ticket is not None for handle in handles)
 
     def land_in_order(self) -> None:
-        """Land on the landing stream, behind the messages. An error of theirs is kept for the thread that waits."""
+        """Land on the landing stream, behind the messages. Their error is kept for the waiting thread."""
         try:
             self._wait_for_messages(_no_limit)
         except Exception as error:  # noqa: BLE001 -- the thread that posts goes on, and the one that waits raises it
@@ -356,7 +356,7 @@ class BridgeReceive:
         return all(handle.is_completed() for handle in (self._handles or {}).values())
 
     def land(self) -> None:
-        """Put the messages in their places and start the completion. An error is kept for the thread that waits."""
+        """Put the messages in their places and start the completion. An error is kept for the waiting thread."""
         queue, handles = self._queue, self._handles or {}
         try:
             with torch.no_grad():
@@ -372,7 +372,7 @@ class BridgeReceive:
                 queue.post_waiting()
 
     def _drop_messages(self) -> None:
-        """Landed: hold nothing that may hold this receive, and with it the tensor, until the next collection."""
+        """Drop references that would keep this receive, and its tensor, until the next garbage collection."""
         self._handles, self._landed = {}, True
         del self._post, self._land, self._blocks
 

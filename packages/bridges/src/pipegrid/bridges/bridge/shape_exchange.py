@@ -38,12 +38,12 @@ class Announcement:
     samples: tuple[int, ...] | None = field(default=None, converter=_as_samples)
 
     def encode(self) -> str:
-        """As text, the same for equal announcements."""
+        """The announcement as text; equal announcements have equal texts."""
         return json.dumps((self.shape, self.dtype, self.samples), separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> Announcement:
-        """From text."""
+        """The announcement that `encode` wrote."""
         return cls(*json.loads(text))
 
 
@@ -57,7 +57,7 @@ class LaneSize:
 
 
 def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
-    """What the tensor of one source rank says about its lane: its parts of every other axis are equal ones."""
+    """The size of a lane by the tensor of one of its ranks; all ranks have equal parts of the other axes."""
     if len(announced.shape) != len(axes):
         raise ShapeError(
             f"the edge from {side.name!r} carries tensors of {len(axes)} axes, got shape {announced.shape}; "
@@ -75,7 +75,7 @@ def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
 
 
 def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes:
-    """Sizes for planning from the lanes that a rank knows; what it does not know does not change its own part.
+    """The sizes that a rank plans with, from the lanes that it knows; other lanes do not change its own part.
 
     Raises:
         ShapeError: the lanes differ in an axis other than the batch, or some are packed and some are not, or a
@@ -111,7 +111,7 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
 
 @frozen(slots=False, eq=False)
 class Passage:
-    """The way of one microbatch there and back, as one rank knows it."""
+    """The reshard plans of one microbatch, forward and backward, as one rank knows them."""
 
     forward: ReshardPlan
     backward: ReshardPlan
@@ -121,12 +121,12 @@ class Passage:
 
     @cached_property
     def there(self) -> RankPart:
-        """This rank's part in the activation's way."""
+        """This rank's part in the forward plan."""
         return RankPart(self.forward, self.rank)
 
     @cached_property
     def back(self) -> RankPart:
-        """This rank's part in the gradient's way."""
+        """This rank's part in the backward plan."""
         return RankPart(self.backward, self.rank)
 
 
@@ -135,7 +135,7 @@ _Key = tuple[tuple[int, Announcement], ...]
 
 @define(eq=False)
 class ShapeExchange:
-    """What ``rank`` has worked out for an edge between ``src`` and ``dst``, by what was announced.
+    """The plans of an edge between ``src`` and ``dst`` on ``rank``, by announced shapes.
 
     Attributes:
         name: of the edge, for messages.
@@ -283,7 +283,7 @@ def require_whole_blocks(src: Side, dst: Side, rows: int, label: str) -> None:
 
 @define(eq=False)
 class PendingGradients(Generic[Activation]):
-    """What was sent, or received, and has no gradient yet.
+    """Activations that were sent, or received, and whose gradients are still to come.
 
     Attributes:
         call: the call that answers them, for errors: edge, verb and rank.
@@ -300,7 +300,7 @@ class PendingGradients(Generic[Activation]):
     _waiting: deque[Activation] = field(factory=deque, init=False)
 
     def add(self, activation: Activation, *, has_gradient: bool) -> None:
-        """There is one more activation; ``has_gradient`` says whether a gradient of it will come."""
+        """Add an activation; ``has_gradient``: its gradient will come."""
         if self.first is None and not self.variable:
             self.first = activation
         if self.variable and has_gradient:
@@ -319,6 +319,6 @@ class PendingGradients(Generic[Activation]):
         return found
 
     def answer(self) -> None:
-        """The gradient of the oldest one is on its way."""
+        """Remove the oldest activation: its gradient is on its way."""
         if self.variable:
             self._waiting.popleft()

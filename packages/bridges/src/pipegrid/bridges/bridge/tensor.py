@@ -32,7 +32,7 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 @frozen
 class _Agreed:
-    """What activations without samples are once their shape is agreed, and the ranks that get some of them."""
+    """The agreed shape of activations without samples, its plans, and the ranks that receive a part."""
 
     shape: torch.Size
     passage: Passage
@@ -114,7 +114,7 @@ class TensorExchange:
         return _one(sending)
 
     def _announcement(self, tensor: Any, samples: Sequence[int] | None) -> Announcement:
-        """What this rank announces of its tensor."""
+        """The announcement of this rank's tensor."""
         if not isinstance(tensor, torch.Tensor):
             raise ShapeError(
                 f"{self.name} carries one tensor, got {type(tensor).__name__}; declare several with payload={{...}}, "
@@ -168,7 +168,7 @@ class TensorExchange:
         return receive
 
     def _passage(self, notes: Mapping[int, str]) -> Passage:
-        """What the source ranks' announcements mean for this rank; a copy without a lane asks its leader."""
+        """The plans for the source ranks' announcements; a copy without a lane gets these from its leader."""
         if self._arriving is not None:
             return self._arriving
         teller = self._wiring.teller
@@ -245,7 +245,7 @@ class TensorExchange:
     def _receive_whole(
         self, known: Passage, part: RankPart, direction: Direction, expected: tuple[int, ...] | None
     ) -> ReceiveHandle | None:
-        """A receive that has no more to do than its lane's, where the sizes are known; None where it has."""
+        """A receive that is its lane's alone, where the sizes are known; None where there is more to do."""
         if known.wire_dtype is not known.dtype or expected not in {None, part.taken}:
             return None
         requires_grad = direction is _FORWARD and self.backward
@@ -271,7 +271,7 @@ class TensorExchange:
 
 
 class _Incoming:
-    """An activation on its way: its receive, and its sizes once they are known."""
+    """An activation in flight: its receive, and its plans once the sizes are known."""
 
     __slots__ = ("passage", "receive")
 
@@ -280,7 +280,7 @@ class _Incoming:
         self.receive: BridgeReceive | None = None
 
     def known(self) -> Passage:
-        """The sizes; lands the receive if that is what it takes."""
+        """The plans; waits for the messages where the sizes are not known yet."""
         if self.passage is None:
             assert self.receive is not None
             self.receive.let_land()

@@ -81,7 +81,7 @@ class EdgeTraffic:
         self.groups: Mapping[GroupSpec, dist.ProcessGroup] = {}
 
     def attach(self, lanes: Lanes) -> None:
-        """Use these lanes, which hold this rank's.
+        """Use lanes that are open already, this rank's of the edge among them.
 
         Raises:
             BridgeError: no lanes, or one of this rank's is not among them.
@@ -166,7 +166,7 @@ class EdgeTraffic:
             ) from error
 
     def receive_whole(self, part: RankPart, direction: Direction, *, requires_grad: bool) -> WholeReceive | None:
-        """Start receiving a tensor that one message carries as it is; None where more than that is to be done."""
+        """Start receiving a tensor that arrives whole in one message; None where it needs more than that."""
         lanes, queue = self._from[direction], self.queues[direction]
         if part.whole_from is None or len(lanes) != 1 or queue.waiting or queue.copies:
             return None

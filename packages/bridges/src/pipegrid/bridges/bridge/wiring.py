@@ -1,4 +1,4 @@
-"""Which lanes and groups a bridge needs, and who uses them for what: known before any size is. Pure; no torch."""
+"""The lanes and groups of a bridge, and the ranks that use them; known before any size is. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class BridgeWiring:
 
     @cached_property
     def receivers(self) -> tuple[int, ...]:
-        """The ranks that may get a part of this rank's activation, ascending."""
+        """The ranks that may receive a part of this rank's activation, ascending."""
         return tuple(there for here, there in self.routes.get(Direction.FORWARD, ()) if here == self.rank)
 
     @cached_property
     def senders(self) -> tuple[int, ...]:
-        """The ranks that may give this rank a part of its activation, ascending."""
+        """The ranks that may send this rank a part of its activation, ascending."""
         return tuple(there for there, here in self.routes.get(Direction.FORWARD, ()) if here == self.rank)
 
     def lane_spec(self, source: int, destination: int, direction: Direction) -> LaneSpec:
@@ -95,13 +95,13 @@ class BridgeWiring:
         return tuple(spec for spec in groups if self.rank in spec.ranks)
 
     def copies(self, direction: Direction) -> tuple[int, ...]:
-        """The ranks that get what this rank gets in that direction, itself included; none where it gets nothing."""
+        """The ranks that receive what this rank receives in that direction, itself included; empty if it is nothing."""
         taker = self.dst if direction is Direction.FORWARD else self.src
         return taker.classes[taker.class_of(self.rank)] if self.rank in taker.coords_of else ()
 
     @cached_property
     def teller(self) -> int | None:
-        """With strategy "leader", the copy that hears the source and tells this rank; None where each hears."""
+        """With strategy "leader", the copy that passes the source's sizes on to this rank; None if each has a lane."""
         if self.strategy != "leader" or self.rank not in self.dst.coords_of:
             return None
         copies = self.copies(Direction.FORWARD)
@@ -113,7 +113,7 @@ class BridgeWiring:
 
 @frozen
 class BridgeRole:
-    """Where ``rank`` stands to the edge ``name``, which leads from the side ``src`` of ``src_grid`` to ``dst``."""
+    """The role of ``rank`` on the edge ``name``, which leads from the side ``src`` of ``src_grid`` to ``dst``."""
 
     name: str
     src: Side
@@ -124,12 +124,12 @@ class BridgeRole:
 
     @property
     def is_source(self) -> bool:
-        """Whether the rank gives activations."""
+        """Whether the rank sends activations."""
         return self.rank in self.src.coords_of
 
     @property
     def is_destination(self) -> bool:
-        """Whether the rank gets activations."""
+        """Whether the rank receives activations."""
         return self.rank in self.dst.coords_of
 
     def takes_part(self, end: Literal["source", "destination"], verb: str) -> bool:

@@ -277,7 +277,7 @@ class MultiModulePipelineCommunicator:
 
     @cached_property
     def positions(self) -> Positions:
-        """The positions of the job, the same on every rank: what a plan for this communicator is placed on."""
+        """The positions of the job, for the placement of a plan; the same on every rank."""
         return positions_of(self.graph, self.module_to_grid_map, self.stage_placement)
 
     @cached_property
@@ -426,7 +426,7 @@ class MultiModulePipelineCommunicator:
         return self.lanes.in_order()
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it.
+        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them.
 
         Raises:
             StageError: there is no such edge, or it does not touch this rank.
@@ -485,7 +485,7 @@ class MultiModulePipelineCommunicator:
         return results(receiving)
 
     def send_forward(self, output_dict: Tensors, is_last_stage: bool = False) -> None:
-        """Send the outputs of this rank's modules, by name, to wherever each module's next stage is.
+        """Send the outputs of this rank's modules, by name, to the next stages of each module.
 
         Args:
             output_dict: module name to tensor. Entries of sinks may stand there; nothing is sent for them.
@@ -507,7 +507,7 @@ class MultiModulePipelineCommunicator:
         return results(receiving)
 
     def send_backward(self, grad_dict: Tensors, is_first_stage: bool = False) -> None:
-        """Send back the gradients of what `recv_forward` gave, under the same names."""
+        """Send back the gradients of the activations of `recv_forward`, under the same names."""
         self._require_verbs(first=is_first_stage)
         with self.batch():
             sending = self._dicts.send_backward(grad_dict)

@@ -1,4 +1,4 @@
-"""What a rank exchanges with its neighbours as dicts by module: one entry per edge in, one per module out."""
+"""Activations and gradients as dicts by module: one entry per incoming edge, one per module that sends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DictExchange:
                     )
 
     def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
-        """Start receiving what this rank's modules consume, by the name it goes under."""
+        """Start receiving the inputs of this rank's modules, by source module."""
         found: dict[str, list[ReceiveHandle]] = {}
         for name, info in self.infos.items():
             if info.pp_rank > 0:
@@ -69,7 +69,7 @@ class DictExchange:
         return found
 
     def receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
-        """Start receiving the gradients of what this rank's modules have made; one for each destination."""
+        """Start receiving the gradients of the outputs of this rank's modules, one for each destination."""
         found: dict[str, list[ReceiveHandle]] = {}
         for name, info in self.infos.items():
             if not self.has_backward[name]:
@@ -88,7 +88,7 @@ class DictExchange:
         return found
 
     def send_forward(self, outputs: Tensors) -> list[Handle]:
-        """Start sending every module's output to all that it feeds."""
+        """Start sending every module's output to all modules that it feeds."""
         sending: list[Handle] = []
         self._check_entries(
             outputs,
@@ -105,7 +105,7 @@ class DictExchange:
         return sending
 
     def send_backward(self, grads: Tensors) -> list[Handle]:
-        """Start sending the gradients of what was received."""
+        """Start sending the gradients of received activations."""
         sending: list[Handle] = []
         needed, known = set(), set()
         for name, info in self.infos.items():
@@ -139,7 +139,7 @@ class DictExchange:
 
 
 def results(receiving: Mapping[str, Sequence[ReceiveHandle]]) -> Tensors:
-    """What arrived, by name; several gradients of one output are summed."""
+    """The received payloads by name; several gradients of one output are summed."""
     received: Tensors = {}
     for name, handles in receiving.items():
         parts = [handle.result() for handle in handles]
@@ -163,13 +163,13 @@ def _added(parts: Sequence[Any]) -> Any:
 
 
 def wait_for(sending: Iterable[Handle]) -> None:
-    """Wait until all of it has left."""
+    """Wait until all sends are done."""
     for handle in sending:
         handle.wait()
 
 
 def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:
-    """What is expected for one entry: of a dict its own, of one shape that of stages inside of modules."""
+    """The expected shape of one entry: of a dict its own; one shape is for stages inside of modules."""
     if isinstance(shapes, Mapping):
         return shapes.get(name)
     return shapes if inside else None

@@ -77,11 +77,11 @@ class ModuleEdges:
         return sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge)))
 
     def source_placements(self, ends: Ends) -> dict[str, Placement]:
-        """Of the source's dims at an edge: the module's, and the edge's own."""
+        """The placements of the source's dims at an edge: the module's, and the edge's own."""
         return {**self.placements.get(ends[0], {}), **(self.options[ends].src_placements or {})}
 
     def destination_placements(self, ends: Ends) -> dict[str, Placement]:
-        """Likewise of the destination's."""
+        """The placements of the destination's dims at an edge, likewise."""
         return {**self.placements.get(ends[1], {}), **(self.options[ends].dest_placements or {})}
 
     def stages(self, ends: Ends) -> tuple[int, int]:

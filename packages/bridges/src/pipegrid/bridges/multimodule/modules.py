@@ -1,4 +1,4 @@
-"""Modules on grids as one pipeline: which stage lies where, and how long the pipeline is. No torch."""
+"""Modules on grids as one pipeline: the place of each stage, and the length of the pipeline. No torch."""
 
 from __future__ import annotations
 

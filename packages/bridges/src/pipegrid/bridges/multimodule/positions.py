@@ -1,4 +1,4 @@
-"""Which ranks act alike, and what that means for the edges between modules that share ranks. No torch.
+"""Positions (ranks that act alike), and the edges between modules that share ranks. No torch.
 
 Modules on ranks of their own give every stage a position of its own. Where modules share ranks, a rank holds a stage
 of each: an encoder on the same ranks as a language model of two stages makes two positions, both with the encoder.
@@ -81,7 +81,7 @@ def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
 def collective_edges(
     graph: ModuleGraph, positions: Positions, sides: Iterable[tuple[str, str, Side, Side]]
 ) -> tuple[Edge, ...]:
-    """The edges along which what crosses is a collective, ascending.
+    """The edges whose data travels by a collective, ascending.
 
     ``sides`` names each edge with its two sides: source module, destination module, source side, destination side.
     """
@@ -95,13 +95,13 @@ def collective_edges(
 
 
 def alike(source: Side, destination: Side) -> bool:
-    """Whether every rank needs just what it has made, so that what crosses the boundary stays where it is."""
+    """Whether every rank needs exactly what it has made, so that nothing has to move."""
     sums = (*source.partial_groups, *destination.partial_groups)
     return _held(source) == _held(destination) and not sums
 
 
 def _needs_collective(source: Side, destination: Side, position_of: Mapping[int, int]) -> bool:
-    """Whether what crosses this boundary is neither a message between positions nor stays where it is.
+    """Whether data crosses this boundary neither by messages between positions nor by staying in place.
 
     It is a collective where some rank is on both sides and the ranks do not need just what they have made; and
     where copies on different positions complete each other's part, since they must come to that at one time.

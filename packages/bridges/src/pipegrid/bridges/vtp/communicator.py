@@ -230,7 +230,7 @@ class VTPCommunicator:
         return self.lanes.in_order()
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The ranks at the other ends of ``edges``, to tell them before a step what this rank runs in it."""
+        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
         found = [self._traffic[edge].traffic.wiring for edge in edges if edge in self._traffic]
         specs = [spec for wiring in found for spec in wiring.lane_specs]
         return self.lanes.neighbours({rank for spec in specs for rank in spec.pair})

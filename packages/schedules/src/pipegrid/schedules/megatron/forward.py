@@ -301,7 +301,7 @@ def _tokens(counted: Any) -> torch.Tensor:
 
 
 def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """What makes the context of each forward of ``model``; None without autocast.
+    """A function that makes the autocast context of each forward of ``model``; None without autocast.
 
     Raises:
         StepArgumentError: as `require_autocast`.

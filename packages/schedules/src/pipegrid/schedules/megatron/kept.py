@@ -1,4 +1,4 @@
-"""What a step function derives from its arguments, kept for the next call with the same ones.
+"""Cache of the step functions: all that is derived from the arguments, for the next call with equal ones.
 
 Deriving it costs about as much as the forward and the backward of two empty microbatches: the place of this rank, the
 plan, the policy of gradients, expected shapes. The next call compares its arguments, the options of its config and the
@@ -51,7 +51,7 @@ class StepArguments(NamedTuple):
 
 @frozen(eq=False)
 class Derived:
-    """What a step function makes of its arguments.
+    """Plan, models and iterators of a step, as a step function derives them from its arguments.
 
     Attributes:
         proof: makes the plan and proves it, from the name and the stages of each tied parameter, the number of
@@ -75,7 +75,7 @@ class Derived:
 
 @frozen(eq=False)
 class StepCall:
-    """A runtime with all else that a call of a step function needs, beside what it brings itself.
+    """A runtime and the settings of its calls, reused by calls with equal arguments.
 
     Attributes:
         policy: None in an evaluation.
@@ -128,7 +128,7 @@ _CALLS: weakref.WeakKeyDictionary[torch.nn.Module, list[_Kept]] = weakref.WeakKe
 def kept_call(
     arguments: StepArguments, model: Any, pg_collection: Any
 ) -> tuple[StepCall, Mapping[int, torch.nn.Module]] | None:
-    """What an earlier call with the same arguments has kept, and its models by stage; None where there is none."""
+    """The `StepCall` of an earlier call with equal arguments, and its models by stage; None where there is none."""
     form, given = _flat(model)
     if not given or not isinstance(given[0], torch.nn.Module) or type(arguments.num_microbatches) is not int:
         return None

@@ -53,7 +53,7 @@ def prepared_step(
 
 
 def describe_steps(model: Any) -> str:
-    """What is proved of the steps that step functions have run with ``model``: `PipelineRuntime.describe` of each.
+    """`PipelineRuntime.describe` of each plan that step functions have run with ``model``: what is proved of it.
 
     Args:
         model: as of the step functions: a stage, a list of stages, or either by module. Empty text before a step.
@@ -140,7 +140,7 @@ class PreparedStep:
         )
 
     def begin(self, config: Any, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]]) -> None:
-        """Store what a call brings, before its step."""
+        """Store the arguments of a call, before its step."""
         self._config, self._hooks.current, self._output_layers = config, hooks, output_layers
 
     def end(self) -> None:

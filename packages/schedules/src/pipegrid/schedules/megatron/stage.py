@@ -27,7 +27,7 @@ from pipegrid.transport.edge import Edge
 
 @frozen(eq=False)
 class StageSettings:
-    """What all calls of a step function with the same arguments have in common, for one stage.
+    """Settings of one stage that all calls of a step function with equal arguments share.
 
     Attributes:
         cp_group: context-parallel ranks of the module.
@@ -48,7 +48,7 @@ class StageSettings:
 
 
 class StageCall:
-    """What one call of a step function brings, for one stage.
+    """Arguments of one call of a step function, for one stage.
 
     Attributes:
         numbered: modules with a ``current_microbatch``.

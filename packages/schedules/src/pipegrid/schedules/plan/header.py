@@ -1,4 +1,4 @@
-"""What the header of a written plan must be to its table of steps, in every form: text, CSV, JSON."""
+"""The rules between the header of a written plan and its table of steps, for text, CSV and JSON."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
 
 @frozen(slots=False, kw_only=True, field_transformer=checked_fields(PlanError))
 class Plan:
-    """What each position does, in order.
+    """The steps of each position, in order, with the graph of modules and the placement of its stages.
 
     ``positions``: per position, its steps. ``graph``: the modules, and so the stages and their edges.
     ``placement``: per stage, the position that holds it (or the positions, where a module is colocated with
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def num_pieces(self) -> int:
-        """What passes through each stage, piece by piece: the microbatches of a step, or all of their slices."""
+        """Pieces that pass through each stage: the microbatches of a step or, with slices, all of their slices."""
         return self.num_microbatches * self.num_slices
 
     def piece_of(self, action: Action) -> int:

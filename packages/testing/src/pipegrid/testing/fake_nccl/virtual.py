@@ -1,4 +1,4 @@
-"""Streams and events without a GPU, with the face of those of `torch.cuda`."""
+"""Streams and events without a GPU, with the interface of `torch.cuda`'s."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Predicted step times against measured ones: the planner's choices of one job, with emulated compute on 2 to 4 ranks.
 
-    python tools/bench/planner.py [--quick] [--scale]
+    python tools/bench/planner.py [--quick] [--scale] [--real]
 
 Each choice (grids x layout x schedule) is run by the script that the planner writes for it, on gloo; a layer sleeps for
 what the job says of it. Bounds: Kendall's tau between the predicted and the measured order at least 0.9, each
@@ -9,6 +9,9 @@ prediction within 5% of the median step. One number is measured here: what a com
 
 With ``--scale``: the job of docs/examples/jobs/vlm.toml on 1,024 and 16,384 GPUs in place of that, with 4 samples for
 each GPU, and a dry run of the winner: everything that all ranks open. Bound: 10 minutes of one core.
+
+With ``--real``: the real compute of the digit reader (planner_parts/real.py), predicted from one recorded step. The
+errors are printed; they have no bound.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from pipegrid.planner.model import CostModel, Part
 from pipegrid.planner.script import training_script
 from pipegrid.schedules import simulate, stage_places
 from pipegrid.topology.tables import text_table
+from planner_parts.real import compare
 from runtime_parts.emulated import sleeping
 
 WIDTH = 8
@@ -252,9 +256,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.004, help="of a decoder layer's F, for one sample")
     parser.add_argument("--steps", type=int, default=4, help="of each choice; the first is not counted")
     parser.add_argument("--scale", action="store_true", help="plan for 1,024 and 16,384 GPUs instead")
+    parser.add_argument("--real", action="store_true", help="the digit reader's compute instead; no bound")
     options = parser.parse_args()
     if options.scale:
         return scale()
+    if options.real:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+        print(compare(batch=256, steps=3 * options.steps))
+        return 0
     if options.quick:
         options.seconds, options.steps = 0.001, 2
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.bridges import ModuleGraph
 from pipegrid.schedules import (
+    ActionKind,
     Costs,
     CostsError,
     PlanError,
@@ -13,6 +15,7 @@ from pipegrid.schedules import (
     TimelineError,
     interleaved_1f1b,
     lower,
+    multi_module_1f1b,
     one_f_one_b,
     recording_from_json,
     recording_to_json,
@@ -140,3 +143,31 @@ def test_edges_without_a_wait_take_the_mean_of_the_others():
     plan = lower(one_f_one_b(3, 4))
     found = Costs.from_recording(run(plan, Costs(F=(1.0, 1.0, 1.0), B=(2.0, 2.0, 2.0))))
     assert {edge for edge, _ in found.latency} == {Edge(0, 1), Edge(1, 2)}
+
+
+def test_a_collective_takes_from_the_arrival_of_its_last_rank_until_all_go_on():
+    graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
+    computes = multi_module_1f1b(graph, 4, placement=[(0, 1), 0, 1])
+    plan = lower(computes, collectives={Edge(0, 1): "both"})
+    true = Costs(F=(1.0, 2.0, 5.0), B=(2.0, 4.0, 10.0), COLLECTIVE=(0.25, 0.25, 0.0))
+    played = simulate(plan, true)
+    tracks, waited = [], 0.0
+    for position in range(2):
+        entries, free = [], 0.0
+        times = zip(plan.actions(position), played.start[position], played.end[position], strict=True)
+        for index, (action, start, end) in enumerate(times):
+            if action.kind is ActionKind.COLLECTIVE:  # posted when the rank arrives, seen to be complete much later
+                waited += start - free
+                entries.append(Recorded(index, free, end + 50.0, end))
+            elif action.kind.is_message:
+                entries.append(Recorded(index, free, max(free, end), free))
+                continue
+            else:
+                entries.append(Recorded(index, start, end))
+            free = end
+        tracks.append(Track(position, position, entries))
+    assert waited > 0
+    found = Costs.from_recording(Recording(plan, tracks))
+    assert pytest.approx(true.COLLECTIVE) == found.COLLECTIVE
+    assert found.overhead == 0
+    assert simulate(plan, found).makespan == pytest.approx(played.makespan)

@@ -261,9 +261,15 @@ class Shape:
             ends = [self.spans[edge.source], self.spans[edge.destination]]
             ranks = range(min(span[0] for span in ends), max(span[-1] for span in ends) + 1)
             speeds.append((edge, bandwidth(self.job.links, ranks)))
+        joined = [0.0] * len(self.stages)  # latency of the collectives that belong to a stage
+        for edge in self._collectives:
+            joined[edge.source] += self.job.links.latency
+        trained = [not self.job.module(part.module).frozen for part in self.part_of]
         return Costs(
-            F=tuple(f * microbatch for f, _, _ in self.times),
-            I=tuple(i * microbatch for _, i, _ in self.times),
+            F=tuple(f * microbatch + once for (f, _, _), once in zip(self.times, joined, strict=True)),
+            I=tuple(
+                i * microbatch + once * back for (_, i, _), once, back in zip(self.times, joined, trained, strict=True)
+            ),
             W=tuple(w * microbatch for _, _, w in self.times),
             latency=self.job.links.latency,
             overhead=self.job.device.overhead,

@@ -10,14 +10,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from pipegrid.schedules.plan import Action, Plan, require_plan
+from pipegrid.schedules.plan import Action, ActionKind, Plan, require_plan
 from pipegrid.schedules.timeline.recording import Aside, Recorded, Track
 from pipegrid.schedules.timeline.timeline import Time, TimelineError
 from pipegrid.topology.fields import Name, checked
 
 
 class Recorder:
-    """Records the start and end of every action; of a message, posting and completion.
+    """Records the start and end of every action; of a message and a ``COLLECTIVE``, posting and completion.
 
     Call `start`, run a step, and take this rank's `track`. Tracks are plain data, fit for
     `torch.distributed.all_gather_object`. So that tracks of several ranks share a zero, give all ranks of a host the
@@ -107,5 +107,5 @@ class Recorder:
 
     def _recorded(self, index: int, action: Action) -> Recorded:
         start, end = self._spans[action]
-        posted = end if action.kind.is_message else None
+        posted = end if action.kind.is_message or action.kind is ActionKind.COLLECTIVE else None
         return Recorded(index, start, self._completed.get(action, end), posted, self._grown.get(action))

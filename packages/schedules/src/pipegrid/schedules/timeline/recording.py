@@ -15,8 +15,8 @@ from pipegrid.topology.fields import Index, Name, checked_fields
 class Recorded:
     """An action of a position (its index in `Plan.actions`) took from ``start`` to ``end``, in seconds.
 
-    For a message, that is from posting to completion; the host was free again at ``posted``. ``memory``: bytes that
-    the action left allocated, negative where it freed more.
+    For a message or a ``COLLECTIVE``, that is from posting to completion; the host was free again at ``posted``.
+    ``memory``: bytes that the action left allocated, negative where it freed more.
     """
 
     index: Index

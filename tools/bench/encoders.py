@@ -1,12 +1,13 @@
 """Encoders in the bubbles of a language model: the plans of `search` beside 1F1B over the graph of modules.
 
-    python tools/bench/encoders.py [--quick] [--effort 1] [--ranks] [--shapes 0.3B:7B,...]
+    python tools/bench/encoders.py [--quick] [--effort 1] [--ranks] [--shapes 0.3B:7B,6B:70B:apart,...]
 
 Vision encoders of 0.3B, 2B and 6B parameters before language models of 7B and 70B, at costs from published sizes
 (docs/concepts/encoders.md derives them), with the peak of activations that 1F1B has as the limit. *Over busy*: how
 much longer the step is than the work of the busiest position; *over bound*: than the time that no plan is shorter than.
-With ``--ranks``, the plans of shapes on at most 5 ranks are run on gloo with stages that sleep, at a
-scale where 1F1B takes ``--seconds``; measured are medians of the steps after the first.
+*By order*: the gain of the search where backwards stay whole, as those of 1F1B are. With ``--ranks``, the plans are run
+on gloo with stages that sleep, at a scale where 1F1B takes ``--seconds``; measured are medians of the steps after the
+first.
 
 Fails where a plan found is longer than 1F1B's, in simulation or measured.
 """
@@ -26,7 +27,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -154,13 +155,17 @@ def cases(*, quick: bool) -> Iterator[Case]:
 
 @frozen
 class Solved:
-    """1F1B and the plan found, at the same costs and the same peak; ``step`` and ``gained`` are theirs when lowered."""
+    """1F1B and the plan found, at the same costs and the same peak; ``step`` and ``gained`` are theirs when lowered.
+
+    ``whole``: that of the plan found where backwards stay whole.
+    """
 
     case: Case
     base: Plan
     costs: Costs
     step: float
     gained: float
+    whole: float
     busy: float
     found: Found
     seconds: float
@@ -172,22 +177,35 @@ def solve(case: Case, effort: float) -> Solved:
     costs, base = shape.costs(case.samples), shape.plan("1f1b", case.samples)
     simulation = simulate(base, costs)
     begin = time.process_time()
-    found = search(
-        costs,
-        simulation.peak(),
-        num_positions=base.num_positions,
-        num_microbatches=base.num_microbatches,
-        graph=base.graph,
-        placement=base.placement,
-        forward_only=("vision",) if case.frozen else (),
-        ahead=AHEAD if case.frozen else None,
-        effort=effort,
-    )
-    step, gained = (
-        simulate(verify(lowered(shape, plan, case, costs)).plan, costs).makespan for plan in (base, found.plan)
+    found, whole = (
+        search(
+            given,
+            simulation.peak(),
+            num_positions=base.num_positions,
+            num_microbatches=base.num_microbatches,
+            graph=base.graph,
+            placement=base.placement,
+            forward_only=("vision",) if case.frozen else (),
+            ahead=AHEAD if case.frozen else None,
+            effort=effort,
+        )
+        for given in (costs, unsplit(costs, base.num_stages))
     )
     seconds = time.process_time() - begin
-    return Solved(case, base, costs, step, gained, max(simulation.busy), found, seconds)
+    step, gained, ordered = (
+        simulate(verify(lowered(shape, plan, case, given)).plan, given).makespan
+        for plan, given in (
+            (base, costs),
+            (found.plan, costs),
+            (whole.plan, unsplit(costs, base.num_stages)),
+        )
+    )
+    return Solved(case, base, costs, step, gained, ordered, max(simulation.busy), found, seconds)
+
+
+def unsplit(costs: Costs, num_stages: int) -> Costs:
+    """The costs of backwards that give their input's gradient at their end: splitting them gains nothing."""
+    return evolve(costs, I=costs.per_stage("B", num_stages), W=0.0)
 
 
 def lowered(shape: Shape, plan: Plan, case: Case, costs: Costs) -> Plan:
@@ -300,6 +318,7 @@ def row(one: Solved) -> tuple[str, ...]:
         f"{one.step:.3f}",
         f"{one.gained:.3f}",
         percent(1 - one.gained / one.step),
+        percent(1 - one.whole / one.step),
         percent(one.gained / one.busy - 1),
         percent(one.gained / found.bound - 1),
         found.origin,
@@ -315,7 +334,7 @@ def main() -> int:
     parser.add_argument("--ranks", action="store_true", help="run the plans on ranks, with stages that sleep")
     parser.add_argument("--steps", type=int, default=4, help="of each plan; the first is not counted")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a step of 1F1B on ranks")
-    parser.add_argument("--shapes", default="", help="only these, such as 0.3B:7B,6B:70B")
+    parser.add_argument("--shapes", default="", help="only these, such as 0.3B:7B,6B:70B:apart")
     options = parser.parse_args()
     if options.quick:
         options.effort, options.steps, options.seconds, options.ranks = 0.01, 2, 0.5, True
@@ -323,16 +342,18 @@ def main() -> int:
     wanted = [name for name in options.shapes.split(",") if name]
     solved = []
     for case in cases(quick=options.quick):
-        if not wanted or f"{case.vision}:{case.language}" in wanted:
+        name = f"{case.vision}:{case.language}"
+        if not wanted or name in wanted or f"{name}:{case.where}" in wanted:
             solved.append(solve(case, options.effort))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    headings = ("vision > language", "P x m", "1F1B s", "found s", "gain", "over busy", "over bound", "from", "CPU s")
-    print(text_table(headings, [row(one) for one in solved], right=(2, 3, 4, 5, 6, 8)))
+    figures = "gain", "by order", "over busy", "over bound"
+    headings = ("vision > language", "P x m", "1F1B s", "found s", *figures, "from", "CPU s")
+    print(text_table(headings, [row(one) for one in solved], right=(2, 3, 4, 5, 6, 7, 9)))
     good = all(one.gained <= one.step for one in solved)
     if options.ranks:
         rows = []
-        for one, base, found in run([one for one in solved if one.base.num_positions <= 5], options):
+        for one, base, found in run(solved, options):
             good &= found <= base
             scale = options.seconds / one.step
             rows.append(

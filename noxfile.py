@@ -164,14 +164,14 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session(name="tests-torch")
 def tests_torch(session: nox.Session) -> None:
-    """The tests of all packages with another torch: `nox -s tests-torch -- 2.15.0`. pytest's options go after it."""
+    """Every default test with another torch: `nox -s tests-torch -- 2.15.0`. pytest's options go after it."""
     version, *options = session.posargs or [""]
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         session.error(f"give a version of torch after --, such as 2.15.0; got {version!r}")
     constraints = Path(session.virtualenv.location) / "constraints.txt"
     constraints.write_text(re.sub(r"^torch==.*$", f"torch=={version}", CONSTRAINTS.read_text(), flags=re.MULTILINE))
-    install(session, ALL, *EVERY_TEST, constraints=constraints)
-    session.run("pytest", "-m", "not nightly", "packages", "integration_tests", *options)
+    install(session, ALL, *EVERY_TEST, "import-linter", constraints=constraints)
+    session.run("pytest", "-m", "not nightly", "packages", "integration_tests", "tools/tests", *options)
 
 
 # An indented line of a README that begins so is what its readers type.
@@ -226,7 +226,7 @@ def example(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link or reference is an error."""
     install(session, ALL, "mkdocs", "mkdocs-material", "mkdocstrings[python]")
-    session.run("mkdocs", "build", "--strict")
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 def _run_beside(name: str, options: list[str]) -> tuple[str, int, str]:
@@ -238,7 +238,7 @@ def _run_beside(name: str, options: list[str]) -> tuple[str, int, str]:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Lint, types, contract, installing as written, every package alone, integration on gloo.
+    """Lint, types, contract, documentation, installing as written, every package alone, integration on gloo.
 
     Sessions run side by side, as many as there are cores (at most 4); each is printed whole when it ends.
     """
@@ -248,7 +248,7 @@ def tests(session: nox.Session) -> None:
         _editable(session, name)
     # The longest first: what is left for the end is short.
     packages = sorted(ALL, key=lambda name: -sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/*.py")))
-    names = ("integration", *(f"test-{name}" for name in packages), "contract", "types", "install", "lint")
+    names = ("integration", *(f"test-{name}" for name in packages), "contract", "types", "docs", "install", "lint")
     failed = []
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
         for done in as_completed([pool.submit(_run_beside, name, session.posargs) for name in names]):

@@ -1,6 +1,6 @@
 """Lanes against a bare isend/irecv pair: latency and bandwidth, messages and host waits.
 
-    python tools/bench/p2p.py [--runs 5] [--pairs 31] [--receives-ahead 1] [--backend nccl]
+    python tools/bench/p2p.py [--runs 5] [--pairs N] [--receives-ahead 1] [--backend nccl]
 
 Two ranks on this machine. Latency is a ping-pong of one message; bandwidth streams messages of which several are under
 way, one way, and is over when the last one is acknowledged. Each figure is a ratio, lane to bare, and the bound for it
@@ -48,6 +48,7 @@ WINDOW = 4
 # Messages per block: some 5 ms each, and more where a message takes longer.
 MESSAGES = {SIZES[0]: 96, SIZES[1]: 24, SIZES[2]: 8}
 FEWEST_PAIRS = 31  # of all runs
+PAIRS = {SIZES[0]: 31, SIZES[1]: 31, SIZES[2]: 9}  # of a run: the largest take ten times as long, and spread less
 TIMEOUT = 120.0
 FLOAT_BYTES = 4
 
@@ -200,7 +201,7 @@ def _compare(floor: Bare, other: Bare | Ours | Verbs, verb: str, options: argpar
     for action in actions:
         _rounds(action, rounds, device)
     blocks: tuple[list[list[float]], list[list[float]]] = ([], [])
-    for pair in range(options.pairs):
+    for pair in range(options.pairs or PAIRS[size]):
         for side in (0, 1) if pair % 2 else (1, 0):
             blocks[side].append(_rounds(actions[side], rounds, device))
     return Figure(verb, size, floor.name, other.name, not isinstance(other, Bare), messages, blocks)
@@ -296,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few small messages; its figures say little: no bound")
     parser.add_argument("--runs", type=int, default=5, help="runs, each in new processes")
-    parser.add_argument("--pairs", type=int, default=31, help="pairs per figure and run")
+    parser.add_argument("--pairs", type=int, help="pairs per figure and run; default 31, and 9 at 16 MB")
     parser.add_argument("--receives-ahead", type=int, default=0, help="P2PConfig's setting; 0 is the default there")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="bytes")
     parser.add_argument(
@@ -305,14 +306,15 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick:
         options.runs, options.pairs, options.sizes = 1, 2, SIZES[:1]
-    elif options.runs * options.pairs < FEWEST_PAIRS:
+    fewest = min(options.pairs or PAIRS[size] for size in options.sizes)
+    if not options.quick and options.runs * fewest < FEWEST_PAIRS:
         parser.error(
-            f"{options.runs} runs of {options.pairs} pairs; a median over fewer than {FEWEST_PAIRS} says nothing here"
+            f"{options.runs} runs of {fewest} pairs; a median over fewer than {FEWEST_PAIRS} says nothing here"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(
         f"torch {torch.__version__}, {options.backend}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
-        f"receives_ahead={options.receives_ahead}, median [quartiles] of {options.runs} x {options.pairs} pairs",
+        f"receives_ahead={options.receives_ahead}, median [quartiles] of all pairs of {options.runs} runs",
         flush=True,
     )
     runs = [_one_run(options) for _ in range(options.runs)]

@@ -343,26 +343,26 @@ def check_mtp(stages: Stages, pp: int, grammar: LayoutGrammar) -> int | None:
     Raises:
         LayoutError: with the offending stage.
     """
-    home = None
+    home = next((stage for stage, layers in enumerate(stages) if LayerType.mtp in layers), None)
+    if home is None:
+        return None
+    chunk, rank = divmod(home, pp)
     last = len(stages) // pp - 1
-    for stage, layers in enumerate(stages):
-        rule = None
-        if home is not None and LayerType.decoder in layers:
+    layers = stages[home]
+    if LayerType.decoder in layers[layers.index(LayerType.mtp) :]:
+        raise _broken(stages, pp, grammar, home, "decoder after an mtp layer; put mtp after all decoders")
+    if chunk != last:
+        rule = f"mtp must be in the last chunk of its rank, {last}; move it to stage {last * pp + rank} or later"
+        raise _broken(stages, pp, grammar, home, rule)
+    if rank == 0 and pp > 1:
+        rule = f"mtp must not be on the first pp rank; move it to stage {home + 1} or later"
+        raise _broken(stages, pp, grammar, home, rule)
+    for stage in range(home + 1, len(stages)):
+        if LayerType.decoder in stages[stage]:
             rule = f"decoder after the mtp layer of stage {home}; put mtp after all decoders"
-        elif LayerType.mtp in layers:
-            chunk, rank = divmod(stage, pp)
-            if home is not None:
-                rule = f"mtp layers on stage {home} too; put all mtp layers on one stage"
-            elif LayerType.decoder in layers[layers.index(LayerType.mtp) :]:
-                rule = "decoder after an mtp layer; put mtp after all decoders"
-            elif chunk != last:
-                rule = (
-                    f"mtp must be in the last chunk of its rank, {last}; move it to stage {last * pp + rank} or later"
-                )
-            elif rank == 0 and pp > 1:
-                rule = f"mtp must not be on the first pp rank; move it to stage {stage + 1} or later"
-            home = stage
-        if rule is not None:
+            raise _broken(stages, pp, grammar, stage, rule)
+        if LayerType.mtp in stages[stage]:
+            rule = f"mtp layers on stage {home} too; put all mtp layers on one stage"
             raise _broken(stages, pp, grammar, stage, rule)
     return home
 

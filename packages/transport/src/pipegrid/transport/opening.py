@@ -183,11 +183,7 @@ def _connect(
     """A connection for each lane of this rank, and all groups that were made."""
     if not specs:
         return {}, []
-    bundles: dict[tuple[object, ...], list[LaneSpec]] = {}
-    for spec in specs:
-        key = spec.pair if config.communicators == "shared" else (spec.pair, spec)
-        bundles.setdefault(key, []).append(spec)
-    data = {_group_spec(bundle, "data"): bundle for bundle in bundles.values()}
+    data = {_group_spec(bundle, "data"): bundle for bundle in _bundles(specs, config)}
     on_device = backend != "gloo" and not config.staged
     staged = not on_device and (config.staged or device.type != "cpu")
     gloo, loop = one_loop()
@@ -218,21 +214,28 @@ def _connect(
             created = create({twin: data[spec] for twin, spec in twins.items()}, gloo, loop)
             channels = {twins[twin]: group for twin, group in created.items()}
         for group_spec, bundle in data.items():
-            peer = 1 - group_spec.ranks.index(rank)
+            group, peer = made[group_spec], 1 - group_spec.ranks.index(rank)
             mover: Mover
             if on_device:
-                lift_timeout(made[group_spec])
-                mover = NcclMover(made[group_spec], peer, device)
+                lift_timeout(group)
+                mover = NcclMover(group, peer, device)
             else:
-                mover = GlooMover(loop.take_backend(made[group_spec]), peer, len(bundle))
-                if staged:
-                    mover = StagedMover(mover, device)
-            connection = Connection(mover, Wire(channels[group_spec], peer), made[group_spec], receive_stream)
+                mover = GlooMover(loop.take_backend(group), peer, len(bundle))
+                mover = StagedMover(mover, device) if staged else mover
+            connection = Connection(mover, Wire(channels[group_spec], peer), group, receive_stream)
             found.update(dict.fromkeys(bundle, connection))
     except BaseException:
         destroy_groups(groups)
         raise
     return found, groups
+
+
+def _bundles(specs: Iterable[LaneSpec], config: P2PConfig) -> Iterable[list[LaneSpec]]:
+    """The lanes of each communicator: one lane, or all lanes between two ranks."""
+    bundles: dict[object, list[LaneSpec]] = {}
+    for spec in specs:
+        bundles.setdefault(spec.pair if config.communicators == "shared" else spec, []).append(spec)
+    return bundles.values()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge.payload import PayloadExchange, PayloadWiring
 from pipegrid.bridges.bridge.shape_exchange import ShapeExchange
-from pipegrid.bridges.bridge.structure import Declared, checked_structure
+from pipegrid.bridges.bridge.structure import Declared, Structure, checked_structure
 from pipegrid.bridges.bridge.tensor import TensorExchange
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
@@ -34,7 +34,7 @@ from pipegrid.bridges.reshard import (
     boundary_side,
 )
 from pipegrid.topology import destroy_groups
-from pipegrid.topology.fields import shown
+from pipegrid.topology.fields import checked, shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.lane import Lane
@@ -45,6 +45,7 @@ from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
 _DIRECTIONS = (*Direction, *(direction.value for direction in Direction))
 
 
@@ -141,12 +142,11 @@ class BridgeCommunicator:
     ) -> None:
         choice = Choice(strategy, leader_below, links)
         structure = None if payload is None else checked_structure(payload, strategy, shape)
-        if shapes not in (None, "fixed", "variable"):
-            raise BridgeError(f"shapes is {shown(shapes)}; use 'fixed' or 'variable'")
+        checked(shapes, Shapes | None, "shapes", BridgeError)
         if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
             raise BridgeError(
-                f"comm_dtype is {shown(comm_dtype)}; what travels is rounded to it, so give a floating-point "
-                "torch.dtype such as torch.bfloat16, or None for the tensor's own"
+                f"comm_dtype is {shown(comm_dtype)}; values are rounded to it: give a floating-point torch.dtype such "
+                "as torch.bfloat16, or None for the tensor's own"
             )
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name = src_module_name or "src"
@@ -201,55 +201,54 @@ class BridgeCommunicator:
             config=settings,
             stream=new_stream(self.device),
         )
-        self.exchange: TensorExchange | PayloadExchange
-        if isinstance(self._wiring, PayloadWiring):
-            assert structure is not None  # it is what the wiring was made of
-            self.exchange = PayloadExchange(
-                structure,
-                self._wiring,
-                self._traffic,
-                backward=backward,
-                variable=self.variable,
-                comm_dtype=comm_dtype,
-            )
-        else:
-            self.exchange = TensorExchange(
-                ShapeExchange(
-                    str(self),
-                    self.src,
-                    self.dst,
-                    self.axes,
-                    choice,
-                    self.rank,
-                    comm_dtype,
-                    self.variable,
-                    None if shape is None else tuple(shape),
-                ),
-                self._wiring,
-                self._traffic,
-                backward=backward,
-                variable=self.variable,
-                comm_dtype=comm_dtype,
-                skips_empty=strategy == "auto" and not self.variable,
-            )
+        self.exchange = self._exchange_of(structure, choice, shape)
         self._groups = self._traffic.groups = own_groups(
             self._wiring.group_specs, backend=backend, deadline=settings.deadline
         )
-        self._owns_lanes = open
+        self._owns_lanes, self._destroyed = open, False
         if open:
-            try:
-                lanes = open_lanes(
-                    self.lane_specs,
-                    config=self.lane_config,
-                    backend=backend,
-                    device=self.device,
-                    declared=self.declared,
-                )
-            except BaseException:
-                destroy_groups(self._groups)
-                raise
-            self.attach(lanes)
-        self._destroyed = False
+            self._open_lanes(backend)
+
+    def _exchange_of(
+        self, structure: Structure | None, choice: Choice, shape: Sequence[int | None] | None
+    ) -> TensorExchange | PayloadExchange:
+        """What the verbs do on a rank of the boundary: with a declared ``structure`` a payload, else one tensor."""
+        common: dict[str, Any] = {
+            "backward": self.backward,
+            "variable": self.variable,
+            "comm_dtype": self.comm_dtype,
+        }
+        if structure is not None:
+            assert isinstance(self._wiring, PayloadWiring)  # made of the structure
+            return PayloadExchange(structure, self._wiring, self._traffic, **common)
+        shapes = ShapeExchange(
+            str(self),
+            self.src,
+            self.dst,
+            self.axes,
+            choice,
+            self.rank,
+            self.comm_dtype,
+            self.variable,
+            None if shape is None else tuple(shape),
+        )
+        skips_empty = choice.strategy == "auto" and not self.variable
+        return TensorExchange(shapes, self._wiring, self._traffic, **common, skips_empty=skips_empty)
+
+    def _open_lanes(self, backend: str) -> None:
+        """Open the lanes; after an error the bridge has no groups either."""
+        try:
+            lanes = open_lanes(
+                self.lane_specs,
+                config=self.lane_config,
+                backend=backend,
+                device=self.device,
+                declared=self.declared,
+            )
+        except BaseException:
+            destroy_groups(self._groups)
+            raise
+        self.attach(lanes)
 
     def __str__(self) -> str:
         return f"bridge {self.label}"

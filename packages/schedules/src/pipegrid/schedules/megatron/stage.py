@@ -171,15 +171,26 @@ class MegatronStage:
             is_last_stage=not self.outgoing,
         )
         if self.outgoing:
-            own_loss = None
-            if isinstance(output, WithLoss):
-                output, own_loss = output.output, self._own_loss(settings, output.loss, microbatch)
-            if isinstance(received, list) and not isinstance(output, list):
-                output = [output]
-            if settings.shapes is not None:
-                settings.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
-            outputs = dict.fromkeys(self.outgoing, output) if self._one_module else self._by_edge(output, microbatch)
-            return Forwarded(outputs, own_loss)
+            return self._passed_on(settings, received, output, microbatch)
+        return self._with_loss(call, output, loss_func, microbatch, part)
+
+    def _passed_on(self, settings: StageSettings, received: Any, output: Any, microbatch: int) -> Forwarded:
+        """The result of a forward whose output goes to other stages."""
+        own_loss = None
+        if isinstance(output, WithLoss):
+            output, own_loss = output.output, self._own_loss(settings, output.loss, microbatch)
+        if isinstance(received, list) and not isinstance(output, list):
+            output = [output]
+        if settings.shapes is not None:
+            settings.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
+        outputs = dict.fromkeys(self.outgoing, output) if self._one_module else self._by_edge(output, microbatch)
+        return Forwarded(outputs, own_loss)
+
+    def _with_loss(
+        self, call: StageCall, output: Any, loss_func: Callable[..., Any], microbatch: int, part: Slice | None
+    ) -> Forwarded:
+        """The result of a last stage: the scaled loss; the loss function's info goes to `infos`."""
+        settings = call.settings
         if settings.collect_non_loss_data:
             self.infos.append(loss_func(output, non_loss_data=True))
             return Forwarded({})

@@ -111,32 +111,17 @@ def run_step(
 def _step_call(
     derived: Derived, arguments: StepArguments, config: Any, forward_step_func: Callable[..., Any], pg_collection: Any
 ) -> StepCall:
-    """Check what the arguments and the config ask for together; prove the plan, and build its runtime."""
+    """Check the arguments against each other and the config, prove the plan, and build its runtime."""
     models, forward_only = derived.models, arguments.forward_only
     num_microbatches = checked(arguments.num_microbatches, Count, "num_microbatches", StepArgumentError)
     _require_forward_step(forward_step_func, checkpoints=checked_option(config, _CHECKPOINTS) is not None)
-    if option(config, "overlap_moe_expert_parallel_comm") and not derived.interleaved:
-        raise StepArgumentError(
-            "config.overlap_moe_expert_parallel_comm needs one more microbatch in flight, which only interleaving "
-            "has: use forward_backward_pipelining_with_interleaving with two chunks or more, or unset it"
-        )
-    for model in models.values():
-        require_autocast(config, model)
-    if arguments.collect_non_loss_data and not forward_only:
-        raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
+    _require_compatible(derived, arguments, config)
     ties = () if forward_only else required_ties(models=list(models.values()), config=config, stages=list(models))
     sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
     proof = derived.proof(tied_stages(ties), num_microbatches, sharding)
     graph = proof.plan.graph
     if proof.plan.num_slices > 1:
-        _require_no_option_of_whole_microbatches(config)
-        for stage, model in models.items():
-            if not numbered_modules(model, "current_slice"):
-                raise StepArgumentError(
-                    f"num_slices is {proof.plan.num_slices}, and no module of stage {stage} has a current_slice: its "
-                    "attention would see no earlier slice. Set current_slice = None on each attention module, and keep "
-                    "keys and values with it; on any module of a stage without attention"
-                )
+        _require_sliced(models, config, proof.plan.num_slices)
     policy = None
     if not forward_only:
         policy = gradient_policy(
@@ -172,8 +157,25 @@ def _step_call(
     return StepCall(prepared, policy, derived.iterators, settings, syncs, early)
 
 
-def _require_no_option_of_whole_microbatches(config: Any) -> None:
-    """Raise for an option that does not work with slices.
+def _require_compatible(derived: Derived, arguments: StepArguments, config: Any) -> None:
+    """Raise for arguments and options of the config that exclude each other.
+
+    Raises:
+        StepArgumentError: names them.
+    """
+    if option(config, "overlap_moe_expert_parallel_comm") and not derived.interleaved:
+        raise StepArgumentError(
+            "config.overlap_moe_expert_parallel_comm needs one more microbatch in flight, which only interleaving "
+            "has: use forward_backward_pipelining_with_interleaving with two chunks or more, or unset it"
+        )
+    for model in derived.models.values():
+        require_autocast(config, model)
+    if arguments.collect_non_loss_data and not arguments.forward_only:
+        raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
+
+
+def _require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
+    """Raise for a model, or an option, that does not work with slices.
 
     Raises:
         StepArgumentError: names it.
@@ -183,6 +185,13 @@ def _require_no_option_of_whole_microbatches(config: Any) -> None:
         if value is not None and value is not False:
             raise StepArgumentError(
                 f"config.{name} is set, which counts whole microbatches, and num_slices is above 1; unset one of them"
+            )
+    for stage, model in models.items():
+        if not numbered_modules(model, "current_slice"):
+            raise StepArgumentError(
+                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice: its attention would "
+                "see no earlier slice. Set current_slice = None on each attention module, and keep keys and values "
+                "with it; on any module of a stage without attention"
             )
 
 

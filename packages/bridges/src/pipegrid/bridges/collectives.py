@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define
+from attrs import define, field
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups
@@ -49,6 +50,7 @@ class CollectiveWaits:
         task: what did not happen where a wait fails, with {} for the other ranks.
         failure: an error beside the collectives that may be the cause; None while there is none.
         ended: why the communicator was ended.
+        unasked: collectives that a stream was ordered after, with their ranks: a wait returns for failed ones, too.
     """
 
     name: str
@@ -58,6 +60,7 @@ class CollectiveWaits:
     task: str
     failure: Callable[[], object | None] = lambda: None
     ended: str | None = None
+    unasked: deque[tuple[Any, Sequence[int]]] = field(factory=deque)
 
     def end(self, reason: str) -> None:
         """Fail all waits, those under way and later ones."""
@@ -73,10 +76,12 @@ class CollectiveWaits:
             end: when the wait fails, in `time.monotonic` seconds; None is after the deadline.
 
         Raises:
-            CompletionError: a rank died or did not come in time, or the communicator was ended.
+            CompletionError: a rank died or did not come in time, or the communicator was ended. On a device, also where
+                a collective waited for before has failed since.
         """
         if work is None:
             return
+        self.check()
         began = time.monotonic()
         end = began + self.deadline if end is None else end
         try:
@@ -90,12 +95,32 @@ class CollectiveWaits:
                     late = f"not within {end - began:.3g} s; one of them has failed, or waits for another rank itself"
                     raise self.error(ranks, late)
             work.wait()
+            if in_streams:
+                self.unasked.append((work, ranks))
             if self.ended is not None:  # NCCL calls an aborted collective done: its stream goes on, without the data
                 raise self.error(ranks, f"the communicator was ended here: {self.ended}")
         except RuntimeError as error:
             if isinstance(error, CompletionError):
                 raise
-            raise self.error(ranks, f"a rank died, or its connection was closed ({_first_line(error)})") from error
+            raise self._lost(ranks, error) from error
+
+    def check(self) -> None:
+        """Raise if a collective that was waited for on a device has ended with an error.
+
+        Raises:
+            CompletionError: it has.
+        """
+        while self.unasked:
+            work, ranks = self.unasked[0]
+            try:
+                if not NcclTicket((work,)).done():
+                    return
+            except RuntimeError as error:
+                raise self._lost(ranks, error) from error
+            self.unasked.popleft()
+
+    def _lost(self, ranks: Sequence[int], error: Exception) -> CompletionError:
+        return self.error(ranks, f"a rank died, or its connection was closed ({_first_line(error)})")
 
     def error(self, ranks: Sequence[int], cause: str) -> CompletionError:
         """The error of a collective among ``ranks``."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
-from pipegrid.schedules.monitor import JobFailedError
+from pipegrid.schedules.monitor import JobFailedError, under_way
 from pipegrid.topology.fields import shown
 from pipegrid.transport.opening import resolve_device
 from pipegrid.transport.streams import has_streams
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor
 
 _SLICE = timedelta(seconds=0.1)
+_REDUCTION = "a reduction of gradients"
 
 
 class GradientError(ValueError):
@@ -151,10 +152,11 @@ class Waiting:
 
         Raises:
             ReductionTimeoutError: past the deadline.
-            ReductionPeerError: the backend lost a rank of the group.
+            ReductionPeerError: the backend lost a rank of the group; on a device, also that of a collective before.
             JobFailedError: with a monitor: another rank failed, or its deadline passed.
         """
         try:
+            under_way.check()
             self._wait(work, tensor)
         except (ReductionTimeoutError, JobFailedError):
             raise
@@ -165,10 +167,12 @@ class Waiting:
             ) from error
 
     def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        if self.monitor is not None:
-            self.monitor.wait(work, "a reduction of gradients")
+        on_device = has_streams(tensor.device)
+        # Without its device a monitor holds the host, by waits with a timeout, past which NCCL ends the communicator.
+        if self.monitor is not None and (not on_device or self.monitor.progress is not None):
+            self.monitor.wait(work, _REDUCTION)
             return
-        if has_streams(tensor.device):
+        if on_device:
             work.wait()
             return
         start = time.monotonic()
@@ -197,6 +201,8 @@ def all_reduce(
     ``group`` None is the default process group, or nothing to do in one process without one.
     """
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if dist.is_initialized() else None
+    if work is not None and has_streams(tensor.device):
+        under_way.add(_REDUCTION, work, group)
 
     def wait(waiting: Waiting) -> None:
         if work is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import define, frozen
 
 from pipegrid.schedules.monitor.bounded import BoundedCalls, BoundedStore
+from pipegrid.schedules.monitor.collectives import under_way
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
     Control,
@@ -242,7 +243,7 @@ class Monitor:
         """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
 
         Returns when the collective has ended. On CUDA only the current stream waits for it, and the device's progress
-        is watched.
+        is watched; a collective that fails there later is the job's failure as soon as the thread sees it.
 
         Args:
             work: of a collective that was started with ``async_op=True``.
@@ -253,8 +254,10 @@ class Monitor:
             RuntimeError: the collective failed.
         """
         if self.progress is not None:
+            self.check()  # launched behind an abort, it would not end
             work.wait()
             self.progress.mark(what)
+            self.check()  # an abort lets the stream go on, without the result
             return
         watched, began = self._watched, time.monotonic()
         if watched is not None:
@@ -280,6 +283,11 @@ class Monitor:
         """One look: note this rank's place and its deadline; where ``ask``, publish it and look for failures."""
         watched = self._watched
         if watched is None or self._failure is not None:
+            return
+        try:
+            under_way.check()
+        except RuntimeError as error:
+            self._fail(watched, self._record(f"rank {self.rank}: {error}"))
             return
         place = self._place(watched)
         if place != watched.place:

@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 
 from pipegrid.schedules.autograd import compiled_modules
-from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.schedules.monitor import DisagreementError, under_way
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
 from pipegrid.schedules.runtime.hooks import Hook, MessageHook
@@ -299,8 +299,10 @@ class PipelineRuntime:
     def _abort(self, reason: str) -> None:
         """End the lanes and pass the reason on, so that neighbours need not wait for their deadlines.
 
-        For no longer than 0.3 s: a peer that is stopped does not take its note, and must not delay the error here.
+        With them, a device's collectives beside the plan. For no longer than 0.3 s: a peer that is stopped does not
+        take its note, and must not delay the error here.
         """
+        under_way.abort()
         abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
         if abort is not None:
             reason = relayed(reason) or reason

@@ -1,0 +1,204 @@
+"""A rank fails under NCCL's rules: every other rank raises the first failure's error within the deadline + 2 s.
+
+Two jobs: data lanes of a pipeline, and encoders that feed the copies of a language model over a bridge. Gradients are
+reduced while the last backwards run, so lanes, completions and reductions are under way when the failure comes. Beside
+exceptions in forwards, the failures are what NCCL reports beside the host: an entry on the failing rank's stream ends
+with an error, and the entries of its peers run on until they are aborted.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.schedules import (
+    JobFailedError,
+    Monitor,
+    PipelineConfig,
+    PipelineError,
+    forward_backward_pipelining_without_interleaving,
+)
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
+from pipegrid.transport import P2PCommunicator, streams
+
+RANKS, WIDTH, MICROBATCHES = 4, 4, 4
+DEADLINE, PROMISED = 20.0, 2.0  # seconds; no error here waits for a deadline, so that load does not decide
+CAUSE = "injected failure 4711"
+
+
+class Model(nn.Module):
+    """Two layers; calls ``before`` with the number of each forward of the step."""
+
+    def __init__(self, config, before):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.config, self.before, self.received = config, before, None
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, x, number):
+        self.before(number)
+        return self.layers(x)
+
+
+def chain(config):
+    """Data lanes of a pipeline: the communicator, this rank's module, its groups, and whether it is the first stage."""
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    communicator = P2PCommunicator(grid.get_pg("pp"), config)
+    return communicator, "model", ProcessGroupCollection.from_grid(grid), dist.get_rank() < 2
+
+
+def bridge(config):
+    """The same of encoders on data lanes, and of two copies of a language model that complete each other's inputs."""
+    dims = ["tp", "dp"]
+    grids = {"encoder": HyperCommGrid([1, 2], dims), "language": HyperCommGrid([2, 1], dims, rank_offset=2)}
+    for grid in grids.values():
+        grid.create_pgs(dims)
+    communicator = MultiModulePipelineCommunicator(grids, {"encoder": ["language"]}, config)
+    (name,) = (name for name, grid in grids.items() if grid.is_current_rank_in_grid())
+    return communicator, name, {name: ProcessGroupCollection.from_grid(grids[name])}, name == "encoder"
+
+
+def note_the_fault(ranks):
+    (ranks.shared_path / f"fault.{ranks.rank}").write_text(repr(time.monotonic()))
+
+
+def fail_together(ranks, failing, first_stage):
+    """The hook of a model in which all of ``failing`` raise when the last one has come: inputs of each are there."""
+
+    def before(number):
+        if number == (1 if first_stage else 0):
+            ranks.store.add("failing", 1)
+            while ranks.store.add("failing", 0) < len(failing):
+                time.sleep(0.001)
+            note_the_fault(ranks)
+            raise ValueError(CAUSE)
+
+    return before
+
+
+ENTRIES = {
+    "a send": lambda kind, operations: any(operation.kind == "send" for operation in operations),
+    "a receive": lambda kind, operations: any(operation.kind == "recv" for operation in operations),
+    "a reduction": lambda kind, operations: kind == "allreduce",
+    "a completion": lambda kind, operations: kind == "_allgather_base",
+}
+
+
+def break_next(ranks, fits):
+    """From the next entry that ``fits`` on, those of its group fail on this rank: NCCL has lost the connection."""
+    device, lost = ranks.fake_device, set()
+    launch, device.reports_peer_errors = device.launch, True
+
+    def lose():
+        raise dist.DistBackendError(CAUSE)
+
+    def lose_first():
+        note_the_fault(ranks)
+        lose()
+
+    def launched(group, kind, operations, run, timeout, **tensors):
+        if group in lost:
+            run = lose
+        elif not lost and fits(kind, operations):
+            lost.add(group)
+            run = lose_first
+        return launch(group, kind, operations, run, timeout, **tensors)
+
+    device.launch = launched
+
+
+def fail(ranks, job, what, failing):
+    monitor = Monitor(
+        control_store("monitor"), rank=ranks.rank, ranks=range(RANKS), deadline=DEADLINE, device=ranks.device
+    )
+    config = PipelineConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, grad_bucket_bytes=1, monitor=monitor)
+    communicator, name, groups, first_stage = job(config)
+    model = Model(config, lambda number: None)
+
+    def forward_step(iterator, model):
+        received = model.received.values() if isinstance(model.received, dict) else model.received
+        x = next((tensor for tensor in received if tensor is not None), torch.ones(2, 1, WIDTH))
+        y = model(x, next(iterator))
+        return ({name: y} if name == "encoder" else y), lambda y: (y.square().mean(), None)
+
+    def step():
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward_step,
+            data_iterator={name: iter(range(MICROBATCHES))} if job is bridge else iter(range(MICROBATCHES)),
+            model=model,
+            num_microbatches=MICROBATCHES,
+            seq_length=2,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+            pg_collection=groups,
+        )
+
+    step()
+    ranks.barrier()
+    if ranks.rank in failing and what in ENTRIES:
+        break_next(ranks, ENTRIES[what])
+    elif ranks.rank in failing:
+        model.before = fail_together(ranks, failing, first_stage)
+    with pytest.raises((PipelineError, JobFailedError)) as caught:
+        step()
+        step()  # of a rank that had nothing more to exchange
+    ended = time.monotonic()
+    ranks.store.set(f"error/{ranks.rank}", f"{caught.type.__name__}: {caught.value}")
+    ranks.barrier()
+    texts = [ranks.store.get(f"error/{rank}").decode() for rank in range(RANKS)]
+    (first,) = {text.splitlines()[0].partition(": ")[2] for text in texts if text.startswith("PipelineError")}
+    assert all(first in text for text in texts)
+    assert any(re.search(rf"\brank {rank}\b", first) for rank in failing)
+    assert re.search(CAUSES[what], first)
+    began = min(float(path.read_text()) for path in ranks.shared_path.glob("fault.*"))
+    assert ended - began <= DEADLINE + PROMISED
+
+    monitor.close()
+    communicator.destroy() if job is bridge else communicator.close()
+
+
+CAUSES = {
+    "a send": "P2P(Peer|LaneDead)Error: rank . lost rank . while",
+    "a receive": "P2P(Peer|LaneDead)Error: rank . lost rank . while",
+    "a reduction": "a reduction of gradients failed",
+    "a completion": "CompletionError: rank 2, bridge encoder>language",
+    "two forwards": f"ValueError: {CAUSE}",
+}
+CASES = [
+    (chain, "a send", [0]),
+    (chain, "a receive", [3]),
+    (chain, "a reduction", [1]),
+    (chain, "two forwards", [0, 3]),
+    (bridge, "a send", [0]),
+    (bridge, "a receive", [3]),
+    (bridge, "a reduction", [1]),
+    (bridge, "a completion", [2]),
+    (bridge, "two forwards", [1, 2]),
+]
+OFTEN = [("streams", bridge, "a completion"), ("serial", chain, "a reduction")]  # the others run at night
+
+
+def cases():
+    for mode in ("streams", "serial"):
+        on = pytest.mark.ranks(RANKS, backend="fake_nccl", fake_nccl=mode, deadline=120)
+        for job, what, failing in CASES:
+            marks = [on] if (mode, job, what) in OFTEN else [on, pytest.mark.nightly]
+            yield pytest.param(job, what, failing, marks=marks, id=f"{job.__name__}-{what}-{mode}")
+
+
+@pytest.mark.parametrize(("job", "what", "failing"), list(cases()))
+def test_every_rank_raises_the_first_failure_within_the_deadline(ranks, job, what, failing, monkeypatch):
+    device = ranks.fake_device
+    monkeypatch.setattr(streams, "cuda", device.streams)
+    monkeypatch.setattr(streams, "types", {"cpu"})
+    with device.streams.watch():
+        fail(ranks, job, what, failing)

@@ -46,6 +46,10 @@ def _per_stage(value: Any) -> Any:
         return value
 
 
+def _numbers(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(values)
+
+
 def _per_edge(value: Any) -> Any:
     if isinstance(value, str | bytes):
         return value
@@ -113,8 +117,8 @@ class Costs:
     REDUCE_GRAD: PerStage = field(default=0.0, converter=_per_stage)
     parameters: PerStage = field(default=0.0, converter=_per_stage)
     offload_bandwidth: float = math.inf
-    slice_lengths: tuple[float, ...] = field(default=(), converter=tuple)
-    slice_times: tuple[float, ...] = field(default=(), converter=tuple)
+    slice_lengths: tuple[float, ...] = field(default=(), converter=_numbers)
+    slice_times: tuple[float, ...] = field(default=(), converter=_numbers)
 
     def __attrs_post_init__(self) -> None:
         for attribute in fields(Costs):

@@ -35,7 +35,7 @@ from pipegrid.planner import (
 from pipegrid.planner.__main__ import main
 from pipegrid.planner.choice import Shape
 from pipegrid.planner.model import CostModel
-from pipegrid.planner.report import results_table, to_json, why_slower
+from pipegrid.planner.report import results_table, to_json, what_if_table, why_slower
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import _Search, arrangements
 from pipegrid.schedules import (
@@ -289,6 +289,17 @@ def test_a_job_is_read():
         (("modules",), [], r"modules: the graph has no modules"),
         (("modules",), JOB["modules"][0], r"modules\[0\]: it must be a table with the keys name, layers"),
         (("modules", 0, "layers", 0, "kind"), "loss", r"modules\[0\]: layers of 'a': .*loss"),
+        (("modules",), 3, r"modules: it must be a list"),
+        (("modules", 1, "name"), "a", r"modules: .*declared twice"),
+        (("modules", 0, "frozen"), "yes", r"modules\[0\]: Module.frozen is 'yes'; it must be true or false"),
+        (("modules", 0, "layers", 0, "count"), 10**9, r"modules\[0\]: module 'a' has 1000000000 layers; at most 10000"),
+        (("modules", 1, "layers", 0, "seconds"), 3, r"layers\[0\].seconds: it must be a table with the keys F, I, W"),
+        (("training",), {"schedules": []}, r"training: training.schedules is empty; name at least one"),
+        (
+            ("training",),
+            {"schedules": ["seq1f1b"]},
+            r"training: .*'seq1f1b', which cuts microbatches .* no costs of sli",
+        ),
         (("training",), {"schedules": ["zigzag"]}, r"training: training.schedules names 'zigzag'; the schedules are"),
     ],
 )
@@ -399,6 +410,14 @@ def test_what_if_is_the_simulation_of_the_other_plan_at_the_same_costs(schedule,
     assert found.predicted == pytest.approx(simulate(lower(other), UNEVEN.cut_into(stages, slices=4)).makespan)
     read = what_if(recording_from_json(recording_to_json(recording)), schedule=schedule, pp=pp)
     assert read.predicted == found.predicted
+
+
+def test_gathers_of_sharded_parameters_are_named_where_a_prediction_leaves_them_out():
+    plan = one_f_one_b(2, 4)
+    assert "gathers" not in what_if_table(what_if(recorded(lower(plan), Costs()), schedule="1f1b"))
+    found = what_if(recorded(lower(plan, shard="step"), Costs()), schedule="1f1b")
+    assert found.gathers == 2
+    assert "gathers parameters 2 times. Recordings do not measure gathers" in what_if_table(found)
 
 
 def test_what_if_keeps_the_batch_and_halves_whole_backwards_as_asked():

@@ -90,6 +90,11 @@ def test_a_first_mistake_is_a_typed_error_that_names_value_and_rule(what):
         call()
 
 
+def test_a_batch_of_more_microbatches_than_are_planned_ends_at_once():
+    with pytest.raises(NoFitError, match=r"no microbatch size of 1000000007 samples .* at most 65536 microbatches"):
+        planned(16, global_batch=1_000_000_007)
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [

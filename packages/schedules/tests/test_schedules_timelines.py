@@ -347,6 +347,8 @@ def test_ascii_keeps_to_its_width():
         (4.2e-5, "s", "42 µs"),
         (28.5, "", "28.5"),
         (12345678, "", "12345678"),
+        (34633500000, "", "34.63e9"),
+        (1e9, "", "1e9"),
     ],
 )
 def test_times_are_written_as_people_write_them(value, unit, text):

@@ -43,7 +43,8 @@ def plan_file(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(dry_run(planned.winner))
     if arguments.svg:
-        write_svg(timeline(winner.simulation, unit="s"), arguments.svg)
+        title = f"{winner.schedule}, {winner.arrangement}, {winner.plan.num_microbatches} microbatches"
+        write_svg(timeline(winner.simulation, unit="s", title=title), arguments.svg)
     if arguments.plan:
         arguments.plan.write_text(str(lower(winner.plan, collectives=winner.shape.collectives)), encoding="utf-8")
     if arguments.code:

@@ -34,6 +34,9 @@ def bytes_of(value: Any) -> float:
 Bytes: TypeAlias = Annotated[float, Rule(bytes_of, f'a number of bytes, or a text such as "80GB" ({", ".join(UNITS)})')]
 Sharding: TypeAlias = Literal["none", "optimizer"]
 Placing: TypeAlias = Literal["any", "apart", "colocated"]
+MOST_LAYERS = 10_000
+"""Layers of a module, at most."""
+
 SEARCHED = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 """The schedules of a search that names none."""
 
@@ -99,12 +102,14 @@ class Module:
     cp: tuple[Count, ...] = field(default=(1,))
     dp: tuple[Count, ...] = field(default=())
     pp: tuple[Count, ...] = field(default=())
-    frozen: bool = False
+    frozen: Annotated[bool, instance(bool, "true or false")] = False
     placing: Placing = "any"
 
     def __attrs_post_init__(self) -> None:
         if not self.layers:
             raise JobError(f"module {self.name!r} has no layers; give at least one")
+        if (count := sum(layers.count for layers in self.layers)) > MOST_LAYERS:
+            raise JobError(f"module {self.name!r} has {count} layers; at most {MOST_LAYERS} are planned")
         try:
             balance([0.0] * len(self.each), 1, layers=self.kinds)  # an embedding first, a loss last
         except LayoutError as error:
@@ -165,8 +170,9 @@ class Training:
     """Bytes per parameter, and how they are shared by the replicas of a module.
 
     ``sharding``: ``"optimizer"`` divides the optimizer's states among the dp and cp ranks (Rajbhandari et al. 2020,
-    stage 1); ``"none"`` keeps them whole. ``schedules``: names, of any but the U. ``chunks``: stages per position,
-    where a schedule runs any number. ``microbatch``: samples over all data lanes; by default 1 to 4 for each lane.
+    stage 1); ``"none"`` keeps them whole. ``schedules``: names, of any but the U and those with slices. ``chunks``:
+    stages per position, where a schedule runs any number. ``microbatch``: samples over all data lanes; by default 1 to
+    4 for each lane.
     """
 
     parameter_bytes: Amount = 2.0
@@ -178,10 +184,18 @@ class Training:
     microbatch: tuple[Count, ...] = ()
 
     def __attrs_post_init__(self) -> None:
+        known = [one.name for one in SCHEDULES.values() if one.trains and not one.sliced and one.name != "u_shape"]
         for name in self.schedules:
-            if name not in SCHEDULES or name == "u_shape" or not SCHEDULES[name].trains:
-                known = [one.name for one in SCHEDULES.values() if one.trains and one.name != "u_shape"]
+            if name in SCHEDULES and SCHEDULES[name].sliced:
+                raise JobError(
+                    f"training.schedules names {name!r}, which cuts microbatches along the sequence; the planner has "
+                    f"no costs of slices and plans whole microbatches: {', '.join(known)}"
+                )
+            if name not in known:
                 raise JobError(f"training.schedules names {name!r}; the schedules are {', '.join(known)}")
+        for key, values in (("schedules", self.schedules), ("chunks", self.chunks)):
+            if not values:
+                raise JobError(f"training.{key} is empty; name at least one, or leave it out")
 
 
 def _as_edges(value: Any) -> Any:
@@ -225,7 +239,8 @@ class Job:
         try:
             return ModuleGraph([(module.name, 1) for module in self.modules], self.edges)
         except ModuleGraphError as error:
-            raise JobError(f"{'edges' if self.modules else 'modules'}: {error}") from None
+            names = [module.name for module in self.modules]
+            raise JobError(f"{'edges' if names and len(set(names)) == len(names) else 'modules'}: {error}") from None
 
     def module(self, name: str) -> Module:
         """The module called ``name``."""

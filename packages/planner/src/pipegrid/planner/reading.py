@@ -6,7 +6,8 @@ import json
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from attrs import fields, has
 
@@ -92,8 +93,12 @@ def _fault_text(error: BaseException, kind: Any) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = ", ".join(attribute.name for attribute in fields(error.cl))
         return f"unknown keys {sorted(error.extra_fields)}; the keys are {known}"
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if has(kind):
         return f"it must be a table with the keys {', '.join(attribute.name for attribute in fields(kind))}"
+    if get_origin(kind) is tuple:
+        return "it must be a list"
     return f"not of the form of {getattr(kind, '__name__', kind)}: {error}"

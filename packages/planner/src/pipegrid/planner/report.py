@@ -8,11 +8,11 @@ from typing import Any
 from pipegrid.planner.choice import Choice
 from pipegrid.planner.search import Planned
 from pipegrid.planner.what_if import WhatIf
-from pipegrid.schedules.timeline import time_text
+from pipegrid.schedules.timeline import position_name, time_text
 from pipegrid.topology.tables import table, text_table
 
 _SAME = 1e-9  # a smaller share of a step is the rounding of a sum
-HEADINGS = ("schedule", "microbatch", "step", "bubble", "gradients", "memory")
+HEADINGS = ("GPUs", "schedule", "microbatch", "step", "bubble", "gradients", "memory")
 
 
 def results_table(planned: Planned, *, terminal: bool = False) -> str:
@@ -21,6 +21,7 @@ def results_table(planned: Planned, *, terminal: bool = False) -> str:
         (
             str(place),
             str(choice.arrangement),
+            str(choice.arrangement.gpus),
             _schedule(choice),
             str(choice.microbatch),
             time_text(choice.step, "s"),
@@ -30,9 +31,10 @@ def results_table(planned: Planned, *, terminal: bool = False) -> str:
         )
         for place, choice in enumerate(planned.choices, 1)
     ]
-    right = (0, 3, 4, 5, 6, 7)
+    right = (0, 2, 4, 5, 6, 7, 8)
     modules = ", ".join(part.module for part in planned.winner.arrangement.parts)
-    headings = ("", f"grids: {modules}", *HEADINGS)
+    shared = " (&: on the same ranks)" if any(choice.arrangement.colocated for choice in planned.choices) else ""
+    headings = ("", f"grids: {modules}{shared}", *HEADINGS)
     drawn = table(headings, cells, right=right, color=True) if terminal else text_table(headings, cells, right=right)
     return f"{drawn}\n"
 
@@ -66,7 +68,7 @@ def explanation(planned: Planned) -> str:
     lines = [f"{module}: {grids[module]}, layout {layout}" for module, layout in winner.layouts.items()]
     rows = [
         (
-            str(position),
+            position_name(winner.plan, position),
             *(
                 f"{part / 1e9:.2f}"
                 for part in (
@@ -83,7 +85,7 @@ def explanation(planned: Planned) -> str:
         for position, memory in enumerate(winner.memory)
     ]
     names = ("position", "parameters", "gradients", "optimizer", "activations", "communicators", "reserved", "total GB")
-    lines += ["", text_table(names, rows, right=range(len(names))), "", *_losers(planned), _extent(planned)]
+    lines += ["", text_table(names, rows, right=range(1, len(names))), "", *_losers(planned), _extent(planned)]
     return "\n".join([*lines, str(planned.proof)]) + "\n"
 
 
@@ -120,7 +122,13 @@ def what_if_table(found: WhatIf) -> str:
         off = f"{100 * (simulation.makespan / found.measured - 1):+.1f}%"
         peak = f"{simulation.peak():.4g}"
         rows.append((name, time_text(simulation.makespan, "s"), off, f"{100 * simulation.bubble():.1f}%", peak))
-    return text_table(("step", "time", "change", "bubble", f"peak {unit}"), rows, right=(1, 2, 3, 4)) + "\n"
+    drawn = text_table(("step", "time", "change", "bubble", f"peak {unit}"), rows, right=(1, 2, 3, 4)) + "\n"
+    if found.gathers:
+        drawn += (
+            f"The recorded plan gathers parameters {found.gathers} times. Recordings do not measure gathers: neither "
+            "simulation has their time, nor the memory of gathered parameters.\n"
+        )
+    return drawn
 
 
 def to_json(planned: Planned) -> str:

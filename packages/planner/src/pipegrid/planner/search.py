@@ -29,6 +29,9 @@ BEST = 10
 MOST_SAMPLES = 4
 """Samples of a microbatch per data lane, at most."""
 
+MOST_MICROBATCHES = 65_536
+"""Microbatches of a step, at most."""
+
 FEW = 16
 """Microbatches of the chains that tell memory before a plan is made, at most."""
 
@@ -92,15 +95,15 @@ def _sizes(most: int) -> list[int]:
     )
 
 
-def _divisors(value: int) -> list[int]:
-    return [size for size in range(1, value + 1) if value % size == 0]
+def _divisors(value: int, most: int) -> list[int]:
+    return [size for size in range(1, min(value, most) + 1) if value % size == 0]
 
 
 def parts_of(job: Job, module: Module, gpus: int) -> Iterator[Part]:
     """The grids of ``module`` with at most ``gpus`` ranks; its dp divides the global batch."""
     depth = len(module.each)
     for tp, cp in itertools.product(module.tp, module.cp):
-        for dp in module.dp or _divisors(job.global_batch):
+        for dp in module.dp or _divisors(job.global_batch, gpus):
             if job.global_batch % dp == 0:
                 for pp in module.pp or _sizes(min(depth, gpus)):
                     if pp <= depth and tp * cp * dp * pp <= gpus:
@@ -206,7 +209,9 @@ class _Search:
         """The candidates of an arrangement: microbatch sizes that all dp divide, and schedules that fit."""
         lanes, batch = math.lcm(*(part.dp for part in arrangement.parts)), self.job.global_batch
         sizes = self.job.training.microbatch or [lanes * size for size in range(1, MOST_SAMPLES + 1)]
-        sizes = [size for size in sizes if size % lanes == 0 and batch % size == 0]
+        sizes = [
+            size for size in sizes if size % lanes == 0 and batch % size == 0 and batch // size <= MOST_MICROBATCHES
+        ]
         shapes: dict[tuple[int, ...], Shape] = {}
         for schedule, places in self._schedules(arrangement.parts[-1]) if sizes else ():
             if places not in shapes:
@@ -342,7 +347,8 @@ class _Search:
         if leanest is None:
             return NoFitError(
                 f"global_batch: no microbatch size of {self.job.global_batch} samples suits a grid and a schedule on "
-                f"{self.gpus} GPUs; allow smaller dp, other schedules or other sizes"
+                f"{self.gpus} GPUs with at most {MOST_MICROBATCHES} microbatches; allow smaller dp, other schedules or "
+                "other sizes"
             )
         need = math.ceil(least / 1e8) / 10
         full = max(leanest.memory, key=lambda memory: memory.total)

@@ -9,7 +9,17 @@ from attrs import evolve, field, frozen
 
 from pipegrid.bridges import ModuleGraph
 from pipegrid.planner.errors import JobError
-from pipegrid.schedules import Costs, Plan, Recording, Simulation, lower, schedule_for, simulate, stage_places
+from pipegrid.schedules import (
+    ActionKind,
+    Costs,
+    Plan,
+    Recording,
+    Simulation,
+    lower,
+    schedule_for,
+    simulate,
+    stage_places,
+)
 from pipegrid.topology.fields import Count, checked_arguments
 
 
@@ -25,6 +35,13 @@ class WhatIf:
     measured: float
     reproduced: Simulation = field(repr=False)
     other: Simulation = field(repr=False)
+
+    @property
+    def gathers(self) -> int:
+        """``UNSHARD`` actions of the recorded plan: gathers of parameters, which neither simulation has the time of."""
+        plan = self.recording.plan
+        kinds = (action.kind for position in range(plan.num_positions) for action in plan.actions(position))
+        return sum(kind is ActionKind.UNSHARD for kind in kinds)
 
     @property
     def predicted(self) -> float:

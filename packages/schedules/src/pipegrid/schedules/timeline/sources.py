@@ -14,7 +14,7 @@ from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
 from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction, Edge
 
-LIVE = "live microbatches"
+LIVE, ACTIVATIONS = "live microbatches", "activations"
 GATHERED = "gathered parameters and gradients"
 
 
@@ -96,12 +96,13 @@ def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
             where[-1].append((len(spans), action))
             spans.append(_span(position, start, end, action))
     bubbles, peaks = simulation.bubbles(), simulation.peaks()
+    held = LIVE if simulation.costs.activation is None else ACTIVATIONS
     return Timeline(
         rows=[position_name(plan, position) for position in range(plan.num_positions)],
         spans=spans,
         flows=_flows(plan, [(position, actions) for position, actions in enumerate(where)]),
         counters=[
-            *(Counter(p, LIVE, simulation.live(p)) for p in range(plan.num_positions)),
+            *(Counter(p, held, simulation.live(p)) for p in range(plan.num_positions)),
             *(
                 Counter(p, GATHERED, points)
                 for p in range(plan.num_positions)

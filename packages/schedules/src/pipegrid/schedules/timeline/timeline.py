@@ -252,7 +252,10 @@ def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
 
 
 def amount(value: float) -> str:
-    """A number with up to four significant digits and no trailing zeros."""
+    """A number with up to four significant digits and no trailing zeros; of nine digits and more, ``34.63e9``."""
+    if 1e8 <= abs(value) < math.inf:
+        power = 3 * int(math.log10(abs(value)) / 3 + 1e-12)
+        return f"{value / 10**power:.4g}e{power}"
     text = f"{value:.4g}"
     return f"{value:.0f}" if "e" in text and abs(value) >= 1 else text
 

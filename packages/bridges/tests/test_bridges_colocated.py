@@ -214,7 +214,7 @@ def test_gathering_along_any_axis():
 
 @pytest.mark.ranks(2)
 def test_layouts_that_are_refused():
-    with pytest.raises(BridgeError, match=r"dim 'ep' of size 2.*will not guess"):
+    with pytest.raises(BridgeError, match=r"dim 'ep' of size 2.*or a BridgeCommunicator with placements"):
         ColocatedBridgeCommunicator(grid(ep=2), grid(dp=2))
     with pytest.raises(BridgeError, match=r"on ranks 0\.\.1, the destination on 0\.\.0"):
         ColocatedBridgeCommunicator(grid(dp=2), grid(dp=1))

@@ -136,9 +136,9 @@ class ColocatedBridgeCommunicator:
             for dim, size in zip(grid.dim_names, grid.shape, strict=True):
                 if dim not in KNOWN_DIMS and size > 1:
                     raise BridgeError(
-                        f"grid of {name!r} has the dim {dim!r} of size {size}; a colocated bridge knows "
-                        f"{list(KNOWN_DIMS)} only and will not guess what {dim!r} holds; use a grid (or base view) "
-                        f"without it, or a BridgeCommunicator with placements"
+                        f"grid of {name!r} has the dim {dim!r} of size {size}; a colocated bridge takes "
+                        f"{list(KNOWN_DIMS)} only: use a grid (or base view) without it, or a BridgeCommunicator with "
+                        "placements"
                     )
         if dim_size(self.src_grid, "pp") > 1:
             raise BridgeError(
@@ -152,8 +152,6 @@ class ColocatedBridgeCommunicator:
                 f"colocated bridge {names}: the source is on ranks {src.start}..{src.stop - 1}, the destination on "
                 f"{dst.start}..{dst.stop - 1}; both must be on the same ranks (use BridgeCommunicator otherwise)"
             )
-        if BATCH not in self.dim_mapping or self.dim_mapping[BATCH] < 0:
-            raise BridgeError(f"dim_mapping {self.dim_mapping} names no batch axis; add 'b'")
 
     def _extract_parallelism_info(self) -> None:
         src, dst = _sizes(self.src_grid), _sizes(self.dest_grid)

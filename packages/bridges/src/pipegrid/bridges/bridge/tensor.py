@@ -193,8 +193,8 @@ class TensorExchange:
             )
         except RuntimeError as error:
             raise CompletionError(
-                f"rank {self.rank}, {self.name}: rank {teller}, which hears the source, did not tell the sizes before "
-                f"the deadline ({error})"
+                f"rank {self.rank}, {self.name}: rank {teller} did not pass on the source's sizes before the "
+                f"deadline ({error})"
             ) from error
         return dict(json.loads(text))
 

@@ -16,7 +16,7 @@ from pipegrid.bridges.errors import LaneTotalsError, ShapeError, UndeclaredDimEr
 from pipegrid.bridges.reshard.box import Span, merge
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
 from pipegrid.topology import lane_bounds, lane_sizes
-from pipegrid.topology.fields import index_of, shown
+from pipegrid.topology.fields import Index, checked
 
 AxisNames = tuple[tuple[str, ...], ...]
 """Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
@@ -26,13 +26,12 @@ _MOST_AXES = 64  # as torch has it
 
 
 def as_axis_of(dim_mapping: object) -> dict[str, int]:
-    """The axis of each name."""
+    """The axis of each name, that of the batch among them."""
     mapping = as_mapping(dim_mapping, "dim_mapping", "names of axes to axes", error=UndeclaredDimError)
     for name, axis in mapping.items():
-        if index_of(axis) is None:
-            raise UndeclaredDimError(
-                f"dim_mapping puts {name!r} on axis {shown(axis)}; axes are integers, counted from 0"
-            )
+        checked(axis, Index, f"the axis of {name!r} in dim_mapping", UndeclaredDimError)
+    if BATCH not in mapping:
+        raise UndeclaredDimError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that data lanes split")
     return mapping
 
 
@@ -66,10 +65,8 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
     mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
     if ndim == 2 and any(axis > 1 for axis in mapping.values()):
         mapping = {"b": 0, "s": 0, "h": 1}
-    if BATCH not in mapping:
-        raise UndeclaredDimError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that data lanes split")
     for name, axis in mapping.items():
-        if not 0 <= axis < ndim:
+        if axis >= ndim:
             raise UndeclaredDimError(f"dim_mapping puts {name!r} on axis {axis}, but the tensor has axes 0..{ndim - 1}")
     names: list[tuple[str, ...]] = []
     for axis in range(ndim):
@@ -187,11 +184,7 @@ def lane_intervals(
 def destination_units(src: Side, dst: Side, sizes: Sizes, units: Sequence[int]) -> tuple[int, ...] | None:
     """Samples per destination lane, given those of the source lanes; None where each source lane is cut by itself."""
     if sizes.dst_lanes is not None:
-        if len(sizes.dst_lanes) != dst.num_lanes:
-            raise LaneTotalsError(
-                f"dst_lanes={sizes.dst_lanes}, but side {dst.name!r} has {dst.num_lanes} data lanes; give one size each"
-            )
-        return sizes.dst_lanes
+        return _one_per_lane("dst_lanes", sizes.dst_lanes, dst)
     if sizes.cut == "lane" or src.lane_weights is not None or dst.lane_weights is not None:
         return None
     return lane_sizes(sizes.units, dst.num_lanes) if tuple(units) == lane_sizes(sizes.units, src.num_lanes) else None
@@ -200,15 +193,19 @@ def destination_units(src: Side, dst: Side, sizes: Sizes, units: Sequence[int]) 
 def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
     """Samples per source lane."""
     if sizes.src_lanes is not None:
-        if len(sizes.src_lanes) != src.num_lanes:
-            raise LaneTotalsError(
-                f"src_lanes={sizes.src_lanes}, but side {src.name!r} has {src.num_lanes} data lanes; give one size each"
-            )
-        return sizes.src_lanes
+        return _one_per_lane("src_lanes", sizes.src_lanes, src)
     if src.lane_weights is None:
         return lane_sizes(sizes.units, src.num_lanes)
     ends = [sizes.units * end // sum(src.lane_weights) for end in itertools.accumulate(src.lane_weights)]
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
+
+
+def _one_per_lane(what: str, lanes: tuple[int, ...], side: Side) -> tuple[int, ...]:
+    if len(lanes) != side.num_lanes:
+        raise LaneTotalsError(
+            f"{what}={lanes}, but side {side.name!r} has {side.num_lanes} data lanes; give one size each"
+        )
+    return lanes
 
 
 _bounds = lru_cache(maxsize=64)(lane_bounds)

@@ -26,6 +26,7 @@ from pipegrid.schedules.plan import (
     compute_plan,
     forward,
     require_graph,
+    require_placed,
 )
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
 
@@ -122,11 +123,7 @@ def schedule_for(
             f"only {ANY_GRAPH} runs such a graph"
         )
     places = as_placement(range(graph.num_stages) if placement is None else placement)
-    if len(places) != graph.num_stages:
-        raise PlanError(
-            f"the placement covers {len(places)} stages and the graph has {graph.num_stages}; give the position of "
-            "every stage"
-        )
+    require_placed(places, graph)
     return _Around(known, graph, num_microbatches, places, frozen, num_slices).plan()
 
 

@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order
-from pipegrid.schedules.plan import Action, Plan, as_placement, backward, compute_plan, forward, require_graph
+from pipegrid.schedules.plan import (
+    Action,
+    Plan,
+    as_placement,
+    backward,
+    compute_plan,
+    forward,
+    require_graph,
+    require_placed,
+)
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
 
 
@@ -44,11 +53,7 @@ def multi_module_1f1b(
             raise PlanError(f"forward_only names module {name!r}; the graph has {', '.join(graph.order)}")
     without = {stage for name in frozen for stage in module_stages(graph, name)}
     places = as_placement(range(graph.num_stages) if placement is None else placement)
-    if len(places) != graph.num_stages:
-        raise PlanError(
-            f"the placement covers {len(places)} stages and the graph has {graph.num_stages}; give the "
-            "position of every stage"
-        )
+    require_placed(places, graph)
     held: dict[int, list[int]] = {}
     for stage, place in enumerate(places):
         for position in place:

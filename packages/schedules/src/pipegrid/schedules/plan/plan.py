@@ -210,6 +210,20 @@ def require_graph(graph: object, *, error: type[Exception] = PlanError) -> None:
         raise error(f"graph is {shown(graph)}; give a ModuleGraph, or chain(number of stages)")
 
 
+def require_placed(placement: Sequence[object], graph: ModuleGraph) -> None:
+    """Raise unless ``placement`` has an entry for each stage of ``graph``.
+
+    Raises:
+        PlanFieldError: with both numbers.
+    """
+    if len(placement) != graph.num_stages:
+        raise PlanFieldError(
+            f"the placement covers {len(placement)} stages and the graph has {graph.num_stages}; give the position of "
+            "every stage",
+            path="placement",
+        )
+
+
 def require_position(position: object, plan: Plan) -> None:
     """Raise unless ``plan`` has ``position``.
 
@@ -224,12 +238,7 @@ def require_position(position: object, plan: Plan) -> None:
 
 
 def _check_placement(plan: Plan) -> None:
-    if len(plan.placement) != plan.graph.num_stages:
-        raise PlanFieldError(
-            f"the placement covers {len(plan.placement)} stages and the graph has {plan.graph.num_stages}; give the "
-            "position of every stage",
-            path="placement",
-        )
+    require_placed(plan.placement, plan.graph)
     for stage, positions in enumerate(plan.placement):
         if not positions or len(set(positions)) != len(positions):
             raise PlanFieldError(

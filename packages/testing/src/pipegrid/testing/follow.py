@@ -256,22 +256,21 @@ class _Follower:
             record.gone = True
             self.selector.unregister(record.worker.channel.socket)  # the template reports how it ended
         for message in messages:
-            if isinstance(message, Position):
-                record.position, record.position_at = message.text, time.monotonic()
-            elif isinstance(message, Started):
-                record.state = State.RUNNING
-            elif isinstance(message, FaultPlanned):
-                self.timed.append(_Timed(at=time.monotonic() + message.after, record=record, plan=message))
-            elif isinstance(message, FaultFired):
-                record.fault = message
-            elif isinstance(message, Finished):
-                record.finished = message
-                record.state = State.FINISHED
-                record.ended_at = time.monotonic()
-            elif isinstance(message, Stacks):
-                record.stacks = message.text
-            elif isinstance(message, Cleaned):
-                record.cleaned = message.left
+            match message:
+                case Position():
+                    record.position, record.position_at = message.text, time.monotonic()
+                case Started():
+                    record.state = State.RUNNING
+                case FaultPlanned():
+                    self.timed.append(_Timed(at=time.monotonic() + message.after, record=record, plan=message))
+                case FaultFired():
+                    record.fault = message
+                case Finished():
+                    record.state, record.finished, record.ended_at = State.FINISHED, message, time.monotonic()
+                case Stacks():
+                    record.stacks = message.text
+                case Cleaned():
+                    record.cleaned = message.left
 
     def tell(self, record: RankRecord, message: object) -> None:
         try:

@@ -19,7 +19,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Ready, Signal, Stopped
@@ -104,17 +104,28 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
                 if isinstance(request, Signal) and request.pid in children:
                     _signal_group(request.pid, request.signal)
                 elif isinstance(request, Fork):
-                    pid = os.fork()
-                    if pid == 0:
-                        signal.set_wakeup_fd(-1)
-                        for end in (wake_read, wake_write, channel.socket):
-                            end.close()
-                        _become_worker(template, descriptors, work)
-                    _own_group(pid)
+                    pid = _fork_worker(template, (wake_read, wake_write, channel.socket), descriptors, work)
                     children.add(pid)
-                    while descriptors:
-                        os.close(descriptors.pop())
                     channel.send(Forked(pid=pid))
+
+
+def _fork_worker(
+    template: int,
+    sockets: Sequence[socket.socket],
+    descriptors: list[int],
+    work: Callable[[Channel, int], None],
+) -> int:
+    """Fork a worker, which gets ``descriptors`` and none of the template's ``sockets``; returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        for end in sockets:
+            end.close()
+        _become_worker(template, descriptors, work)
+    _own_group(pid)
+    while descriptors:
+        os.close(descriptors.pop())
+    return pid
 
 
 def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel, int], None]) -> None:

@@ -14,12 +14,13 @@ from attrs import field, frozen
 from pipegrid.bridges.checks import as_integers, as_mapping, as_text, check_grid
 from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError, WrongSideError
 from pipegrid.bridges.reshard.box import merge
-from pipegrid.topology.fields import Name, checked_fields, index_of, shown
+from pipegrid.topology.fields import Name, checked, checked_fields, index_of, shown
 
 BATCH = "b"
 """The name of the batch axis. The shards of a side along it are its data lanes."""
 
 Order = Literal["contiguous", "zigzag"]
+End = Literal["source", "destination"]
 Interval = tuple[Fraction, Fraction]
 
 
@@ -301,7 +302,7 @@ def as_placements(value: Mapping[str, Placement] | None, what: str) -> dict[str,
 
 def boundary_side(
     grid: GridLike,
-    end: Literal["source", "destination"],
+    end: End,
     *,
     placements: Mapping[str, Placement] | None = None,
     name: str | None = None,
@@ -322,8 +323,7 @@ def boundary_side(
         LaneTotalsError: not one weight for each data lane.
         BridgeError: an argument of another kind.
     """
-    if not isinstance(end, str) or end not in {"source", "destination"}:
-        raise BridgeError(f"end is {shown(end)}; it must be 'source' or 'destination'")
+    checked(end, End, "end", BridgeError)
     name = end if name is None else as_text(name, "the name of a side")
     check_grid(grid, f"the grid of side {name!r}")
     placements = as_placements(placements, f"the placements of side {name!r}")

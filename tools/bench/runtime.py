@@ -76,7 +76,7 @@ def parts(quick: bool) -> dict[str, Part]:
     calls = {"microbatches": 8, "rounds": 2 if quick else 300}
     reducing: dict[str, Any] = {
         "microbatches": 1,
-        "rounds": 1 if quick else 15,
+        "rounds": 1 if quick else 11,
         "layers": 3 if quick else 8,
         "elements": 10_000 if quick else 2_000_000,
         "seconds": 0.001 if quick else 0.02,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -20,7 +23,7 @@ from pipegrid.schedules import (
     seq1f1b_interleaved,
     seq1f1b_zero_bubble,
 )
-from pipegrid.schedules.errors import LossError, PlanError, StepArgumentError
+from pipegrid.schedules.errors import LossError, PlanError, RuntimeArgumentError, StepArgumentError
 from pipegrid.schedules.megatron.place import step_plan
 from pipegrid.schedules.plan import chain
 from pipegrid.schedules.runtime import PipelineError
@@ -216,6 +219,16 @@ def test_one_rank_runs_slices_and_evaluates_them(options):
     assert len(infos) == 6
 
 
+@pytest.mark.ranks(2, backend="gloo")  # torch finds the collectives of fully_shard by the device type of its tensors
+def test_a_module_that_fully_shard_has_sharded_is_named(ranks):
+    plan = lower(seq1f1b(1, 2, num_slices=2))
+    (model,) = parts(1)
+    fully_shard(model.blocks[0].mlp, mesh=init_device_mesh("cpu", (ranks.world_size,)))
+    stage = SlicedStage(0, model, 1, batches(2, 9), LENGTHS[2])
+    with pytest.raises(RuntimeArgumentError, match=r"fully_shard has sharded \(model.blocks.0.mlp\), .* into 2 slices"):
+        PipelineRuntime(plan, {0: stage}, None)
+
+
 def test_a_mean_over_a_slices_own_tokens_is_named():
     with pytest.raises(PipelineError, match="the mean over a microbatch needs the tokens of all its slices") as caught:
         one_rank_step(mean=False)
@@ -239,6 +252,7 @@ def test_a_model_without_the_attribute_is_named():
     ("name", "value"),
     [
         ("num_microbatches_with_partial_activation_checkpoints", 0),
+        ("no_sync_func", nullcontext),
         ("defer_embedding_wgrad_compute", True),
         ("shard", "step"),
     ],

@@ -226,7 +226,7 @@ def example(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link or reference is an error."""
     install(session, ALL, "mkdocs", "mkdocs-material", "mkdocstrings[python]")
-    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 def _run_beside(name: str, options: list[str]) -> tuple[str, int, str]:

@@ -146,8 +146,21 @@ def test_a_run_whose_ranks_are_killed_a_few_times_has_the_weights_of_an_undistur
 TYPED = re.compile(r"(JobFailed|Pipeline|P2P\w+|Checkpoint|Disagreement)Error: .*(lost rank|is gone)", re.DOTALL)
 
 
-def require_typed_ends(context, directory, world_size, victim, lines):
-    """A rank dies before each line of its job at a time; the others end by a typed error, or, at the start, SIGTERM."""
+def notes_signals(rank):
+    """Whether SIGTERM is a request there: `Attempt.begin` was called. True as well of a rank that has ended."""
+    try:
+        status = Path(f"/proc/{rank.pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def require_typed_ends(context, directory, world_size, victim, lines, *, begun=False):
+    """A rank dies before each line of its job at a time; the others end by a typed error, or, at the start, SIGTERM.
+
+    With ``begun``, SIGTERM comes when all others have begun their attempt: only a typed error is left.
+    """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     options = ["--steps=3", "--every=1", f"--pp={world_size}", "--deadline=60"]
     codes = {}
@@ -155,7 +168,10 @@ def require_typed_ends(context, directory, world_size, victim, lines):
         run = directory / str(line)
         ranks = start(context, world_size, store.port, run, options, {victim: line})
         ranks[victim].join(60)
+        stop = time.monotonic() + LEAVE_SECONDS
         for rank in ranks:
+            while begun and rank.exitcode is None and not notes_signals(rank) and time.monotonic() < stop:
+                time.sleep(0.01)
             rank.terminate()
         codes[line] = end(ranks, seconds=15.0)
         for rank, code in enumerate(codes[line]):
@@ -175,7 +191,7 @@ def line_with(text):
 def test_a_rank_that_dies_outside_of_a_step_ends_the_others_by_a_typed_error_in_seconds(tmp_path, context):
     """Before its first step, in which the others wait for all; and between steps, in a collective of the script."""
     lines = [line_with("loss = train_step(step)"), line_with("dist.all_reduce(loss)")]
-    codes = require_typed_ends(context, tmp_path, 2, 1, lines)
+    codes = require_typed_ends(context, tmp_path, 2, 1, lines, begun=True)
     assert list(codes.values()) == [[1, -signal.SIGKILL]] * 2
 
 

@@ -173,6 +173,10 @@ def test_compare_refuses_unknown_names():
         (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "NULL"], "F is None; a cost is a number"),
         (["show", "greedy", "--pp", "2", "--microbatches", "2", "--chunks", "0"], "num_chunks is 0"),
         (["show", "greedy", "--pp", "2", "--microbatches", "2", "--chunks", "-1"], "num_chunks is -1"),
+        (
+            ["show", "search", "--pp", "2", "--microbatches", "2", "--slices", "2"],
+            "--slices is 2; search orders whole microbatches: show one of the schedules named seq1f1b",
+        ),
         (["compare", "--pp", "2", "--microbatches", "2", "--chunks", "0"], "num_chunks is 0"),
         (["show", "greedy", "--pp", "2", "--microbatches", "2", "--memory-limit", "nan"], "memory_limit is nan"),
         (["compare", "--pp", "2", "--microbatches", "2", "--memory-limit", "-1"], "memory_limit is -1.0"),

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules import Costs, PlanError, lower, multi_module_1f1b, search, simulate, verify
-from pipegrid.schedules.search.greedy import planned, problems
+from pipegrid.schedules import SCHEDULES, Costs, PlanError, lower, multi_module_1f1b, search, simulate, verify
+from pipegrid.schedules.search.greedy import named, planned, problems
 from pipegrid.schedules.search.list_scheduler import list_schedule, policies
 from pipegrid.schedules.search.network import as_network
 
@@ -183,3 +183,12 @@ def test_a_wrong_module_or_queue_is_named(options, message):
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
     with pytest.raises(PlanError, match=message):
         search(Costs(), num_positions=2, num_microbatches=2, graph=graph, **options)
+
+
+def test_named_schedules_around_the_main_module_are_those_of_whole_microbatches():
+    graph = ModuleGraph({"vision": 1, "language": 2}, {"vision": ["language"]})
+    (problem,) = problems(Costs(), None, num_positions=3, num_microbatches=4, graph=graph, placement=[0, 1, 2])
+    origins = [entry.origin for entry in named(problem)]
+    assert {"multi_module_1f1b", "1f1b", "zero_bubble_h1"} <= set(origins)
+    assert len(origins) == len(set(origins))
+    assert not any(SCHEDULES[origin].sliced for origin in origins if origin in SCHEDULES)

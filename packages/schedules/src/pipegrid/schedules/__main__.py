@@ -61,6 +61,11 @@ SEARCHED = ("greedy", "search")
 
 def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
     """The plan of `greedy` or `search`; the latter reports progress on a terminal."""
+    if arguments.slices not in (None, 1):
+        raise PlanError(
+            f"--slices is {arguments.slices}; {arguments.schedule} orders whole microbatches: show one of the "
+            "schedules named seq1f1b"
+        )
     chunks = 1 if arguments.chunks is None else arguments.chunks
     pp = checked(arguments.pp, Count, "num_positions", PlanError)
     stages = pp * checked(chunks, Count, "num_chunks", PlanError)

@@ -261,10 +261,11 @@ def named(problem: Problem) -> Iterator[Candidate]:
 
 def _around(problem: Problem, options: dict[str, Any]) -> Iterator[tuple[str, Plan]]:
     """The schedules that train the module with the loss, with the others around it, where they fit."""
-    for schedule in SCHEDULES.values():
-        if schedule.trains and schedule.name != ANY_GRAPH:
-            with suppress(PlanError):
-                yield schedule.name, schedule_for(problem.graph, schedule.name, problem.num_microbatches, **options)
+    around = {name: name for name, known in SCHEDULES.items() if known.trains and not known.sliced}
+    around[ANY_GRAPH] = "seq1f1b"  # which is 1F1B where a microbatch is one slice; ANY_GRAPH has a rule for all modules
+    for origin, name in around.items():
+        with suppress(PlanError):
+            yield origin, schedule_for(problem.graph, name, problem.num_microbatches, **options)
 
 
 def listed(problem: Problem) -> Iterator[Candidate]:

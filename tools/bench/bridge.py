@@ -13,7 +13,7 @@ The bound for direct is 1.1 times max(bytes per sender, bytes per receiver) / ba
 that the bound is a second or two, since what the machine itself takes (tens of milliseconds, mostly the completion of
 up to 8 copies on however many cores there are) is no part of what is measured: on a busy one, make them slower still.
 
-``auto`` is told of the links, and may not choose what turns out to be more than a tenth slower.
+``auto`` gets the links, and may not choose what turns out to be more than a tenth slower.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _plan(case: Case, strategy: Strategy, links: Links | None = None) -> Reshard
 
 
 def _chosen(case: Case, options: argparse.Namespace) -> Strategy:
-    """What "auto" takes when it is told of the links."""
+    """What "auto" takes when it has the links."""
     sides = range(case.source_tp), range(case.source_tp, case.world)
     links = Links(options.bandwidth, options.message_seconds, shared=sides if case.shared else ())
     taken = _plan(case, "auto", links).transfers
@@ -310,7 +310,7 @@ def main() -> None:
             received = [plan.bytes_received(rank) for rank in plan.dst.ranks]
             most = max(len(plan.sends(rank)) for rank in plan.src.ranks)
             lane = max(m.source_box.numel for m in plan.messages) * plan.itemsize
-            # A shared uplink passes the bytes of all senders, whoever they are.
+            # A shared uplink passes the bytes of all senders.
             link = (
                 max(sum(sent), sum(received))
                 if case.shared

@@ -11,14 +11,13 @@ the same groups, in blocks of a few milliseconds, bare and lane first in turn. O
 rounds (what a round takes that nothing interrupts); of a pair of neighbouring blocks the ratio of the two; of all
 pairs the median. Where the system puts a process and its threads lasts as long as they do and moves a ratio by 0.05,
 so the pairs come from several runs, each in processes of its own. The quartiles beside the median say how sure it is,
-and the same ratio of means what interruptions add: it has no bound, as it is the machine's more than anybody's.
+and the same ratio of means what interruptions add: it has no bound, as it depends on the machine.
 
-What each side does is the same work. Both wait for sends as well as for receives, with a timeout, as nobody trains
-without one. Both receive into buffers that are there already (the lane: into slots that were released), or both into
-fresh ones (the lane: what it gives who releases nothing; the blocking verbs of `P2PCommunicator`: always). The lane
-checks what it is given, keeps its order and deadlines, and hands out the payload. What new memory costs by itself,
-mostly page faults, is the bare side with fresh buffers against the bare side without: that is the machine's, and has
-no bound.
+Both sides do the same work. Both wait for sends as well as for receives, with a timeout, as training does. Both
+receive into buffers that are there already (the lane: into slots that were released), or both into fresh ones (the
+lane: without releases; the blocking verbs of `P2PCommunicator`: always). The lane checks what it is given, keeps its
+order and deadlines, and hands out the payload. What new memory costs by itself, mostly page faults, is the bare side
+with fresh buffers against the bare side without: that depends on the machine, and has no bound.
 """
 
 from __future__ import annotations

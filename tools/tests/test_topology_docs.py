@@ -9,7 +9,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "topology.md"
 
-# The ranks of a world that talk to nobody: what the page's code creates is counted, not used.
+# Ranks of a world without communication: what the page's code creates is counted, not used.
 WORLD = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

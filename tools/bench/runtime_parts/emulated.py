@@ -48,7 +48,7 @@ class Sleeper(nn.Module):
         super().__init__()
         self.seconds = seconds
         self.weight = nn.Parameter(torch.full((1, WIDTH), 0.1 * (stage + 1)))
-        # What an embedding is to a first stage: without it, its input half would have nobody to work for.
+        # What an embedding is to a first stage: without it, its input half would feed no other stage.
         self.entry = nn.Parameter(torch.zeros(1, WIDTH)) if stage == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:

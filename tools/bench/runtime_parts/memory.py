@@ -117,7 +117,7 @@ def _of_one(job: Job, stage: int) -> int:
     with meter.watching():
         y = job.modules[stage](torch.zeros(job.shape, device=job.device, requires_grad=stage > 0))
     del y
-    assert meter.live == 0, f"{meter.live} bytes of a forward are kept by nobody"
+    assert meter.live == 0, f"{meter.live} bytes of a forward have no owner"
     return meter.peak
 
 

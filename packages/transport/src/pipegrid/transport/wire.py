@@ -1,6 +1,6 @@
 """The control channel of two ranks: headers, the cause of an end, and the cut of the connection. Always on a CPU.
 
-Facts of gloo with torch 2.11 to 2.13, pinned by `test_transport_torch_facts`: ``is_completed()`` of a transfer stays
+Facts of gloo with torch 2.11 to 2.15, pinned by `test_transport_torch_facts`: ``is_completed()`` of a transfer stays
 False until ``wait()``; a second ``wait()`` blocks; a ``wait()`` that times out closes the connection of the pair, at
 both ends and for all transfers; ``abort()`` and ``shutdown()`` wake no waiter; a send whose work is dropped is never
 delivered; a message longer than the posted buffer ends the process, a shorter one arrives silently; a send is done when

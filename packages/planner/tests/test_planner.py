@@ -345,6 +345,9 @@ def test_the_command_line(tmp_path, capsys):
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
     assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 2
+    assert main(["plan", str(path), "--gpus", "2", "--json", "--search", "0.01", "--dry-run"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["searched"]["step"] <= found["choices"][0]["step"]
     assert main(["plan", str(path), "--gpus", "2", "--memory", "1B"]) == 1
     assert main(["plan", str(tmp_path / "none.toml"), "--gpus", "2"]) == 2
     assert capsys.readouterr().err.count("\n") == 2

@@ -30,18 +30,18 @@ NO_FIT = 1
 def plan_file(arguments: argparse.Namespace) -> int:
     """Search, and print the best choices."""
     planned = plan(read_job(arguments.job), gpus=arguments.gpus, memory=arguments.memory, limit=arguments.limit)
-    if arguments.json:
-        print(to_json(planned))
-    else:
-        print(results_table(planned, terminal=sys.stdout.isatty()), end="")
-        print(explanation(planned) if arguments.explain else summary(planned), end="")
     winner = planned.winner
     if arguments.search:
         winner = refined(winner, memory=planned.memory, effort=arguments.search)
-        if not arguments.json:
+    if arguments.json:
+        print(to_json(planned, winner if arguments.search else None))
+    else:
+        print(results_table(planned, terminal=sys.stdout.isatty()), end="")
+        print(explanation(planned) if arguments.explain else summary(planned), end="")
+        if arguments.search:
             print(refinement(planned.winner, winner))
-    if arguments.dry_run:
-        print(dry_run(planned.winner))
+        if arguments.dry_run:
+            print(dry_run(planned.winner))
     if arguments.svg:
         title = f"{winner.schedule}, {winner.arrangement}, {winner.plan.num_microbatches} microbatches"
         write_svg(timeline(winner.simulation, unit="s", title=title), arguments.svg)
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")
     search.add_argument("--limit", type=int, default=200, help="candidates that are simulated at most")
     search.add_argument("--explain", action="store_true", help="layouts, memory per position, why the others lost")
-    search.add_argument("--json", action="store_true", help="the choices as JSON")
+    search.add_argument("--json", action="store_true", help="the choices as JSON, in place of tables and texts")
     search.add_argument("--dry-run", action="store_true", help="count and check what all ranks of the winner open")
     search.add_argument("--svg", type=Path, help="write the winner's timeline")
     search.add_argument(

@@ -131,18 +131,18 @@ def what_if_table(found: WhatIf) -> str:
     return drawn
 
 
-def to_json(planned: Planned) -> str:
-    """The choices as JSON: grids, layouts, schedule, microbatch, seconds and bytes."""
-    return json.dumps(
-        {
-            "gpus": planned.gpus,
-            "memory": planned.memory,
-            "simulated": planned.simulated,
-            "complete": planned.complete,
-            "choices": [_as_data(choice) for choice in planned.choices],
-        },
-        indent=2,
-    )
+def to_json(planned: Planned, searched: Choice | None = None) -> str:
+    """The choices as JSON: grids, layouts, schedule, microbatch, seconds and bytes; ``searched``: of `refined`."""
+    data: dict[str, Any] = {
+        "gpus": planned.gpus,
+        "memory": planned.memory,
+        "simulated": planned.simulated,
+        "complete": planned.complete,
+        "choices": [_as_data(choice) for choice in planned.choices],
+    }
+    if searched is not None:
+        data["searched"] = _as_data(searched)
+    return json.dumps(data, indent=2)
 
 
 def _as_data(choice: Choice) -> dict[str, Any]:

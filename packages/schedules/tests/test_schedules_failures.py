@@ -20,7 +20,7 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.monitor import BoundedCalls, SilentStoreError
+from pipegrid.schedules.monitor import BoundedCalls, SilentStoreError, under_way
 
 PLAN = lower(one_f_one_b(1, 3))
 
@@ -346,3 +346,41 @@ def test_a_real_reduction_ends_when_a_rank_of_it_has_failed(ranks):
     if ranks.rank == 1:
         dist.all_reduce(total)  # so that the other's ends, too
     monitor.close()
+
+
+# Collectives beside the plan, on a device
+
+
+class DeviceWork:
+    """A work of a device, as NCCL has it, and its group: a failed one counts as completed."""
+
+    def __init__(self, *, ended, error=None):
+        self.ended, self.error, self.aborted = ended, error, threading.Event()
+
+    def is_completed(self):
+        return self.ended
+
+    def exception(self):
+        return self.error
+
+    def abort(self):
+        self.aborted.set()
+
+
+def test_a_reduction_that_failed_on_the_device_fails_the_check():
+    runtime = PipelineRuntime(PLAN, {0: Stage()}, None)
+    under_way.add("a reduction of gradients", DeviceWork(ended=True), None)
+    runtime.check()
+    under_way.add("a reduction of gradients", DeviceWork(ended=True, error=ValueError("connection lost")), None)
+    for _ in range(2):
+        with pytest.raises(PipelineError, match="a reduction of gradients failed: .*connection lost"):
+            runtime.check()
+
+
+def test_a_step_that_fails_aborts_the_reductions_that_have_not_ended():
+    ended, stuck = DeviceWork(ended=True), DeviceWork(ended=False)
+    for work in (ended, stuck, stuck):
+        under_way.add("a reduction of gradients", work, group=work)
+    failed(PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad sample")))}, None))
+    assert stuck.aborted.wait(20)
+    assert not ended.aborted.is_set()

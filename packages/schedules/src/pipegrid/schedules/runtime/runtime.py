@@ -225,11 +225,16 @@ class PipelineRuntime:
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
 
-        On CUDA `step` returns before its transfers are done, so a failure may come after it.
+        On CUDA `step` returns before its transfers and reductions are done, so a failure may come after it.
 
         Raises:
             PipelineError, JobFailedError: it has failed.
         """
+        if self._failure is None:
+            try:
+                under_way.check()
+            except RuntimeError as error:
+                self._failure = f"{self._here()}: {line_of(error)}"
         if self._failure is not None:
             raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
         if self._monitor is not None:

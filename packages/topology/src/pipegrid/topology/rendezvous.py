@@ -21,7 +21,7 @@ _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a
 
 
 class Store(Protocol):
-    """What the meeting needs of a `torch.distributed.Store`."""
+    """The part of a `torch.distributed.Store` that the meeting uses."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter (absent ones are 0) and return the sum, atomically."""

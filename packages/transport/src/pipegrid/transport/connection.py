@@ -1,4 +1,4 @@
-"""What the lanes of one communicator share, and how several of them end together."""
+"""The connection that the lanes of one communicator share, and the end of several lanes together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ABORT_SECONDS = 5.0  # until groups must have been aborted, which on a device w
 
 
 class LaneEnd(Protocol):
-    """What an end needs of a lane."""
+    """The part of a lane that ends it."""
 
     spec: LaneSpec
     rank: int
@@ -44,7 +44,7 @@ class LaneEnd(Protocol):
 
 @define(eq=False)
 class Connection:
-    """What the lanes of one communicator share.
+    """The mover, the wire and the group that the lanes of one communicator share.
 
     Attributes:
         mover: moves their payloads.

@@ -36,7 +36,7 @@ _NEVER = math.inf
 
 
 class Waiter(Protocol):
-    """What a handle needs of its lane's `LaneTransfers`."""
+    """The part of `LaneTransfers` that handles use."""
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Transfer.wait`."""
@@ -64,7 +64,7 @@ class Waiter(Protocol):
 
 
 class TransferLane(Protocol):
-    """What a handle needs of its lane: its name in errors, and what waits for it."""
+    """The part of a lane that handles use: its name for errors, and its waiter."""
 
     @property
     def spec(self) -> LaneSpec:

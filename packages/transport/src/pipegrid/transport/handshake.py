@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class HandshakeStore(Protocol):
-    """What is needed of a `torch.distributed.Store`."""
+    """The part of a `torch.distributed.Store` that the handshake uses."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
@@ -109,7 +109,7 @@ def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 @define(eq=False)
 class PeerHandshake:
-    """What this rank and rank ``peer`` have told each other: ``mine`` and ``theirs`` are keys of the store.
+    """The announcements of this rank and rank ``peer``: ``mine`` and ``theirs`` are keys of the store.
 
     A rank may be some steps ahead of the other, so it says since which step it runs what, as far back as the other is
     known to have come.
@@ -130,7 +130,7 @@ class PeerHandshake:
 
     @property
     def known(self) -> bool:
-        """Whether the other has ever written its key, as far as this rank knows."""
+        """Whether the peer has ever written its key, as far as this rank knows."""
         return self._heard > 0
 
     def next(self, what: str) -> str:
@@ -142,7 +142,7 @@ class PeerHandshake:
         return f"[{self._step}, {self._as_text}]"
 
     def difference(self, value: bytes) -> str | None:
-        """What the other runs in this rank's step, if it differs; None also where the other has not come to it."""
+        """The step that the peer runs, if it differs from this rank's; None also before the peer has announced it."""
         step, said = json.loads(value)
         self._heard = step
         while len(self._said) > 1 and self._said[1][0] <= step:  # the other will not ask for older ones

@@ -30,7 +30,7 @@ _BUFFERS_KEPT = 64  # signatures, where shapes vary
 
 
 class Incoming:
-    """What the messages of a lane are, at its destination.
+    """Headers, shapes and buffers of a lane's messages, at its destination.
 
     Args:
         peer: the global rank of the source.

@@ -23,7 +23,7 @@ from pipegrid.transport.spec import LaneSpec
 
 
 class Outgoing:
-    """What the messages of a lane are, at its source.
+    """Checks, announcements and shapes of a lane's messages, at its source.
 
     Args:
         tell: tells the other end of messages, by the number of the first and their signatures, and whether the one

@@ -1,4 +1,4 @@
-"""What a schedule needs of a communicator: the six blocking verbs, and asynchronous sends along edges.
+"""The interface between schedules and communicators: six blocking verbs, and asynchronous sends along edges.
 
 `P2PCommunicator` (one module) and `MultiModulePipelineCommunicator` (several) satisfy it.
 """

@@ -43,7 +43,7 @@ _ACTIVE, _DONE, _FAILED, _PENDING = State.ACTIVE, State.DONE, State.FAILED, Stat
 
 
 class Submit(Protocol):
-    """What a lane needs of the batches that it is part of (see `pipegrid.transport.batch.Submitter`).
+    """The part of `pipegrid.transport.batch.Submitter` that lanes use.
 
     Attributes:
         lock: held while transfers get their numbers and are started, so that both happen in the same order.

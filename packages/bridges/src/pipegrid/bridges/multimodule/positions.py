@@ -116,5 +116,5 @@ def _needs_collective(source: Side, destination: Side, position_of: Mapping[int,
 
 
 def _held(side: Side) -> object:
-    """What says which rank holds what."""
+    """A key that is equal for sides whose ranks hold equal parts."""
     return side.base, side.dims, side.lane_weights, side.members

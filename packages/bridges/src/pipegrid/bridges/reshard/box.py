@@ -50,7 +50,7 @@ class Box:
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """What indexes the box out of the tensor it lies in."""
+        """The index of the box in its tensor: a slice for each axis."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
     def narrow(self, axis: int, start: int, stop: int) -> Box:

@@ -1,4 +1,4 @@
-"""Who sends to whom between two sets of copies, and what that takes over their links. No torch."""
+"""The messages between two sets of copies, and their time over the links. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import shares
-from pipegrid.topology.fields import Amount, Index, checked, checked_fields, number, shown
+from pipegrid.topology.fields import Amount, Index, checked, checked_fields, number
 
 Transfer = tuple[int, int, float]
 """A message: sending rank, receiving rank, bytes."""
@@ -71,18 +71,11 @@ class Links:
 
 
 Strategy = Literal["direct", "leader", "auto"]
-STRATEGIES: tuple[Strategy, ...] = ("direct", "leader", "auto")
 
 AUTO_LEADER_BYTES = 64 * 1024
-"""Below this many bytes between two sets of copies, ``"auto"`` leads where it is not told of the links."""
+"""Below this many bytes between two sets of copies, ``"auto"`` uses a leader where no links are given."""
 
 Route = tuple[int, int]
-
-
-def check_strategy(strategy: str) -> None:
-    """Raise unless the strategy exists."""
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise BridgeError(f"strategy {shown(strategy)} is unknown; use one of {list(STRATEGIES)}")
 
 
 def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> Route:

@@ -23,7 +23,7 @@ from attrs import field, frozen
 from pipegrid.bridges.errors import BridgeError, TilingError
 from pipegrid.bridges.reshard.box import Box, Span, shares
 from pipegrid.bridges.reshard.cuts import Cut, local_shape, local_spans, meeting_classes, part_cuts, pieces, row_cuts
-from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy, check_strategy, leaders
+from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy, leaders
 from pipegrid.bridges.reshard.side import Side
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axes
 from pipegrid.topology.fields import Count, Index, checked, checked_fields, shown
@@ -242,7 +242,7 @@ def routes(
     """
     _require_sides(src, dst)
     axes = as_axes(axes)
-    check_strategy(strategy)
+    checked(strategy, Strategy, "strategy", BridgeError)
     cuts = part_cuts(src, dst, axes)
     sender, receiver = src, dst
     if backward:

@@ -160,6 +160,21 @@ def nightly(session: nox.Session) -> None:
     """The full matrices and fuzzing that are too long for every run."""
     install(session, ALL, *EVERY_TEST)
     session.run("pytest", "-m", "nightly", "packages", "integration_tests", "tools/tests", *session.posargs)
+    _over_fake_nccl(session)
+
+
+@nox.session(name="fake-nccl")
+def fake_nccl(session: nox.Session) -> None:
+    """The tests of transport and bridges by NCCL's rules on a CPU: a stream per communicator, then one per rank."""
+    install(session, ALL, *EVERY_TEST)
+    _over_fake_nccl(session)
+
+
+def _over_fake_nccl(session: nox.Session) -> None:
+    tests = [str(PACKAGES / name / "tests") for name in ("transport", "bridges")]
+    for mode in ("streams", "serial"):
+        options = ("--backend", "fake_nccl", "--fake-nccl", mode)
+        session.run("pytest", "-m", "not nightly", *tests, *options, *session.posargs)
 
 
 @nox.session(name="tests-torch")

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipegrid.bridges import BridgeCommunicator, ColocatedBridgeCommunicator, VTPCommunicator, VTPTopology
+from pipegrid.bridges import (
+    BridgeCommunicator,
+    ColocatedBridgeCommunicator,
+    MultiModulePipelineCommunicator,
+    VTPCommunicator,
+    VTPTopology,
+)
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
@@ -97,6 +104,63 @@ def test_an_abort_ends_messages_and_completions_together(ranks, late):
     ranks.store.wait(["ended"])
     ranks.barrier()
     bridge.destroy()
+
+
+@three_ranks
+@pytest.mark.parametrize("of", ["bridge", "stages", "modules"])
+def test_an_end_after_a_completion_that_never_came_does_not_wait_for_it(ranks, of):
+    """Groups that are destroyed wait for what is under way in them."""
+    config = P2PConfig(deadline=1.0, open_deadline=20.0)
+    if of == "stages":
+        made = VTPCommunicator(VTPTopology([1, 2]), config)
+        end, edge = made.close, {"edge": Edge(0, 1), "direction": Direction.FORWARD}
+        send, receive = partial(made.isend, **edge), partial(made.irecv, **edge)
+    elif of == "modules":
+        made = MultiModulePipelineCommunicator({"a": grid(dp=1), "b": grid(1, tp=2)}, {"a": ["b"], "b": []}, config)
+        end, edge = made.destroy, {"edge": Edge(0, 1), "direction": Direction.FORWARD}
+        send, receive = partial(made.isend, **edge), partial(made.irecv, **edge)
+    else:
+        made = BridgeCommunicator(grid(dp=1), grid(1, tp=2), config=config)
+        end, send, receive = made.destroy, made.isend_forward, made.irecv_forward
+    if ranks.rank == 0:
+        send(torch.zeros(2, 2, 2))
+    elif ranks.rank == 1:
+        with pytest.raises(CompletionError, match=r"the copies on ranks \[2\] .* not within 1 s"):
+            receive().wait()
+        ranks.store.set("over", "yes")
+    ranks.store.wait(["over"])
+    began = time.monotonic()
+    end()
+    assert time.monotonic() - began < 8.0
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="serial")
+@pytest.mark.parametrize("of", ["bridge", "modules", "stages"])
+def test_neighbours_that_both_send_first_by_a_combined_verb_get_by_on_one_stream(ranks, of):
+    first, last, shape = ranks.rank == 0, ranks.rank == 1, (1, 1, 2)
+    x = [torch.full(shape, float(n)) for n in range(4)]
+    if of == "bridge":
+        made = BridgeCommunicator(grid(dp=1), grid(1, dp=1), config=CONFIG)
+        one, two, end = (lambda tensor: tensor), (), made.destroy
+    elif of == "modules":
+        made = MultiModulePipelineCommunicator({"a": grid(dp=1), "b": grid(1, dp=1)}, {"a": ["b"], "b": []}, CONFIG)
+        one, two, end = (lambda tensor: {"a": tensor}), (), made.destroy
+    else:
+        made = VTPCommunicator(VTPTopology([1, 1]), CONFIG)
+        one, two, end = (lambda tensor: tensor), (shape,), made.close
+    if first:
+        made.send_forward(one(x[0]))
+        got = [made.send_forward_recv_backward(one(x[n]), *two) for n in (1, 2, 3)]
+        got.append(made.recv_backward(*two))
+    if last:
+        got = [made.recv_forward(*two)]
+        for n in range(3):
+            got.append(made.send_backward_recv_forward(one(-x[n]), *two))
+        made.send_backward(one(-x[3]))
+    sign = -1 if first else 1
+    received = [next(iter(each.values())) if of == "modules" else each for each in got]
+    assert [each.flatten()[0].item() for each in received] == [sign * n for n in range(4)]
+    end()
 
 
 @three_ranks

@@ -5,12 +5,13 @@ import torch.distributed as dist
 
 from pipegrid.transport import P2PCommunicator
 
-from .stages import config
+from .stages import config, in_turn
 
 
 @pytest.fixture
 def communicator(request, ranks):
     settings = getattr(request, "param", {})
     made = P2PCommunicator(dist.group.WORLD, config(**settings))
-    yield made
+    with in_turn(ranks, made):
+        yield made
     made.close()

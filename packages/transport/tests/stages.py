@@ -1,5 +1,7 @@
 """What the stages of a pipeline send each other in tests, and how they are configured."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -14,6 +16,19 @@ def config(**settings):
     return P2PConfig(**{
         "pipeline_dtype": torch.float32, "deadline": DEADLINE, "open_deadline": DEADLINE, **settings,
     })  # fmt: skip
+
+
+def on_one_stream(ranks):
+    """Whether one serial stream plays all kernels of a rank."""
+    return ranks.fake_device is not None and ranks.fake_device.serial
+
+
+def in_turn(ranks, communicator):
+    """A context in which programs whose ranks all send first get by on one serial stream, too, from the first message.
+
+    Elsewhere transfers start as they do outside of a step.
+    """
+    return communicator.in_order() if on_one_stream(ranks) else nullcontext()
 
 
 MODES = pytest.mark.parametrize(

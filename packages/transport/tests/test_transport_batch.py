@@ -14,7 +14,7 @@ from .two_ranks import BACK, THERE, config
 
 
 class TestBatch:
-    @pytest.mark.ranks(2)
+    @pytest.mark.ranks(2, fake_nccl="streams")  # both send first
     @pytest.mark.parametrize("communicators", ["separate", "shared"])
     def test_is_issued_at_its_end_and_nests(self, ranks, communicators):
         with open_lanes([THERE, BACK], config=config(communicators=communicators)) as lanes:
@@ -97,7 +97,7 @@ class TestBatch:
                 assert listed.result()[0].tolist() == [n, n]
                 assert plain.result().tolist() == [n + 1, n + 1]
 
-    @pytest.mark.ranks(2)
+    @pytest.mark.ranks(2, fake_nccl="streams")  # each starts a receive beside its send
     def test_belongs_to_its_thread(self, ranks):
         with open_lanes([THERE, BACK], config=config()) as lanes:
             mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])

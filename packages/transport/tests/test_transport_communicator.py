@@ -8,13 +8,18 @@ import torch.distributed as dist
 
 from pipegrid.transport import P2PCommunicator
 
-from .stages import MODES, SHAPE, activation, assert_received, config, gradient
+from .stages import MODES, SHAPE, activation, assert_received, config, gradient, in_turn, on_one_stream
 
 SHAPES = [(), (0,), (3,), (2, 0), (2, 3), (1, 2, 3), (2, 1, 3, 2), (2, 1, 1, 2, 3)]
 
 
-def assert_every_verb_delivers(communicator, activation, gradient, shapes=SHAPE):
+def assert_every_verb_delivers(ranks, communicator, activation, gradient, shapes=SHAPE):
     """Call all nine verbs, with what ``activation`` and ``gradient`` make for a stage and a microbatch."""
+    with in_turn(ranks, communicator):
+        assert_every_verb_delivers_in_turn(ranks, communicator, activation, gradient, shapes)
+
+
+def assert_every_verb_delivers_in_turn(ranks, communicator, activation, gradient, shapes):
     me, count = communicator.current_stage, communicator.total_stages
     first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
     before, after = (me - 1) % count, (me + 1) % count
@@ -40,9 +45,12 @@ def assert_every_verb_delivers(communicator, activation, gradient, shapes=SHAPE)
     for right in range(1, count):
         if me == right:
             expect(communicator.send_backward_recv_forward(gradient(me, 3), shapes, first), activation(before, 4))
-        elif me == right - 1:
+        elif me == right - 1 and not on_one_stream(ranks):
             expect(communicator.recv_backward(shapes, last), gradient(after, 3))
             communicator.send_forward(activation(me, 4), last)
+        elif me == right - 1:  # the order of lanes, which the fused verb keeps
+            communicator.send_forward(activation(me, 4), last)
+            expect(communicator.recv_backward(shapes, last), gradient(after, 3))
     expect(communicator.send_forward_recv_backward(activation(me, 0), shapes, True), None)
     expect(communicator.send_backward_recv_forward(gradient(me, 0), shapes, True), None)
 
@@ -78,7 +86,7 @@ def assert_payload_received(received, expected):
 @MODES
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_every_verb_delivers_what_was_sent(ranks, communicator):
-    assert_every_verb_delivers(communicator, activation, gradient)
+    assert_every_verb_delivers(ranks, communicator, activation, gradient)
 
 
 STAGES = pytest.mark.parametrize(
@@ -98,7 +106,7 @@ def test_every_verb_delivers_tensors_of_every_dtype_and_number_of_dimensions(ran
     communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=dtype, batch_p2p_comm=batched))
     for shape in SHAPES:
         form = {"shape": shape, "dtype": dtype}
-        assert_every_verb_delivers(communicator, partial(activation, **form), partial(gradient, **form), shape)
+        assert_every_verb_delivers(ranks, communicator, partial(activation, **form), partial(gradient, **form), shape)
         communicator.renew_shapes()
     communicator.close()
 
@@ -126,7 +134,7 @@ def test_every_verb_delivers_lists_and_dicts_with_none(ranks, stages, batched, v
             make(stage, microbatch), make(stage, microbatch, (4,), dtype=torch.int64)
         )
 
-    assert_every_verb_delivers(communicator, of(activation), of(gradient), shapes)
+    assert_every_verb_delivers(ranks, communicator, of(activation), of(gradient), shapes)
     communicator.close()
 
 
@@ -169,7 +177,8 @@ def test_any_dtype_and_number_of_dimensions(ranks, communicator, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
 def test_the_dtype_of_the_pipeline(ranks, dtype):
     communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=dtype))
-    received = communicator.send_forward_recv_forward(activation(ranks.rank, 0, SHAPE, dtype), True, SHAPE)
+    with in_turn(ranks, communicator):
+        received = communicator.send_forward_recv_forward(activation(ranks.rank, 0, SHAPE, dtype), True, SHAPE)
     assert_received(received, activation(1 - ranks.rank, 0, SHAPE, dtype))
     communicator.close()
 

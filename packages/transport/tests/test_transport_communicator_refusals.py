@@ -14,7 +14,7 @@ from pipegrid.transport import (
     P2PUsageError,
 )
 
-from .stages import BACKWARD, FORWARD, SHAPE, activation, assert_received, config, gradient
+from .stages import BACKWARD, FORWARD, SHAPE, activation, assert_received, config, gradient, in_turn
 
 
 def assert_nothing_moved(communicator):
@@ -82,7 +82,7 @@ class TestErrors:
             received = communicator.send_forward_recv_forward(activation(ranks.rank, steady), True, SHAPE)
             assert_received(received, activation(1 - ranks.rank, steady))
 
-    @pytest.mark.ranks(2)
+    @pytest.mark.ranks(2, fake_nccl="streams")  # in turn, `irecv` itself would wait for the header
     def test_an_abort_is_told_to_the_neighbours(self, ranks, communicator):
         if ranks.rank == 0:
             ranks.barrier()
@@ -136,7 +136,8 @@ class TestWhatIsNone:
     def test_no_group_is_the_world(self, ranks):
         communicator = P2PCommunicator(None, config())
         assert communicator.pp_group is dist.group.WORLD
-        received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
+        with in_turn(ranks, communicator):
+            received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
         assert_received(received, activation(1 - ranks.rank))
         communicator.close()
 

@@ -6,7 +6,18 @@ import torch.distributed as dist
 
 from pipegrid.transport import Edge, LaneSpec, P2PCommunicator, P2PUsageError, PipelineCommunicator
 
-from .stages import BACKWARD, FORWARD, MODES, SHAPE, activation, assert_received, config, gradient
+from .stages import (
+    BACKWARD,
+    FORWARD,
+    MODES,
+    SHAPE,
+    activation,
+    assert_received,
+    config,
+    gradient,
+    in_turn,
+    on_one_stream,
+)
 
 
 class TestPlace:
@@ -25,7 +36,8 @@ class TestPlace:
         assert communicator.is_pp_last_stage == (place == 1)
         assert communicator.virtual_pipeline_model_parallel_size == 2
         assert communicator.device == torch.device("cpu")
-        received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
+        with in_turn(ranks, communicator):
+            received = communicator.send_forward_recv_forward(activation(ranks.rank), True, SHAPE)
         assert_received(received, activation(mine[1 - place]))
         communicator.close()
 
@@ -48,7 +60,7 @@ class TestEdges:
     def test_stages_lie_on_ranks_in_turn(self, ranks, communicator):
         # Two chunks: stages 0, 3 on rank 0; 1, 4 on rank 1; 2, 5 on rank 2.
         me, edges = ranks.rank, [Edge(stage, stage + 1) for stage in range(5)]
-        with communicator.batch():
+        with communicator.lanes.batch(by_lane=on_one_stream(ranks)):  # all send first
             sends = [
                 communicator.isend(activation(edge.source), edge=edge, direction=FORWARD)
                 for edge in edges

@@ -12,6 +12,7 @@ from pipegrid.transport import LaneSpec, open_lanes
 from pipegrid.transport.backends.gloo import BACKEND, one_loop
 
 SPECS = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 0, "a"), LaneSpec(1, 0, "b")]
+over_gloo = pytest.mark.ranks(2, backend="gloo")  # lanes of a device group move payloads elsewhere
 
 
 def loops():
@@ -30,7 +31,7 @@ def become(count):
         time.sleep(0.01)
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_lanes_that_are_opened_together_share_one_thread(ranks):
     before = loops()
     with open_lanes(SPECS) as lanes:
@@ -47,7 +48,7 @@ def test_lanes_that_are_opened_together_share_one_thread(ranks):
             assert lanes[SPECS[1]].irecv().result().tolist() == [1, 1, 1]
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_group_on_a_loop_is_an_ordinary_group(ranks):
     with open_lanes(SPECS) as lanes:
         group = lanes[SPECS[0]].group
@@ -57,7 +58,7 @@ def test_a_group_on_a_loop_is_an_ordinary_group(ranks):
         assert total == 3
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_what_is_behind_a_group_moves_what_the_group_would(ranks):
     """Lanes call it themselves: a message of one side by the group meets a receive of the other by what is behind."""
     with open_lanes(SPECS[:1]) as lanes:

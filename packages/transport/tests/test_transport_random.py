@@ -38,7 +38,8 @@ def payload_of(size, dtype, number):
 def play(ranks, plan, settings, window):
     dice = random.Random(1000 + ranks.rank)
     config = P2PConfig(deadline=DEADLINE, open_deadline=DEADLINE, **settings)
-    with open_lanes(LANES, config=config, rank=ranks.rank) as lanes:
+    # Both ranks follow one script, but wait at random: on a device group receives start in the script's order only so.
+    with open_lanes(LANES, config=config, rank=ranks.rank) as lanes, lanes.in_order():
         waiting = []
 
         def finish(index):

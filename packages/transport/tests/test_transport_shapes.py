@@ -129,7 +129,9 @@ def test_a_message_in_no_manifest_is_refused_before_it_is_sent(ranks):
 def both_are_told(ranks, lane, act, text):
     """Both sides of a lane raise the mismatch in time, the lane is dead on both, and says why."""
     began = time.monotonic()
-    with pytest.raises(P2PMismatchError, match=text):
+    # On a device group a lane that the other side has ended may be known to be dead before this side's next call.
+    known = (P2PMismatchError, P2PLaneDeadError) if lane.mover.polled else P2PMismatchError
+    with pytest.raises(known, match=text):
         act()
     assert time.monotonic() - began < DEADLINE + 2.0
     with pytest.raises(P2PLaneDeadError, match="is dead on rank"):

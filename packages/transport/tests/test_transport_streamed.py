@@ -26,6 +26,7 @@ from pipegrid.transport.backends import GlooMover
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0
 PLAIN = dict.fromkeys((THERE, BACK), torch.ones(2))
+over_gloo = pytest.mark.ranks(2, backend="gloo")  # `Polled` makes gloo's works those of a device group
 
 
 class Polled:
@@ -78,7 +79,7 @@ def until(condition):
         time.sleep(0.001)
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 @pytest.mark.parametrize("settings", [{}, {"shapes": "header"}, {"communicators": "shared"}, {"strict": True}], ids=str)
 def test_messages_arrive_and_end_without_a_wait(ranks, streamed, settings):
     with opening.open_lanes([THERE, BACK], config=config(**settings)) as lanes:
@@ -96,7 +97,7 @@ def test_messages_arrive_and_end_without_a_wait(ranks, streamed, settings):
         assert mine.stats.transfers == theirs.stats.transfers == 10
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_on_a_shared_communicator_a_batch_is_one(ranks, streamed):
     with opening.open_lanes([THERE, BACK], config=config(communicators="shared")) as lanes:
         mine, theirs = (lanes[THERE], lanes[BACK]) if ranks.rank == 0 else (lanes[BACK], lanes[THERE])
@@ -109,7 +110,7 @@ def test_on_a_shared_communicator_a_batch_is_one(ranks, streamed):
         assert streamed == [4]
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_wait_does_not_hold_the_host(ranks, streamed):
     with opening.open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
         lane = lanes[THERE]
@@ -127,7 +128,7 @@ def test_a_wait_does_not_hold_the_host(ranks, streamed):
             lane.isend(torch.ones(2)).synchronize()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_the_end_is_seen_though_nobody_waits_and_the_next_hop_starts_on_the_plans_thread(ranks, streamed):
     with opening.open_lanes([THERE, BACK], config=config(), standing=PLAIN) as lanes:
         if ranks.rank == 0:
@@ -143,7 +144,7 @@ def test_the_end_is_seen_though_nobody_waits_and_the_next_hop_starts_on_the_plan
         ranks.barrier()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_callback_may_not_start_a_transfer(ranks, streamed):
     """The progress thread of each rank would launch kernels in an order of its own."""
     with opening.open_lanes([THERE, BACK], config=config(), standing=PLAIN) as lanes:
@@ -156,7 +157,7 @@ def test_a_callback_may_not_start_a_transfer(ranks, streamed):
         ranks.barrier()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_what_is_not_done_by_the_deadline_ends_though_a_wait_cannot(ranks, streamed):
     with opening.open_lanes([THERE], config=config(deadline=0.5), standing={THERE: torch.ones(2)}) as lanes:
         lane = lanes[THERE]
@@ -176,7 +177,7 @@ def test_what_is_not_done_by_the_deadline_ends_though_a_wait_cannot(ranks, strea
                     lane.isend(torch.ones(2)).synchronize()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_the_other_sides_last_words_end_a_transfer_that_is_under_way(ranks, streamed):
     with opening.open_lanes([THERE], config=config()) as lanes:
         lane = lanes[THERE]
@@ -195,7 +196,7 @@ def test_the_other_sides_last_words_end_a_transfer_that_is_under_way(ranks, stre
         ranks.barrier()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_an_abort_ends_it_too(ranks, streamed):
     with opening.open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
         if ranks.rank == 0:

@@ -18,6 +18,7 @@ SOON = timedelta(seconds=0.3)
 LATE = timedelta(seconds=20)
 # A process that is killed with something unread in its socket makes the kernel say "reset" for "closed".
 GONE = "(closed|reset) by peer"
+over_gloo = pytest.mark.ranks(2, backend="gloo")  # the facts are gloo's; those of the fake NCCL are its own tests
 
 
 def other(ranks):
@@ -32,7 +33,7 @@ def receive(buffer, peer, tag=0):
     return dist.group.WORLD.recv([buffer], peer, tag)
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_is_completed_stays_false_until_wait(ranks):
     work = send(torch.ones(4), 1) if ranks.rank == 0 else receive(torch.zeros(4), 0)
     ranks.barrier()
@@ -42,7 +43,7 @@ def test_is_completed_stays_false_until_wait(ranks):
     assert work.is_completed()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_second_wait_does_not_return(ranks):
     work = send(torch.ones(4), 1) if ranks.rank == 0 else receive(torch.zeros(4), 0)
     work.wait(LATE)
@@ -51,7 +52,7 @@ def test_a_second_wait_does_not_return(ranks):
         work.wait(SOON)
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_wait_that_times_out_closes_the_connection_at_both_ends_for_all_transfers(ranks):
     buffer = torch.zeros(4)
     mine = receive(buffer, other(ranks), tag=1)
@@ -67,7 +68,7 @@ def test_a_wait_that_times_out_closes_the_connection_at_both_ends_for_all_transf
     assert time.monotonic() - began < LATE.total_seconds() / 2
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_it_wakes_a_thread_that_waits(ranks):
     # This is how a lane is cut: a receive that nobody will answer, waited for a moment.
     if ranks.rank == 0:
@@ -89,7 +90,7 @@ def test_it_wakes_a_thread_that_waits(ranks):
     ranks.barrier()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 @pytest.mark.parametrize("way", ["abort", "shutdown"])
 def test_abort_and_shutdown_wake_nobody(ranks, way):
     if ranks.rank == 0:
@@ -102,7 +103,7 @@ def test_abort_and_shutdown_wake_nobody(ranks, way):
     ranks.barrier()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 @pytest.mark.parametrize("elements", [1, 1 << 20])
 def test_a_send_of_any_size_is_done_when_its_receive_is_posted(ranks, elements):
     # Of one machine, so the clock is one.
@@ -121,7 +122,7 @@ def test_a_send_of_any_size_is_done_when_its_receive_is_posted(ranks, elements):
         ranks.store.set("posted", str(posted))
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_send_whose_work_is_dropped_is_never_delivered(ranks):
     if ranks.rank == 0:
         send(torch.ones(4), 1)
@@ -134,7 +135,7 @@ def test_a_send_whose_work_is_dropped_is_never_delivered(ranks):
         ranks.barrier()
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_message_that_is_too_short_arrives_silently(ranks):
     if ranks.rank == 0:
         send(torch.ones(2), 1).wait(LATE)
@@ -166,7 +167,7 @@ def test_a_message_that_is_too_long_ends_the_process(tmp_path):
     assert b"EnforceNotMet" in text
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float64])
 def test_any_dtype_and_no_elements_travel(ranks, dtype):
     for elements in (3, 0):
@@ -179,7 +180,7 @@ def test_any_dtype_and_no_elements_travel(ranks, dtype):
             assert torch.equal(buffer, values)
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_tags_are_lanes_of_their_own_and_order_holds_within_one(ranks):
     if ranks.rank == 0:
         works = [send(torch.full((1,), float(tag * 10 + n)), 1, tag) for tag in (1, 2) for n in range(3)]
@@ -195,13 +196,13 @@ def test_tags_are_lanes_of_their_own_and_order_holds_within_one(ranks):
         }
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_there_is_no_sending_to_oneself(ranks):
     with pytest.raises(RuntimeError, match="not connected"):
         send(torch.ones(1), ranks.rank)
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_peer_that_dies_closes_the_connection_at_once(ranks):
     from pipegrid.testing import Fault
 
@@ -213,7 +214,7 @@ def test_a_peer_that_dies_closes_the_connection_at_once(ranks):
     assert time.monotonic() - began < LATE.total_seconds() / 2
 
 
-@pytest.mark.ranks(2)
+@over_gloo
 def test_a_received_note_can_be_read_after_the_connection_is_closed(ranks):
     # A rank that gives a lane up tells why, and then closes: the other must find the words afterwards.
     if ranks.rank == 0:

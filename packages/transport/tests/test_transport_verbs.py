@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from pipegrid.transport import (
     open_lanes,
 )
 
+from .stages import in_turn, on_one_stream
 from .two_ranks import equal, values
 
 
@@ -43,7 +45,7 @@ def communicator(ranks, **options):
 def test_the_blocking_verbs_move_activations_on_and_gradients_back(ranks, batch):
     pipe = communicator(ranks, batch_p2p_comm=batch)
     assert isinstance(pipe, PipelineCommunicator)
-    me, last = ranks.rank, ranks.world_size - 1
+    me, last, one_stream = ranks.rank, ranks.world_size - 1, on_one_stream(ranks)
     assert (pipe.current_stage, pipe.total_stages) == (me, ranks.world_size)
     assert (pipe.is_pp_first_stage, pipe.is_pp_last_stage) == (me == 0, me == last)
     assert (pipe.next_rank, pipe.prev_rank) == ((me + 1) % ranks.world_size, (me - 1) % ranks.world_size)
@@ -56,11 +58,14 @@ def test_the_blocking_verbs_move_activations_on_and_gradients_back(ranks, batch)
         x = pipe.recv_forward((2, 3), me == 0)
         assert x is None if me == 0 else torch.equal(x, value(me - 1))
         pipe.send_forward(value(me), me == last)
+        if one_stream:  # the fused verb over there receives before it sends
+            pipe.send_forward(value(me), me == last)
         g = pipe.recv_backward((2, 3), me == last)
         assert g is None if me == last else torch.equal(g, -value(me + 1))
         x = pipe.send_backward_recv_forward(-value(me), (2, 3), me == 0)
         assert x is None if me == 0 else torch.equal(x, value(me - 1))
-        pipe.send_forward(value(me), me == last)
+        if not one_stream:
+            pipe.send_forward(value(me), me == last)
     pipe.close()
 
 
@@ -82,6 +87,12 @@ def test_the_ring_verbs_wrap_around_and_never_mix_directions(ranks, overlap, sha
     """With two ranks the next and the previous one are the same: activations must not be taken for gradients."""
     pipe = communicator(ranks, communicators=shared)
     size, me = ranks.world_size, ranks.rank
+    with in_turn(ranks, pipe):
+        ring(pipe, size, me, overlap)
+    pipe.close()
+
+
+def ring(pipe, size, me, overlap):
     for _ in range(3):
         x, g = pipe.send_forward_backward_recv_forward_backward(value(me), -value(me), True, True, (2, 3))
         assert torch.equal(x, value((me - 1) % size))
@@ -102,7 +113,6 @@ def test_the_ring_verbs_wrap_around_and_never_mix_directions(ranks, overlap, sha
             handles["recv_next"].wait()
             handles["send_prev"].wait()
         assert torch.equal(g, -value((me + 1) % size))
-    pipe.close()
 
 
 PAYLOADS = [
@@ -142,11 +152,12 @@ def test_a_thousand_messages_with_random_waits_arrive_in_order(ranks, vary):
     mine, theirs = (there, back) if ranks.rank == 0 else (back, there)
     waits = random.Random(ranks.rank)
     config = P2PConfig(variable_seq_lengths=vary, strict=False, deadline=30)
-    with open_lanes([there, back], config=config) as lanes:
+    with open_lanes([there, back], config=config) as lanes, in_turn(ranks, lanes):
         sent, received = [], []
         for number, size in enumerate(rows):
-            sent.append(lanes[mine].isend(torch.full((size, 2), float(number + 10_000 * ranks.rank))))
-            received.append(lanes[theirs].irecv())
+            with lanes.batch(by_lane=True) if on_one_stream(ranks) else nullcontext():
+                sent.append(lanes[mine].isend(torch.full((size, 2), float(number + 10_000 * ranks.rank))))
+                received.append(lanes[theirs].irecv())
             while received and waits.random() < 0.5:
                 check(received, number=number + 1 - len(received), rank=1 - ranks.rank, rows=rows)
         while received:
@@ -164,9 +175,9 @@ def check(received, *, number, rank, rows):
 def test_a_batch_issues_both_directions_at_once(ranks):
     there, back = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
     mine, theirs = (there, back) if ranks.rank == 0 else (back, there)
-    with open_lanes([there, back], config=P2PConfig(strict=True, deadline=20)) as lanes:
+    with open_lanes([there, back], config=P2PConfig(strict=True, deadline=20)) as lanes, in_turn(ranks, lanes):
         for number in range(5):
-            with lanes.batch():
+            with lanes.batch(by_lane=on_one_stream(ranks)):
                 handle = lanes[mine].isend(torch.full((2,), float(number)))
                 arriving = lanes[theirs].irecv()
             handle.wait()

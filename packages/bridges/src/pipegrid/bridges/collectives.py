@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.errors import CompletionError
-from pipegrid.topology import GroupSpec, create_groups
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.backends import NcclTicket, lift_timeout
 from pipegrid.transport.streams import has_streams
 
@@ -51,6 +51,7 @@ class CollectiveWaits:
         failure: an error beside the collectives that may be the cause; None while there is none.
         ended: why the communicator was ended.
         unasked: collectives that a stream was ordered after, with their ranks: a wait returns for failed ones, too.
+        stuck: a wait failed, so that a collective may be under way that never ends unless it is aborted.
     """
 
     name: str
@@ -61,6 +62,7 @@ class CollectiveWaits:
     failure: Callable[[], object | None] = lambda: None
     ended: str | None = None
     unasked: deque[tuple[Any, Sequence[int]]] = field(factory=deque)
+    stuck: bool = False
 
     def end(self, reason: str) -> None:
         """Fail all waits, those under way and later ones."""
@@ -124,6 +126,7 @@ class CollectiveWaits:
 
     def error(self, ranks: Sequence[int], cause: str) -> CompletionError:
         """The error of a collective among ``ranks``."""
+        self.stuck = self.stuck or self.ended is None  # an end aborts its groups
         others = [rank for rank in ranks if rank != self.rank]
         failure = self.failure()
         lane = "" if failure is None else f" (a lane of this edge failed: {_first_line(failure)})"
@@ -162,6 +165,14 @@ def gather_flat(
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(out, own, group=group, async_op=async_op)
     return work
+
+
+def close_groups(
+    groups: Mapping[GroupSpec, dist.ProcessGroup], *, stuck: bool, beside: Callable[[], None] = lambda: None
+) -> None:
+    """Destroy groups after ``beside``; a stuck collective is aborted meanwhile, as a destroy would wait for it."""
+    abort_groups(groups.values() if stuck else (), beside=beside)
+    destroy_groups(groups)
 
 
 def abort_groups(

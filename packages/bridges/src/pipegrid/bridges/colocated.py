@@ -13,7 +13,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges.checks import as_integer, check_grid
-from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, gather_flat, own_groups
+from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, gather_flat, own_groups
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import (
@@ -30,7 +30,7 @@ from pipegrid.bridges.reshard import (
     ranks_of,
 )
 from pipegrid.bridges.steps import pack, start_completions, unpack
-from pipegrid.topology import GroupSpec, destroy_groups
+from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked_fields, shown
 from pipegrid.transport.opening import resolve_device
 
@@ -314,7 +314,7 @@ class ColocatedBridgeCommunicator:
         if not self._destroyed:
             self._destroyed = True
             self._waits.end("destroyed")
-            destroy_groups(self._groups)
+            close_groups(self._groups, stuck=self._waits.stuck)
             self._groups, self.gather_pg = {}, None
 
     # -- moving -------------------------------------------------------------------------------------------

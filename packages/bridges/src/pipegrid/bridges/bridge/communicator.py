@@ -16,7 +16,7 @@ from pipegrid.bridges.bridge.structure import Declared, Structure, checked_struc
 from pipegrid.bridges.bridge.tensor import TensorExchange
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
-from pipegrid.bridges.collectives import abort_groups, own_groups
+from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
@@ -366,14 +366,18 @@ class BridgeCommunicator:
         self._traffic.waits.end(reason)
         return self._groups.values()
 
+    @property
+    def stuck_groups(self) -> Iterable[dist.ProcessGroup]:
+        """The groups of completions, where one may be under way that never ends unless it is aborted."""
+        return self._groups.values() if self._traffic.waits.stuck else ()
+
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
             self._traffic.waits.end("destroyed")
-            if self._owns_lanes:
-                self.lanes.close()
-            destroy_groups(self._groups)
+            beside = self.lanes.close if self._owns_lanes else (lambda: None)
+            close_groups(self._groups, stuck=self._traffic.waits.stuck, beside=beside)
 
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives of the block together, at its end."""
@@ -424,7 +428,7 @@ class BridgeCommunicator:
         """
         if self.is_source:
             self._require_backward("send_forward_recv_backward")
-        with self.batch():
+        with self.lanes.batch(by_lane=True):  # in the order of calls both sides would send first
             sending = self.isend_forward(tensor, samples=samples)
             receiving = self.irecv_backward()
         if sending is None or receiving is None:
@@ -435,7 +439,7 @@ class BridgeCommunicator:
 
     def send_backward_recv_forward(self, grad: Any) -> Any:
         """Send a gradient and receive an activation; both are posted before any wait."""
-        with self.batch():
+        with self.lanes.batch(by_lane=True):
             sending = self.isend_backward(grad)
             receiving = self.irecv_forward()
         if sending is None or receiving is None:

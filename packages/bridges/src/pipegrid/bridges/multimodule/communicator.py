@@ -466,7 +466,8 @@ class MultiModulePipelineCommunicator:
         """Close all lanes and destroy all groups. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
-            self.lanes.close()
+            stuck = [group for bridge in self.bridge_comms for group in bridge.stuck_groups]
+            abort_groups(stuck, beside=self.lanes.close)
             for bridge in self.bridge_comms:
                 bridge.destroy()
 
@@ -518,7 +519,7 @@ class MultiModulePipelineCommunicator:
     ) -> Tensors:
         """`send_forward` and `recv_backward`, all posted before any is waited for."""
         self._require_verbs(last=is_last_stage)
-        with self.batch():
+        with self.lanes.batch(by_lane=True):  # in the order of calls both sides would send first
             sending = self._dicts.send_forward(output_dict)
             receiving = self._dicts.receive_backward(tensor_shape)
         received = results(receiving)
@@ -530,7 +531,7 @@ class MultiModulePipelineCommunicator:
     ) -> Tensors:
         """`send_backward` and `recv_forward`, all posted before any is waited for."""
         self._require_verbs(first=is_first_stage)
-        with self.batch():
+        with self.lanes.batch(by_lane=True):
             sending = self._dicts.send_backward(grad_dict)
             receiving = self._dicts.receive_forward(tensor_shape)
         received = results(receiving)

@@ -28,7 +28,7 @@ class DictExchange:
     """
 
     rank: int
-    infos: Mapping[str, RankModuleInfo]
+    infos: dict[str, RankModuleInfo]
     chains: Mapping[str, ModuleChain]
     has_backward: Mapping[str, bool]
 
@@ -71,7 +71,7 @@ class DictExchange:
     def receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the gradients of the outputs of this rank's modules, one for each destination."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, info in self.infos.items():
+        for name, info in reversed(self.infos.items()):
             if not self.has_backward[name]:
                 continue
             if info.pp_rank < info.pp_size - 1:
@@ -116,11 +116,12 @@ class DictExchange:
                 known.add(bridge.src_module_name)
                 needed |= {bridge.src_module_name} if bridge.backward else set()
         self._check_entries(grads, needed, known)
-        for name, info in self.infos.items():
+        for name, info in reversed(self.infos.items()):
             if name in needed and info.pp_rank > 0:
                 edge = Edge(info.pp_rank - 1, info.pp_rank)
                 sending.append(self.chains[name].isend(grads[name], edge=edge, direction=Direction.BACKWARD))
-            for bridge in info.bridge_comms_as_dest_module or ():
+            # The nearest module first: a farther one may wait for what the nearer one makes of its gradient.
+            for bridge in reversed(info.bridge_comms_as_dest_module or ()):
                 if bridge.backward:
                     handle = bridge.isend_backward(grads[bridge.src_module_name])
                     sending += [] if handle is None else [handle]

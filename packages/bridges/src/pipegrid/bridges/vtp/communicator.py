@@ -18,13 +18,12 @@ from pipegrid.bridges.bridge import (
     lane_config,
     renew_lanes,
 )
-from pipegrid.bridges.collectives import abort_groups, own_groups
+from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.vtp.peers import Named, Peers, require_stage
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.bridges.vtp.traffic import BoundaryTraffic
-from pipegrid.topology import destroy_groups
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction, Edge
@@ -256,8 +255,8 @@ class VTPCommunicator:
         if not self._ended:
             self._ended = True
             self._end_completions("closed")
-            self.lanes.close()
-            destroy_groups(self._groups)
+            stuck = any(one.traffic.waits.stuck for one in self._traffic.values())
+            close_groups(self._groups, stuck=stuck, beside=self.lanes.close)
 
     def _end_completions(self, reason: str) -> None:
         for one in self._traffic.values():
@@ -511,7 +510,7 @@ class VTPCommunicator:
         start = self._irecv_next(_B if sending is _F else _F, shapes)
         edge = self._peers.next() if sending is _F else self._peers.previous()
         with _timed(self.config, timer):
-            with self.batch():
+            with self.lanes.batch(by_lane=True):  # in the order of calls both sides would receive first
                 receiving = start()
                 sent = self._start_send(tensor, sending, edge)
             received: torch.Tensor = receiving.result()

@@ -55,7 +55,7 @@ def test_a_module_declared_before_what_feeds_it_comes_after_it():
     [
         ({}, {}, "no modules"),
         ([("a", 1), ("a", 2)], {}, "declared twice"),
-        ({"a": 0}, {}, "depth 0"),
+        ({"a": 0}, {}, "the depth of module 'a' is 0; it must be an integer of at least 1"),
         ({"a": 1}, {"a": ["b"]}, "unknown module 'b'"),
         ({"a": 1, "b": 1}, [("a", "b"), ("a", "b")], "edge is declared twice"),
         ({"a": 1, "b": 1}, {"a": ["b"], "b": ["a"]}, r"cycle: . -> . -> ."),

@@ -242,7 +242,7 @@ GOOD = {
         ({"modules": [["a", 1], ["a", 1]]}, "modules: modules are declared twice"),
         ({"positions": [[], []]}, "positions: no position does anything"),
         ({"positions": []}, "positions: no position does anything"),
-        ({"modules": [["a", -1]]}, "modules: module 'a' has depth -1"),
+        ({"modules": [["a", -1]]}, "modules: the depth of module 'a' is -1"),
         ({"modules": [["a"]]}, "modules[0]: "),
         ({"modules": [[1, 1]]}, "modules[0][0]: 1 is not a string"),
         ({"edges": [["a", "b"], ["a", "c"]]}, "edges: edge 'a' -> 'c' names the unknown module 'c'"),

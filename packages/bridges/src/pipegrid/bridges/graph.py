@@ -15,7 +15,7 @@ from typing import Any
 from attrs import field, frozen
 
 from pipegrid.bridges.checks import as_text, as_tuple
-from pipegrid.topology.fields import index_of, shown
+from pipegrid.topology.fields import Count, checked, index_of, shown
 from pipegrid.transport.edge import Edge
 
 
@@ -27,14 +27,9 @@ def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[t
     pairs = tuple(value.items()) if isinstance(value, Mapping) else _pairs(value, "modules", "(name, depth)")
     for name, _ in pairs:
         as_text(name, "the name of a module", error=ModuleGraphError)
-    return tuple((name, _as_depth(name, depth)) for name, depth in pairs)
-
-
-def _as_depth(name: str, depth: object) -> int:
-    number = index_of(depth)
-    if number is None or number < 1:
-        raise ModuleGraphError(f"module {name!r} has depth {shown(depth)}; a depth is an integer of at least 1")
-    return number
+    return tuple(
+        (name, checked(depth, Count, f"the depth of module {name!r}", ModuleGraphError)) for name, depth in pairs
+    )
 
 
 def _pairs(value: object, what: str, of: str) -> tuple[tuple[Any, Any], ...]:

@@ -32,11 +32,37 @@ def test_a_transfer_arrives_and_what_follows_a_wait_sees_it(ranks, mode):
     assert type(dist.group.WORLD) is FakeGroup
     assert ranks.device.type == "cpu"
     if ranks.rank == 0:
-        dist.isend(torch.arange(6.0).reshape(2, 3).T, 1).wait()
+        dist.isend(torch.arange(6.0).reshape(3, 2), 1).wait()
+        dist.isend(torch.zeros(0, 3), 1).wait()
     else:
         x = torch.zeros(3, 2)
         dist.irecv(x, 0).wait()
-        assert x.tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert x.tolist() == [[0, 1], [2, 3], [4, 5]]
+        dist.irecv(torch.zeros(0, 3), 0).wait()
+
+
+@pytest.mark.ranks(3, backend="fake_nccl", fake_nccl="serial")
+def test_a_batch_with_several_peers_beside_a_group_that_is_never_used(ranks):
+    unused, others = dist.new_group([0, 1, 2]), [rank for rank in range(3) if rank != ranks.rank]
+    dist.group.WORLD._start_coalescing(torch.device("cpu"))
+    received = {peer: torch.zeros(2) for peer in others}
+    for peer in others:
+        dist.group.WORLD.send([torch.full((2,), float(ranks.rank))], peer, 0)
+    for peer, tensor in received.items():
+        dist.group.WORLD.recv([tensor], peer, 0)
+    dist.group.WORLD._end_coalescing(torch.device("cpu")).wait()
+    assert {peer: tensor.tolist() for peer, tensor in received.items()} == {peer: [peer] * 2 for peer in others}
+    if ranks.rank == 0:
+        unused.abort()
+    ranks.barrier()
+
+
+@STREAMS
+def test_a_tensor_with_strides_is_refused(ranks):
+    for verb, text in ((dist.group.WORLD.send, "send"), (dist.group.WORLD.recv, "receive")):
+        with pytest.raises(ValueError, match=f"a tensor to {text} is not contiguous; NCCL moves memory"):
+            verb([torch.zeros(2, 3).T], 1 - ranks.rank, 0)
+    assert ranks.fake_device.launches == []
 
 
 @BOTH
@@ -245,6 +271,13 @@ def test_a_send_buffer_is_reused_too_early(ranks):
         dist.recv(x, 0)
     ranks.barrier()
 
+@pytest.mark.parametrize("there", [torch.zeros(2), torch.zeros(8), torch.zeros(4, dtype=torch.int32)])
+def test_a_receive_is_of_another_kind(ranks, there):
+    work = dist.isend(torch.ones(4), 1) if ranks.rank == 0 else dist.irecv(there, 0)
+    work.wait()
+    assert not work.is_success()
+    ranks.barrier()
+
 def test_an_entry_is_too_old(ranks):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.3))
     if ranks.rank == 0:
@@ -273,6 +306,15 @@ def broken(session):
         (
             "test_a_send_buffer_is_reused_too_early",
             "a send of 16 bytes to rank 1 in group 0: its tensor was written to between the call and the end",
+        ),
+        *(
+            (
+                f"test_a_receive_is_of_another_kind[there{number}]",
+                f"rank 1 receives {kind} in group 0 where rank 0 sends 16 bytes of torch.float32; NCCL compares",
+            )
+            for number, kind in enumerate(
+                ["8 bytes of torch.float32", "32 bytes of torch.float32", "16 bytes of torch.int32"]
+            )
         ),
         (
             "test_an_entry_is_too_old",

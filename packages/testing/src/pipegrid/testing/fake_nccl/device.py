@@ -35,6 +35,10 @@ What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "
 _WATCHDOG_SECONDS = 0.05
 
 
+class MismatchError(RuntimeError):
+    """A send met a receive of another size or dtype."""
+
+
 @frozen
 class Operation:
     """One transfer of an entry: ``kind`` is ``send`` or ``recv``, ``peer`` a global rank."""
@@ -382,7 +386,7 @@ class FakeDevice:
         try:
             entry.run()
         except RuntimeError as error:
-            if self.reports_peer_errors:
+            if self.reports_peer_errors or isinstance(error, MismatchError):
                 entry.cancel(error)
             entry.cancelled.wait()
         finally:

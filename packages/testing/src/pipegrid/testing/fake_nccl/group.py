@@ -17,14 +17,15 @@ import torch.distributed as dist
 from attrs import define
 from torch import Tensor
 
-from pipegrid.testing.fake_nccl.device import Entry, FakeDevice, Operation
+from pipegrid.testing.fake_nccl.device import Entry, FakeDevice, MismatchError, Operation
 from pipegrid.testing.fake_nccl.torch_compat import GroupBase, WorkBase, tree_map
 
 BACKEND = "fake_nccl"
 # Gloo's own limit: never the first to end a wait.
 _NEVER = timedelta(days=7)
-# Tags of the hidden group: payloads, the receiver's answers, and one that no rank ever sends.
-_DATA, _ANSWER, _UNSENT = 0, 1, 2
+# Tags of the hidden group: payloads, the receiver's answers, one that no rank ever sends, and what a payload is.
+_DATA, _ANSWER, _UNSENT, _KIND = 0, 1, 2, 3
+_KIND_BYTES = 48
 _UNREAD_BYTE = 0x7F
 # Collectives whose first argument is written and never read.
 _WRITES_FIRST = frozenset(
@@ -165,6 +166,11 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         return self._launch_transfers(batch) if batch else None
 
     def _post(self, tensors: Sequence[Tensor], peer: int, *, sending: bool) -> FakeWork | None:
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError(
+                f"a tensor to {'send' if sending else 'receive'} is not contiguous; NCCL moves memory from its first "
+                "byte on, whatever the strides say"
+            )
         if peer == self._here:
             raise ValueError(f"a {'send' if sending else 'receive'} names this rank itself as its peer")
         transfers = []
@@ -203,28 +209,35 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         )
 
     def _exchange(self, transfers: Sequence[_Transfer]) -> None:
-        """Move a batch: everything is posted before anything is waited for."""
+        """Move a batch: all sends are posted before anything is waited for.
+
+        Raises:
+            MismatchError: a send meets a receive of another size or dtype.
+        """
         hidden = self._hidden
-        answers = [torch.zeros(1, dtype=torch.uint8) for _ in transfers]
-        posted: list[tuple[Tensor | None, Any, Any]] = []
-        for transfer, answer in zip(transfers, answers, strict=True):
+        kinds = [_kind(transfer.tensor) for transfer in transfers]
+        others = [torch.zeros_like(kind) for kind in kinds]  # of the other side: told with a send, and in the answer
+        posted: list[list[Any]] = []
+        for transfer, kind, other in zip(transfers, kinds, others, strict=True):
             if transfer.sending:
-                payload = transfer.tensor.detach().clone(memory_format=torch.contiguous_format)
-                data = hidden.send([payload], transfer.peer, _DATA)
-                posted.append((payload, data, hidden.recv([answer], transfer.peer, _ANSWER)))
+                payload = transfer.tensor.detach().clone()
+                told = hidden.send([kind], transfer.peer, _KIND), hidden.recv([other], transfer.peer, _ANSWER)
+                posted.append([payload, hidden.send([payload], transfer.peer, _DATA), *told])
             else:
-                posted.append((None, hidden.recv([transfer.copy], transfer.peer, _DATA), None))
-        answered = []
-        for transfer, answer, (_, data, _) in zip(transfers, answers, posted, strict=True):
+                posted.append([hidden.recv([other], transfer.peer, _KIND)])
+        for transfer, kind, other, works in zip(transfers, kinds, others, posted, strict=True):
             if not transfer.sending:
-                data.wait(_NEVER)
-                answered.append(hidden.send([answer], transfer.peer, _ANSWER))
-        for _, data, received in posted:
-            if received is not None:
-                data.wait(_NEVER)
-                received.wait(_NEVER)
-        for sent in answered:
-            sent.wait(_NEVER)
+                works.pop().wait(_NEVER)
+                there = transfer.copy if torch.equal(kind, other) else torch.empty(_nbytes(other), dtype=torch.uint8)
+                hidden.recv([there], transfer.peer, _DATA).wait(_NEVER)
+                works.append(hidden.send([kind], transfer.peer, _ANSWER))
+        for works in posted:
+            for work in works:
+                if not isinstance(work, Tensor):
+                    work.wait(_NEVER)
+        for transfer, kind, other in zip(transfers, kinds, others, strict=True):
+            if not torch.equal(kind, other):
+                raise self._mismatch(transfer, _text(kind), _text(other))
         for transfer in transfers:
             if not transfer.sending:
                 transfer.tensor.detach().copy_(transfer.copy)
@@ -233,6 +246,15 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                     f"a send of {transfer.tensor.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
                     f"{self._name}: its tensor was written to between the call and the end of the transfer"
                 )
+
+    def _mismatch(self, transfer: _Transfer, here: str, there: str) -> MismatchError:
+        verb, other = ("sends", "receives") if transfer.sending else ("receives", "sends")
+        text = (
+            f"rank {self._ranks[self._here]} {verb} {here} in group {self._name} where rank "
+            f"{self._ranks[transfer.peer]} {other} {there}; NCCL compares neither, and hangs or moves a part"
+        )
+        self.device.violations.append(text)
+        return MismatchError(text)
 
     # Collectives: gloo's, in stream order
 
@@ -351,6 +373,20 @@ def _make_unreadable(tensor: Tensor) -> None:
         plain.fill_(True)
     else:
         plain.fill_(int.from_bytes([_UNREAD_BYTE] * plain.element_size(), "little"))
+
+
+def _kind(tensor: Tensor) -> Tensor:
+    """Size and dtype of a tensor, as text in bytes."""
+    text = f"{tensor.nbytes} bytes of {tensor.dtype}"
+    return torch.tensor(list(text.encode().ljust(_KIND_BYTES)), dtype=torch.uint8)
+
+
+def _text(kind: Tensor) -> str:
+    return bytes(kind.tolist()).decode().strip()
+
+
+def _nbytes(kind: Tensor) -> int:
+    return int(_text(kind).split()[0])
 
 
 def _same_bytes(tensor: Tensor, other: Tensor) -> bool:

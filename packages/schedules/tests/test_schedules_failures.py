@@ -20,7 +20,9 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
+from pipegrid.schedules.gradients.lanes import Waiting
 from pipegrid.schedules.monitor import BoundedCalls, SilentStoreError, under_way
+from pipegrid.transport import streams
 
 PLAN = lower(one_f_one_b(1, 3))
 
@@ -360,6 +362,9 @@ class DeviceWork:
     def is_completed(self):
         return self.ended
 
+    def wait(self):
+        """Orders a stream, and returns. It takes no timeout: past one, NCCL ends the communicator."""
+
     def exception(self):
         return self.error
 
@@ -384,3 +389,14 @@ def test_a_step_that_fails_aborts_the_reductions_that_have_not_ended():
     failed(PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad sample")))}, None))
     assert stuck.aborted.wait(20)
     assert not ended.aborted.is_set()
+
+
+def test_a_monitor_without_the_device_holds_the_host_without_a_timeout_of_nccls(store, monkeypatch):
+    monkeypatch.setattr(streams, "types", {"cpu"})
+    monitor = Monitor(store, rank=0, ranks=[0], deadline=0.3, interval=0.05)
+    PipelineRuntime(PLAN, {0: Stage()}, Lanes(), monitor=monitor).step()
+    waiting = Waiting(monitor=monitor)
+    waiting.wait(DeviceWork(ended=True), torch.zeros(1))
+    with pytest.raises(JobFailedError, match="rank 0 has been at a reduction of gradients"):
+        waiting.wait(DeviceWork(ended=False), torch.zeros(1))
+    monitor.close()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor
 
 _SLICE = timedelta(seconds=0.1)
+_POLL_SECONDS = 0.0001
 _REDUCTION = "a reduction of gradients"
 
 
@@ -136,6 +137,26 @@ def device_of(modules: Modules, group: dist.ProcessGroup | None) -> torch.device
 
 
 @frozen
+class _Polled:
+    """A device's work for a host that waits in slices: past a wait's own timeout NCCL would end the communicator."""
+
+    work: dist.Work
+
+    def is_completed(self) -> bool:
+        """See `torch.distributed.Work`."""
+        return self.work.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> None:
+        """Wait for the end, then order the current stream after it; raise ``RuntimeError`` past the timeout."""
+        began = time.monotonic()
+        while not self.work.is_completed():
+            if time.monotonic() - began > timeout.total_seconds():
+                raise RuntimeError(f"not done after {timeout.total_seconds():.3g} s")
+            time.sleep(_POLL_SECONDS)
+        self.work.wait()
+
+
+@frozen
 class Waiting:
     """How the host waits for collectives over gradients. On CUDA only the current stream waits, not the host.
 
@@ -168,9 +189,9 @@ class Waiting:
 
     def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
         on_device = has_streams(tensor.device)
-        # Without its device a monitor holds the host, by waits with a timeout, past which NCCL ends the communicator.
-        if self.monitor is not None and (not on_device or self.monitor.progress is not None):
-            self.monitor.wait(work, _REDUCTION)
+        if self.monitor is not None:  # which holds the host where it does not watch the device
+            held = on_device and self.monitor.progress is None
+            self.monitor.wait(_Polled(work) if held else work, _REDUCTION)
             return
         if on_device:
             work.wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport import P2PCommunicator, P2PConfig, P2PTimeoutError, open_lanes
+from pipegrid.transport import P2PCommunicator, P2PConfig, P2PPeerError, P2PTimeoutError, open_lanes
 
 from .stages import SHAPE, activation, assert_received, gradient
 from .two_ranks import BACK, THERE, config
@@ -120,4 +120,22 @@ def test_a_header_that_does_not_come_is_a_timeout_of_the_lane(ranks):
         if ranks.rank == 1:
             with lanes.in_order(), pytest.raises(P2PTimeoutError, match=r"rank 1 waited 1 s.*0>1"):
                 lanes[THERE].irecv()
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="serial")
+@pytest.mark.parametrize("batched", [False, True])
+def test_two_sends_that_come_first_are_a_deadlock_of_one_stream(ranks, batched):
+    """As the tests that are pinned to a stream for each communicator would be: each send waits for a later receive."""
+    mine, theirs = (THERE, BACK) if ranks.rank == 0 else (BACK, THERE)
+    shapes = dict.fromkeys((THERE, BACK), torch.ones(2))
+    with open_lanes([THERE, BACK], config=config(deadline=1.0), standing=shapes) as lanes:
+        with lanes.batch() if batched else nullcontext():
+            lanes[mine].isend(torch.ones(2))
+            received = lanes[theirs].irecv()
+        ranks.barrier()
+        found = [(entry.launch.operations[0].kind, entry.started) for entry in ranks.fake_device.unfinished()]
+        assert found == [("send", True), ("recv", False)]
+        with pytest.raises((P2PTimeoutError, P2PPeerError), match=r"rank [01] waited 1 s for .* message 0"):
+            received.synchronize()
         ranks.barrier()

@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
+from .stages import in_turn, on_one_stream
+
 DEADLINE = 30.0
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 WIDTH, ROWS = 4, 3
@@ -112,7 +114,7 @@ def test_two_stages_of_two_chunks(ranks, settings, by):
 
     def tick_by_edges(sends, receives):
         """One batch of messages: (payload, edge, direction) out, (edge, direction) in."""
-        with communicator.batch():
+        with communicator.lanes.batch(by_lane=on_one_stream(ranks)):  # both send first
             out = [communicator.isend(payload, edge=edge, direction=way) for payload, edge, way in sends]
             into = {key: communicator.irecv(edge=key[0], direction=key[1]) for key in receives}
         received = {key: handle.result() for key, handle in into.items()}
@@ -143,7 +145,8 @@ def test_two_stages_of_two_chunks(ranks, settings, by):
                     sends.append((back, edges[stage - 1], BACKWARD))
             elif stage > 0:
                 receives.append((edges[stage - 1], BACKWARD))
-        arrived |= tick(sends, receives)
+        with in_turn(ranks, communicator):
+            arrived |= tick(sends, receives)
     mine.assert_gradients(reference(stages, microbatches))
     communicator.close()
 
@@ -153,9 +156,16 @@ def test_two_stages_of_two_chunks(ranks, settings, by):
 def test_one_forward_one_backward_with_the_blocking_verbs(ranks, settings):
     microbatches = 6
     communicator = P2PCommunicator(dist.group.WORLD, config(settings))
+    stages, mine, shape = communicator.total_stages, Stages([communicator.current_stage]), (ROWS, WIDTH)
+    with in_turn(ranks, communicator):
+        one_forward_one_backward(communicator, mine, shape, microbatches)
+    mine.assert_gradients(reference(stages, microbatches))
+    communicator.close()
+
+
+def one_forward_one_backward(communicator, mine, shape, microbatches):
     me, stages = communicator.current_stage, communicator.total_stages
     first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
-    mine, shape = Stages([me]), (ROWS, WIDTH)
     warmup = min(stages - me - 1, microbatches)
     for microbatch in range(warmup):
         x = batch(microbatch) if first else communicator.recv_forward(shape, first)
@@ -172,8 +182,6 @@ def test_one_forward_one_backward_with_the_blocking_verbs(ranks, settings):
     for microbatch in range(microbatches - warmup, microbatches):
         gradient = communicator.recv_backward(shape, last)
         communicator.send_backward(mine.backward(me, microbatch, gradient), first)
-    mine.assert_gradients(reference(stages, microbatches))
-    communicator.close()
 
 
 @pytest.mark.ranks(3)

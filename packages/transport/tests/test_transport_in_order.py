@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -131,11 +132,16 @@ def test_two_sends_that_come_first_are_a_deadlock_of_one_stream(ranks, batched):
     shapes = dict.fromkeys((THERE, BACK), torch.ones(2))
     with open_lanes([THERE, BACK], config=config(deadline=1.0), standing=shapes) as lanes:
         with lanes.batch() if batched else nullcontext():
-            lanes[mine].isend(torch.ones(2))
-            received = lanes[theirs].irecv()
+            handles = [lanes[mine].isend(torch.ones(2)), lanes[theirs].irecv()]
         ranks.barrier()
         found = [(entry.launch.operations[0].kind, entry.started) for entry in ranks.fake_device.unfinished()]
         assert found == [("send", True), ("recv", False)]
-        with pytest.raises((P2PTimeoutError, P2PPeerError), match=r"rank [01] waited 1 s for .* message 0"):
-            received.synchronize()
+        errors = []
+        for handle in handles:  # the end of the first send may let the other one through
+            try:
+                handle.synchronize()
+            except (P2PTimeoutError, P2PPeerError) as error:
+                errors.append(str(error))
+        assert errors
+        assert re.search("rank [01] waited 1 s for .* message 0", errors[0])
         ranks.barrier()

@@ -260,6 +260,24 @@ def test_a_step_says_which_region_cannot_be_split():
         PipelineRuntime(plan, stages, None).step()
 
 
+def test_a_region_lives_until_its_weight_half_has_run():
+    """Before torch 2.13 nothing but the graph holds it: neither the tensors, which are gone, nor the edges to it."""
+    compiled, eager = pair()
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    given = x.clone().requires_grad_()
+    y = compiled.blocks[2](compiled.blocks[1](given))
+    roots, gradient = [get_gradient_edge(y)], torch.ones_like(y)
+    del y
+    (found,), half = backward_inputs(roots, [gradient], [given])
+    del roots
+    backward_weights(half)
+    other = x.clone().requires_grad_()
+    eager.blocks[2](eager.blocks[1](other)).backward(gradient)
+    torch.testing.assert_close(found, other.grad)
+    for mine, theirs in zip(compiled.blocks[1:3].parameters(), eager.blocks[1:3].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_stages_of_split_regions_run_in_halves():
     plan = lower(zero_bubble_v(1, 3))
     models = pair()

@@ -29,6 +29,8 @@ from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.edge import Direction, Edge
 
+from .custom_functions import Scale
+
 WIDTH = 8
 
 
@@ -375,6 +377,20 @@ def test_compiled_stages_run_whole_at_i_and_the_runtime_says_what_that_costs():
     (3 * whole(x).sum()).backward()
     for mine, other in zip(nn.ModuleList(models).parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_an_output_made_by_a_python_function_is_differentiated_after_it_is_gone():
+    """Before torch 2.13 such a node lives no longer than its tensor, unless the edge to it holds the graph."""
+    plan = lower(zero_bubble_v(1, 2))
+    weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+    stages = {
+        0: Function(
+            plan, 0, lambda microbatch: Scale.apply(weight, torch.ones_like(weight)), nn.ParameterList([weight])
+        ),
+        1: Function(plan, 1, lambda microbatch, y: y.square().sum()),
+    }
+    PipelineRuntime(plan, stages, None).step()
+    torch.testing.assert_close(weight.grad, 4 * weight.detach())
 
 
 def test_messages_wait_longer_while_neighbours_compile(network, memory_communicator):

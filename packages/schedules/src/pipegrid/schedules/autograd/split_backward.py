@@ -58,10 +58,17 @@ class Call(NamedTuple):
 
 @frozen
 class WeightHalf:
-    """The rest of a backward, for W."""
+    """The rest of a backward, for W.
+
+    Attributes:
+        calls: what is left to run.
+        group: the one in which all of the backward runs.
+        roots: where it began: they hold the graph, as edges to nodes of Python functions do not before torch 2.13.
+    """
 
     calls: tuple[Call, ...] = ()
     group: GraphExecGroup = field(factory=GraphExecGroup)
+    roots: Sequence[GradientEdge] = ()
 
 
 def backward_inputs(
@@ -111,7 +118,7 @@ def backward_inputs(
     for owner in parts.owners:
         keep_recomputed(nodes[owner.node])
     keep = bool(parts.owners) or parts.reruns
-    group = GraphExecGroup()
+    group, began = GraphExecGroup(), roots
     calls: list[Call] = []
     if parts.apart:
         apart = [roots[index] for index in parts.apart], [gradients[index] for index in parts.apart]
@@ -146,7 +153,7 @@ def backward_inputs(
             calls.append(Call(edges, flowing, [GradientEdge(nodes[sink], 0) for sink in level.sinks]))
     if later:
         calls.append(Call([edge for edge, _ in later], [gradient for _, gradient in later], ()))
-    return found[: len(inputs)], WeightHalf(tuple(calls), group)
+    return found[: len(inputs)], WeightHalf(tuple(calls), group, began)
 
 
 def backward_weights(half: WeightHalf) -> None:

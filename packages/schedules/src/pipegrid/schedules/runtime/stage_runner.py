@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from attrs import define, field
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
@@ -417,8 +418,10 @@ def _root(tensor: torch.Tensor | None) -> Root | None:
     if tensor is None or not tensor.requires_grad:
         return None
     node = tensor.grad_fn
-    edge = get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
-    return Root(edge, tensor.shape)
+    # Before torch 2.13 the node of a Python function lives as long as the graph, which the token of its edge holds.
+    if node is None or isinstance(node, BackwardCFunction):
+        return Root(get_gradient_edge(tensor), tensor.shape)
+    return Root(GradientEdge(node, tensor.output_nr), tensor.shape)
 
 
 def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:

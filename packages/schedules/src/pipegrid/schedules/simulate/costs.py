@@ -132,7 +132,7 @@ class Costs:
                 for entry in value:
                     _check(name, entry)
                 if value and not math.fsum(value) > 0:
-                    raise CostsError(f"{name} is {value}; a slice has some part of its microbatch")
+                    raise CostsError(f"{name} is {value}; each slice has a share above 0 of its microbatch")
                 continue
             if not value:
                 raise CostsError(f"{name} is empty; give one number, or one per stage or edge")

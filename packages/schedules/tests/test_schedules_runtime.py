@@ -261,7 +261,7 @@ def test_eval_comes_before_the_first_step_as_well_as_after(network, memory_commu
 
 def test_a_profile_has_a_range_for_every_action():
     plan = lower(zero_bubble_h1(1, 2))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         PipelineRuntime(plan, {0: scales(plan)[0]}, None, hooks=[ProfilerRanges()]).step()
     names = {event.name for event in profile.events()}
     assert {str(action) for action in plan.actions(0)} <= names

@@ -236,9 +236,11 @@ def routes(
     strategy: Strategy = "direct",
     rank: int | None = None,
 ) -> tuple[Route, ...]:
-    """Pairs (sending rank, receiving rank) that may ever exchange something, whatever the sizes, ascending.
+    """Pairs (sending rank, receiving rank) that may ever exchange something, ascending.
 
-    A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only.
+    A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only,
+    and holds for all sizes of which each source lane is cut by itself (`Sizes.cut` ``"lane"``, as bridges do), and for
+    batches that divide evenly. Lanes of an uneven batch that is cut as one may meet others.
     """
     _require_sides(src, dst)
     axes = as_axes(axes)

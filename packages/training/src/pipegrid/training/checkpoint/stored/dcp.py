@@ -54,6 +54,8 @@ def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> M
             {}, storage_writer=_Writer(path), planner=planner, process_group=group, no_dist=_alone(group)
         )
     metadata: Metadata = written
+    if metadata.storage_data is None:  # torch 2.11 returns what it wrote without the places in the files
+        metadata = FileSystemReader(path).read_metadata()
     return metadata
 
 

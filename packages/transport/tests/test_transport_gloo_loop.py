@@ -34,6 +34,8 @@ def become(count):
 @over_gloo
 def test_lanes_that_are_opened_together_share_one_thread(ranks):
     before = loops()
+    if before == 0:  # the default group has one
+        pytest.skip("the gloo of this torch does not name its threads")
     with open_lanes(SPECS) as lanes:
         become(before + 1)
         other = open_lanes([LaneSpec(0, 1, "c")])

@@ -202,6 +202,8 @@ def test_a_slice_is_refused_what_would_see_other_tokens():
         slices_of(stage, input_ids=ids, labels=ids)
     with pytest.raises(CutError, match="position_ids without attention_mask"):
         slices_of(stage, input_ids=ids, position_ids=[torch.arange(3)[None], torch.arange(4)[None]])
+    with pytest.raises(CutError, match="attention_mask has 4 axes"):
+        slices_of(stage, input_ids=ids, attention_mask=[torch.ones(2, 1, 3, 3), torch.ones(2, 1, 4, 7)])
     with pytest.raises(CutError, match="cache_position was given for a slice; slices take input_ids"):
         slices_of(stage, input_ids=ids, cache_position=[torch.arange(3), torch.arange(4)])
     with pytest.raises(CutError, match="without num_items_in_batch"):

@@ -117,6 +117,11 @@ def forward_of_slice(
             "position_ids without attention_mask was given for a slice: Hugging Face reads the bounds of packed "
             "samples out of it for a whole sequence only. Leave it out, or give the mask of padded texts"
         )
+    if "attention_mask" in given and given["attention_mask"].ndim != 2:
+        raise CutError(
+            f"attention_mask has {given['attention_mask'].ndim} axes; that of a slice has samples and its tokens, and "
+            "is joined with those of the earlier slices"
+        )
     loss = {name: given.pop(name) for name in _LABELS if name in given}
     own = [n for n, layer in enumerate(assignment.layers) if assignment.stage_of_layer[layer] == number]
     past = sum(len(each) for each in part.past("tokens"))
@@ -180,7 +185,7 @@ def require_slices(stage: nn.Module, accepted: Sequence[str], config: Any) -> No
     if getattr(config, "output_router_logits", False):
         raise CutError(
             f"{name} has output_router_logits, whose loss is that of a whole microbatch and not the sum over its "
-            "slices; set it to False, or return the loss of a slice by WithLoss"
+            "slices; set it to False"
         )
     compiled = compiled_modules(stage)
     if compiled:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.schedules import (
     DisagreementError,
     Forwarded,
@@ -379,6 +380,26 @@ def test_a_reduction_that_failed_on_the_device_fails_the_check():
     under_way.add("a reduction of gradients", DeviceWork(ended=True, error=ValueError("connection lost")), None)
     for _ in range(2):
         with pytest.raises(PipelineError, match="a reduction of gradients failed: .*connection lost"):
+            runtime.check()
+
+
+def test_a_completion_that_fails_after_a_step_fails_the_check():
+    """The last of a step has no later wait that would ask for its error."""
+
+    class Bridge(Lanes):
+        waits = CollectiveWaits("images>language", 0, torch.device("cpu"), 1.0, "the copies of {} did not come")
+
+        def check(self):
+            self.waits.check()
+
+    bridge = Bridge()
+    runtime = PipelineRuntime(PLAN, {0: Stage()}, bridge)
+    runtime.step()
+    bridge.waits.unasked.append((DeviceWork(ended=True), [0, 1]))
+    runtime.check()
+    bridge.waits.unasked.append((DeviceWork(ended=True, error=RuntimeError("connection lost")), [0, 1]))
+    for _ in range(2):
+        with pytest.raises(PipelineError, match="CompletionError: .*connection lost"):
             runtime.check()
 
 

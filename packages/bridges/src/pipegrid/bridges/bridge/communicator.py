@@ -357,6 +357,14 @@ class BridgeCommunicator:
         self._require_backward("recv_backward")
         return self.exchange.irecv_backward(shape)
 
+    def check(self) -> None:
+        """Raise if a completion that was waited for on a device has failed since: a wait there only orders streams.
+
+        Raises:
+            CompletionError: it has.
+        """
+        self._traffic.waits.check()
+
     def abort(self, reason: str) -> None:
         """End lanes and completions at once, and tell the other side why."""
         abort_groups(self.end(reason), beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)

@@ -457,6 +457,11 @@ class MultiModulePipelineCommunicator:
         for bridge in self.bridge_comms:
             bridge.forget_shapes()
 
+    def check(self) -> None:
+        """See `BridgeCommunicator.check`: of all bridges of this rank."""
+        for bridge in self.bridge_comms:
+            bridge.check()
+
     def abort(self, reason: str) -> None:
         """End all lanes and completions at once and tell the other sides why."""
         groups = [group for bridge in self.bridge_comms for group in bridge.end(reason)]

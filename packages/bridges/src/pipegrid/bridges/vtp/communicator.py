@@ -245,6 +245,11 @@ class VTPCommunicator:
         for traffic in self._traffic.values():
             traffic.forget_shapes()
 
+    def check(self) -> None:
+        """See `BridgeCommunicator.check`: of all boundaries of this rank."""
+        for one in self._traffic.values():
+            one.traffic.waits.check()
+
     def abort(self, reason: str) -> None:
         """End all lanes and completions at once and tell the other stages why."""
         self._end_completions(reason)

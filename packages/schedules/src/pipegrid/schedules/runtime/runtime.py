@@ -225,14 +225,17 @@ class PipelineRuntime:
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
 
-        On CUDA `step` returns before its transfers and reductions are done, so a failure may come after it.
+        On CUDA `step` returns before its transfers and collectives are done, so a failure may come after it.
 
         Raises:
             PipelineError, JobFailedError: it has failed.
         """
         if self._failure is None:
+            of_bridges: Callable[[], object] | None = getattr(self._communicator, "check", None)
             try:
                 under_way.check()
+                if of_bridges is not None:
+                    of_bridges()
             except RuntimeError as error:
                 self._failure = f"{self._here()}: {line_of(error)}"
         if self._failure is not None:

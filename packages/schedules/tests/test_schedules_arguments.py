@@ -273,13 +273,6 @@ CALLS = {
         DeferralError,
         model=("module", Output()),
     ),
-    "finish_embedding_wgrad_compute": Call(
-        lambda module: public.finish_embedding_wgrad_compute(
-            PipelineConfig(defer_embedding_wgrad_compute=True), module, is_last_stage=True, tp_group=None
-        ),
-        DeferralError,
-        module=("module", Output()),
-    ),
     "PipelineRuntime": Call(
         PipelineRuntime,
         RuntimeArgumentError,

@@ -221,11 +221,11 @@ def _count_tokens(model):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (_mark_partial, "nothing sums its gradient over tp"),
+        (_mark_partial, "nothing sums it over tp"),
         (_mark_tied, "is tied as 'embedding', which config.tied_parameters does not have"),
         (_autocast_to_float64, "autocast_dtype is torch.float64"),
         (_overlap_experts, "needs one more microbatch in flight"),
-        (_count_tokens, "nothing divides them: pass pg_collection"),
+        (_count_tokens, "nothing sums and divides them"),
     ],
 )
 def test_what_a_first_call_checks_is_checked_after_a_change(change, text):

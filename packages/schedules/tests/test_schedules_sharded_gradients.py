@@ -166,14 +166,14 @@ def test_marked_parameters_are_summed_over_tensor_parallel_ranks(ranks, mark):
 def test_a_mark_that_cannot_be_obeyed_is_an_error(ranks):
     module = nn.Linear(2, 2)
     module.weight.sequence_parallel = True
-    with pytest.raises(GradientError, match=r"marked as partial over tp .* no tp group .*create_pg\(\"tp\"\)"):
+    with pytest.raises(GradientError, match=r"shape \(2, 2\) .* is marked as partial over tp .* needs a tp group"):
         reduce_gradients(module, Groups())
     module.weight.tensor_model_parallel = True
-    with pytest.raises(GradientError, match="marked as partial over tp, and as tensor_model_parallel"):
+    with pytest.raises(GradientError, match="marked as partial over tp .* excludes tensor_model_parallel and ties"):
         reduce_gradients(module, Groups(tp=dist.group.WORLD))
     from pipegrid.schedules import ReductionError
 
-    with pytest.raises(ReductionError, match="nothing sums its gradient over tp"):
+    with pytest.raises(ReductionError, match="nothing sums it over tp"):
         gradient_policy(
             models={0: module},
             config=PipelineConfig(),

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
         finish_embedding_wgrad_compute,
         output_linear,
     )
-    from pipegrid.schedules.gradients.policy import ReplicaError, require_equal_replicas, required_ties
+    from pipegrid.schedules.gradients.policy import required_ties
     from pipegrid.schedules.gradients.reduce import reduce_gradients
-    from pipegrid.schedules.gradients.tied import TiedParameters, TyingError, tie_parameters, tied_stages
+    from pipegrid.schedules.gradients.replicas import ReplicaError, require_equal_replicas
+    from pipegrid.schedules.gradients.tie_groups import TyingError
+    from pipegrid.schedules.gradients.tied import TiedParameters, tie_parameters, tied_stages
 
 __all__ = [
     "DeferralError",
@@ -65,10 +67,12 @@ _LAZY = {
     "main_grad": "MainGradError accumulate_in_main_grad fresh_gradients zero_main_grads",
     "output_layer": "DeferralError clear_embedding_activation_buffer deferred_weight_gradients "
     "finish_embedding_wgrad_compute output_linear",
-    "policy": "ReplicaError require_equal_replicas required_ties",
+    "policy": "required_ties",
     "lanes": "GradientError ReductionTimeoutError collection_of",
     "reduce": "reduce_gradients",
-    "tied": "TiedParameters TyingError tie_parameters tied_stages",
+    "replicas": "ReplicaError require_equal_replicas",
+    "tie_groups": "TyingError",
+    "tied": "TiedParameters tie_parameters tied_stages",
 }
 
 __getattr__, __dir__ = lazy_names(

@@ -16,7 +16,7 @@ from pipegrid.schedules.gradients.dtensors import (
     summed_like,
     unlike_its_parameter,
 )
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, is_expert
+from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, described, is_expert
 from pipegrid.schedules.gradients.main_grad import (
     accumulated,
     accumulation_dtype,
@@ -71,15 +71,22 @@ class Bucket:
 
     def fault(self) -> str | None:
         """What is wrong with a gradient; None: nothing."""
+        mark = mark_of(self.parameters[0])
+        if mark is not None and not mark.summed:
+            return (
+                f"tied parameter {mark.name!r} in module {self.module!r} was not summed over its copies: the plan "
+                "needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and reducers=)"
+            )
         for parameter, gradient in zip(self.parameters, map(accumulated, self.parameters), strict=True):
             if gradient is None:
                 continue
-            which = f"a parameter of shape {tuple(parameter.shape)} in module {self.module!r}"
             if gradient.is_sparse:
-                return f"{which} has a sparse gradient; use dense gradients (Embedding(sparse=False))"
+                return f"{described(parameter, self.module)} has a sparse gradient; use Embedding(sparse=False)"
             unlike = unlike_its_parameter(parameter, gradient)
             if unlike is not None:
-                return f"{which} has a DTensor gradient that no sum makes its shard: {unlike}"
+                return (
+                    f"{described(parameter, self.module)} has a DTensor gradient that no sum makes its shard: {unlike}"
+                )
         return None
 
     def start(self) -> None:

@@ -46,17 +46,16 @@ def collection_of(collections: Any, name: str) -> Any:
     by_name = collections_by_name(collections)
     if by_name is None:
         if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
-            raise GradientError(
-                f"collections is {shown(collections)}, which has neither `dp` nor `dp_cp`; give a "
-                "ProcessGroupCollection, or a mapping from module names to them"
-            )
+            raise GradientError(f"collections is {shown(collections)}; process groups have `dp` or `dp_cp`")
         return collections
     if name not in by_name:
-        raise GradientError(
-            f"no process groups for module {name!r}; there are collections for {sorted(by_name)}. Pass modules as a "
-            "mapping with these names"
-        )
+        raise GradientError(f"no process groups for module {name!r}; there are collections for {sorted(by_name)}")
     return by_name[name]
+
+
+def described(parameter: torch.nn.Parameter, module: str) -> str:
+    """A parameter in an error: its shape and its module."""
+    return f"a parameter of shape {tuple(parameter.shape)} in module {module!r}"
 
 
 def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
@@ -78,8 +77,7 @@ def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
     cp = getattr(collection, "cp", None)
     if cp is not None and cp.size() > 1:
         raise GradientError(
-            f"module {name!r} has {cp.size()} cp ranks, whose gradients are summed with those of dp, but no dp_cp "
-            'group; make it: grid.create_pg(["dp", "cp"])'
+            f'module {name!r} has {cp.size()} cp ranks, but no dp_cp group; make it: grid.create_pg(["dp", "cp"])'
         )
     data_parallel: dist.ProcessGroup | None = getattr(collection, "dp", None)
     return data_parallel
@@ -111,9 +109,8 @@ def groups_of(
     experts: dist.ProcessGroup | None = getattr(collection, "expt_dp", None)
     if experts is None and size_of(lanes) > 1:
         raise GradientError(
-            f"a parameter of shape {tuple(parameter.shape)} in module {name!r} is an expert's (allreduce=False, "
-            "expert), and its collection has no expt_dp group to sum it over: create it in the grid's expert view, "
-            "and name that in ProcessGroupCollection.from_grid(grid, expert_view=...)"
+            f"{described(parameter, name)} is an expert's (allreduce=False, expert), and its collection has no expt_dp "
+            "group to sum it over: ProcessGroupCollection.from_grid(grid, expert_view=...)"
         )
     return experts, getattr(collection, "expt_tp", None)
 
@@ -183,8 +180,8 @@ class Waiting:
             raise
         except RuntimeError as error:
             raise ReductionPeerError(
-                "a reduction of gradients failed: a rank of its group has ended, or closed its connection; look at the "
-                f"output of the ranks that are gone ({' '.join(str(error).split())[:200]})"
+                "a reduction of gradients failed: a rank of its group has ended, or closed its connection "
+                f"({' '.join(str(error).split())[:200]})"
             ) from error
 
     def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
@@ -209,8 +206,7 @@ class Waiting:
             if self.deadline is not None and time.monotonic() - start > self.deadline:
                 raise ReductionTimeoutError(
                     f"a reduction of gradients did not end within the deadline of {self.deadline:.3g} s: a rank of its "
-                    "group has not joined it. That rank may have failed, be slow, or wait itself; rebuild the process "
-                    "groups before the next step"
+                    "group has not joined it; rebuild the process groups before the next step"
                 )
 
 

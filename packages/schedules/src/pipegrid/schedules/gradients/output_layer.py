@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.main_grad import add_gradient
-from pipegrid.topology.fields import shown
+
+_BUFFERS = ("embedding_activation_buffer", "grad_output_buffer")
 
 
 class DeferralError(ValueError):
-    """A model lacks the buffers or the weight of deferred weight gradients."""
+    """A model lacks the buffers of deferred weight gradients, or they do not match, or it has no such weight."""
 
 
 def output_linear(
@@ -54,15 +54,8 @@ def output_linear(
 
     Returns:
         ``(..., vocabulary / tp)``.
-
-    Raises:
-        DeferralError: deferral is set and ``module`` lacks a buffer.
-        StepArgumentError: shapes do not match.
     """
-    _require_shapes(x, weight, bias)
     deferred = bool(getattr(config, "defer_embedding_wgrad_compute", False))
-    if deferred:
-        _require_buffers(module)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -72,17 +65,6 @@ def output_linear(
     limit = int(getattr(config, "wgrad_deferral_limit", 0)) if deferred else None
     output: torch.Tensor = _OutputLinear.apply(x, weight, bias, group, shared, module, limit)  # type: ignore[no-untyped-call]
     return output
-
-
-def _require_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    fits = weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
-    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
-        named = {"x": x, "weight": weight, "bias": bias}.items()
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named if tensor is not None)
-        raise StepArgumentError(
-            f"shapes do not match: {shapes}; x is (..., hidden), weight (vocabulary / tp, hidden) and bias "
-            "(vocabulary / tp)"
-        )
 
 
 class _OutputLinear(torch.autograd.Function):
@@ -169,15 +151,17 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
-    if isinstance(model, (list, tuple)) and not model:
-        raise DeferralError("model is an empty list; pass this rank's chunks, with the output layer in the last")
-    chunk = model[-1] if isinstance(model, (list, tuple)) else model
+    chunk = model[-1] if model and isinstance(model, (list, tuple)) else model
     inner = chunk
-    while inner is not None and not hasattr(inner, "embedding_activation_buffer"):
+    while inner is not None and not all(isinstance(getattr(inner, name, None), list) for name in _BUFFERS):
         inner = getattr(inner, "module", None)
-    _require_buffers(chunk if inner is None else inner)
-    inner.embedding_activation_buffer.clear()
-    inner.grad_output_buffer.clear()
+    if inner is None:
+        raise DeferralError(
+            f"model {type(chunk).__name__} has no lists {' and '.join(_BUFFERS)}; output_linear fills them with "
+            "defer_embedding_wgrad_compute"
+        )
+    for name in _BUFFERS:
+        getattr(inner, name).clear()
     return inner
 
 
@@ -201,16 +185,22 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
-    _require_buffers(embedding_module)
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
     if len(inputs) != len(gradients):
         raise DeferralError(
             f"{type(embedding_module).__name__} holds {len(inputs)} inputs of its output layer and {len(gradients)} "
-            "gradients; each input needs its gradient: only output_linear may fill the buffers"
+            "gradients; only output_linear may fill the buffers"
         )
     if not inputs:
         return
-    weight = _weight_of(embedding_module)
+    weight = getattr(getattr(embedding_module, "output_layer", None), "weight", None)
+    if weight is None:
+        weight = getattr(embedding_module, "shared_embedding_or_output_weight", lambda: None)()
+    if not isinstance(weight, torch.nn.Parameter):  # another tensor would lose its gradient
+        raise DeferralError(
+            f"{type(embedding_module).__name__} has no Parameter as output_layer.weight, nor one from "
+            "shared_embedding_or_output_weight()"
+        )
     shared = _size(tp_group) > 1 and bool(getattr(config, "sequence_parallel", False))
     following = _start_gather(inputs[0], tp_group) if shared else None
     while inputs:
@@ -228,35 +218,7 @@ def deferred_weight_gradients(config: Any, model: Any, *, is_last_stage: bool, t
     Call it before any sum of the weight's gradient: the ``REDUCE`` of a tied weight, and the data-parallel reduction.
     """
     module = clear_embedding_activation_buffer(config, model, is_last_stage)
-    if module is None:
-        return _nothing
-    return partial(finish_embedding_wgrad_compute, config, module, is_last_stage, tp_group)
-
-
-def _nothing() -> None:
-    """No deferral."""
-
-
-def _require_buffers(module: Any) -> None:
-    for name in ("embedding_activation_buffer", "grad_output_buffer"):
-        if not isinstance(getattr(module, name, None), list):
-            what = type(module).__name__ if isinstance(module, torch.nn.Module) else shown(module)
-            raise DeferralError(
-                f"defer_embedding_wgrad_compute is set, but {what} has no list `{name}`; the "
-                "module with the output layer needs both buffers ([]) and calls output_linear"
-            )
-
-
-def _weight_of(module: Any) -> torch.nn.Parameter:
-    weight = getattr(getattr(module, "output_layer", None), "weight", None)
-    if weight is None and hasattr(module, "shared_embedding_or_output_weight"):
-        weight = module.shared_embedding_or_output_weight()
-    if not isinstance(weight, torch.nn.Parameter):
-        raise DeferralError(
-            f"{type(module).__name__} has neither output_layer.weight nor shared_embedding_or_output_weight(), so "
-            "deferred gradients have no weight"
-        )
-    return weight
+    return partial(finish_embedding_wgrad_compute, config, module, is_last_stage and module is not None, tp_group)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

@@ -22,6 +22,7 @@ from pipegrid.schedules.gradients.lanes import (
     Waiting,
     all_reduce,
     collections_by_name,
+    described,
     device_of,
     groups_of,
     lanes_group,
@@ -93,8 +94,8 @@ def reduce_gradients(
     )
     if num_tokens is None and loss_lanes is None and collections_by_name(collections) is not None:
         raise GradientError(
-            "loss_lanes is not given, and the job has several modules: a mean loss divides by the data lanes of the "
-            "module with the loss, which no other module knows. Pass loss_lanes=dp x cp of that module, or num_tokens"
+            "loss_lanes is not given, and the job has several modules; give the data lanes (dp x cp) of the one with "
+            "the loss, or num_tokens"
         )
     reduction.finish(num_tokens, Waiting(deadline))
 
@@ -214,7 +215,8 @@ class GradientReduction:
             num_tokens = checked(num_tokens, Amount, "num_tokens", GradientError)
         remaining = [bucket for bucket in self.buckets if not bucket.started]
         for bucket in remaining:
-            _require_finished(bucket)
+            if (fault := bucket.fault()) is not None:
+                raise GradientError(fault)
         tokens = None
         if num_tokens is not None:
             tokens = global_tokens(num_tokens, device_of(self.modules, self.job_group), self.job_group, waiting)
@@ -260,41 +262,22 @@ def _require_reducible(
     *,
     by_fsdp: bool,
 ) -> None:
-    which = f"a parameter of shape {tuple(parameter.shape)} in module {name!r}"
     mesh = mesh_ranks(parameter)
     shared = max(len(mesh & ranks_of(lanes)), 1)
     if by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
         raise GradientError(
-            f"{which} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which {shared} are of its "
-            f"{size_of(lanes)} data lanes: its mesh must have all data lanes (dp x cp), and beside them tp at most"
+            f"{described(parameter, name)} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which "
+            f"{shared} are of its {size_of(lanes)} data lanes; the mesh must have all lanes, and beside them tp at most"
         )
     if not by_fsdp and shared > 1:
         raise GradientError(
-            f"{which} is a DTensor over {shared} data lanes, and not by fully_shard: what is summed over them already, "
-            "and what it was divided by, is not known; set finalize_model_grads_func"
+            f"{described(parameter, name)} is a DTensor over {shared} data lanes, and not by fully_shard: what is "
+            "summed over them already is not known; set finalize_model_grads_func"
         )
-    if not partial_over_tp(parameter):
-        return
-    if tensor is None:
+    if partial_over_tp(parameter) and (
+        tensor is None or getattr(parameter, "tensor_model_parallel", False) or mark_of(parameter) is not None
+    ):
         raise GradientError(
-            f"{which} is marked as partial over tp (sequence_parallel, partial_over_tp), and its collection has no tp "
-            'group to sum it over: make it, grid.create_pg("tp"), or unset the mark where tp is 1'
-        )
-    if getattr(parameter, "tensor_model_parallel", False) or mark_of(parameter) is not None:
-        raise GradientError(
-            f"{which} is marked as partial over tp, and as {'tied' if mark_of(parameter) else 'tensor_model_parallel'} "
-            "as well: only a parameter that every tp rank holds whole, and no other stage, is summed over tp"
-        )
-
-
-def _require_finished(bucket: Bucket) -> None:
-    fault = bucket.fault()
-    if fault is not None:
-        raise GradientError(fault)
-    mark = mark_of(bucket.parameters[0])
-    if mark is not None and not mark.summed:
-        raise GradientError(
-            f"tied parameter {mark.name!r} in module {bucket.module!r} was not summed over its copies since its "
-            "gradient was last finished: the plan needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and "
-            "reducers=)"
+            f"{described(parameter, name)} is marked as partial over tp (sequence_parallel, partial_over_tp): that "
+            "needs a tp group in its collection, and excludes tensor_model_parallel and ties"
         )

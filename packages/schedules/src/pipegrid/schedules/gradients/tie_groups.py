@@ -1,0 +1,113 @@
+"""The ranks of a tied parameter: arithmetic on grids, without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.topology import GroupSpec
+
+_LANE_DIMS = ("dp", "cp")
+_STAGE_DIM = "pp"
+
+Shard = tuple[tuple[str, int], ...]
+"""Coordinates of a shard in the dims that shard or replicate a parameter."""
+
+
+class TyingError(ValueError):
+    """The stages, grids or values of tied parameters do not match."""
+
+
+@frozen
+class TieGroup:
+    """The ranks with a copy of one shard of a tied parameter.
+
+    Attributes:
+        spec: the group to create: all copies, ascending by stage, then by rank.
+        contributing: the ranks whose gradient is a term of the sum. The others are tensor-parallel replicas.
+        first: the ranks of the lowest stage, whose copy counts as the parameter; all others are replicas.
+    """
+
+    spec: GroupSpec
+    contributing: frozenset[int]
+    first: frozenset[int]
+
+
+def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> tuple[TieGroup, ...]:
+    """Groups of a tied parameter: one per tp rank, across stages and data lanes.
+
+    Modules whose grids agree in all dims but ``pp``, ``dp`` and ``cp`` have one group per shard. With different grids
+    (tp 2 beside tp 1), every tp rank must hold the whole parameter: all copies are one group, in which the first tp
+    rank of each module contributes.
+
+    Args:
+        name: the parameter's.
+        stages: global numbers of the stages with a copy.
+        graph: the modules and their stages.
+        grids: the grid of each of these modules.
+
+    Raises:
+        TyingError: a grid whose ``pp`` is not the module's depth; a rank that holds different shards of two stages.
+    """
+    alike = shards_alike(stages, graph, grids)
+    members: dict[Shard, list[int]] = {}
+    shard_of: dict[int, Shard] = {}
+    contributing: set[int] = set()
+    for stage in sorted(stages):
+        for rank, shard in _holders(stage, graph, grids):
+            if shard_of.setdefault(rank, shard) != shard and alike:
+                raise TyingError(
+                    f"tied parameter {name!r}: rank {rank} holds two of the stages {sorted(stages)}, but the shard "
+                    f"{dict(shard_of[rank])} of one and {dict(shard)} of another; use one order of dims in their grids"
+                )
+            ranks = members.setdefault(shard if alike else (), [])
+            if rank not in ranks:
+                ranks.append(rank)
+            if alike or not any(coordinate for _, coordinate in shard):
+                contributing.add(rank)
+    first = {rank for rank, _ in _holders(min(stages), graph, grids)}
+    return tuple(
+        TieGroup(
+            GroupSpec(ranks, "/".join(["tied", name, *(f"{dim}{index}" for dim, index in shard)]), shared=False),
+            frozenset(contributing.intersection(ranks)),
+            frozenset(first.intersection(ranks)),
+        )
+        for shard, ranks in sorted(members.items())
+    )
+
+
+def shards_alike(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> bool:
+    """Whether the modules of ``stages`` shard a parameter alike: equal sizes of all dims but stages and data lanes."""
+    kinds = [_shard_sizes(grids[graph.module_of(stage)[0]]) for stage in stages]
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def stages_here(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any], rank: int) -> tuple[int, ...]:
+    """The subset of ``stages`` on ``rank``."""
+    return tuple(stage for stage in stages if rank in dict(_holders(stage, graph, grids)))
+
+
+def _holders(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Iterator[tuple[int, Shard]]:
+    """The ranks of a stage, each with its shard of a parameter."""
+    module, index = graph.module_of(stage)
+    grid = grids[module]
+    depth = grid.dim_size(_STAGE_DIM) if _STAGE_DIM in grid.dim_names else 1
+    if depth != graph.depth(module):
+        raise TyingError(
+            f"module {module!r} has {graph.depth(module)} stages in the graph and pp {depth} in its grid; a tied "
+            "parameter needs one stage per pp rank"
+        )
+    dims = sorted(_shard_sizes(grid))
+    for rank in grid.ranks:
+        coords = grid.coords(rank)
+        if coords.get(_STAGE_DIM, 0) == index:
+            yield rank, tuple((dim, coords[dim]) for dim in dims)
+
+
+def _shard_sizes(grid: Any) -> dict[str, int]:
+    """Dims that shard or replicate a parameter on one stage of one data lane, with their sizes."""
+    sizes = zip(grid.dim_names, grid.shape, strict=True)
+    return {dim: size for dim, size in sizes if size > 1 and dim not in (*_LANE_DIMS, _STAGE_DIM)}

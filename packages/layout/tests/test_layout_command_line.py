@@ -76,7 +76,7 @@ def test_it_checks_a_layout_against_a_model(capsys):
     assert run(capsys, SEED, "--pp", 16, "--num-layers", 61, "--mtp-num-layers", 1)[0] == 0
     status, _, err = run(capsys, SEED, "--pp", 16, "--num-layers", 62)
     assert status == 2
-    assert "has 61 decoder layers, the model 62; add 1" in err
+    assert "has 61 decoder layers, the model 62" in err
 
 
 def test_a_report_beside_the_table(capsys, costs, memory, tmp_path):
@@ -130,10 +130,10 @@ def test_even(capsys, costs):
     [
         (["|*1000000", "--pp", 1], "more than 1,000,000 stages"),
         (["t|t|t", "--pp", 2], "3 stages do not divide by pipeline_model_parallel_size 2"),
-        (["t|t", "--pp", 2, "--symbol", "v"], "--symbol 'v' must be a letter, '=' and a kind of layer"),
-        (["t|t", "--pp", 2, "--svg", "x.svg"], "--svg needs --costs"),
-        (["t|t", "--pp", 2, "--limit", "3"], "--limit needs --costs"),
-        (["balance", "--pp", 2, "--costs", "no/such/file.json"], "cannot read no/such/file.json: No such file"),
+        (["t|t", "--pp", 2, "--symbol", "v"], "symbols has 'v': ''; it must be one ASCII letter and a name"),
+        (["t|t", "--pp", 2, "--svg", "x.svg"], "--svg need --costs"),
+        (["t|t", "--pp", 2, "--limit", "3"], "--limit, --microbatches and --svg need --costs"),
+        (["balance", "--pp", 2, "--costs", "no/such/file.json"], "No such file or directory: 'no/such/file.json'"),
     ],
 )
 def test_bad_input_exits_with_2_and_the_reason(capsys, arguments, reason):
@@ -168,7 +168,7 @@ def test_a_picture_that_cannot_be_written(capsys, costs, tmp_path):
     target = tmp_path / "no" / "out.svg"
     status, _, err = run(capsys, "balance", "--costs", costs, "--pp", 2, "--svg", target)
     assert status == 2
-    assert f"cannot write {target}: No such file" in err
+    assert f"No such file or directory: '{target}'" in err
 
 
 @pytest.mark.parametrize("command", [[], ["balance"], ["even"]])

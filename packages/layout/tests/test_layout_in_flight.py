@@ -68,7 +68,7 @@ def test_known_values():
         ((2, 0), "vpp is 0; it must be an integer of at least 1"),
         ((2, 1, 0), "microbatches is 0; it must be an integer of at least 1"),
         ((True,), "pp is True; it must be an integer of at least 1"),
-        ((10**6, 2), "pp 1000000 and vpp 2 make 2000000 stages; a layout has at most 1,000,000"),
+        ((10**6, 2), "pp 1000000 and vpp 2 make 2000000 stages; the most are 1,000,000"),
     ],
 )
 def test_bad_sizes_are_errors(arguments, rule):

@@ -109,5 +109,5 @@ def test_plain_data():
 
 
 def test_costs_must_fit_the_layout():
-    with pytest.raises(LayoutError, match=re.escape("costs has 3 values, the model 2 layers; give one for each")):
+    with pytest.raises(LayoutError, match=re.escape("costs must have 2 values, one for each of the layers")):
         report(PipelineParallelLayerLayout("t|t", 2), [1, 2, 3])

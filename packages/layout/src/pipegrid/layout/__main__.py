@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _even(arguments[1:])
         else:
             _show(arguments)
-    except LayoutError as error:
+    except (LayoutError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -129,9 +129,8 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace, layout: PipelineParallelLayerLayout) -> LayoutReport | None:
     if options.costs is None:
-        for name in ("memory", "limit", "microbatches", "svg"):
-            if getattr(options, name) is not None:
-                raise LayoutError(f"--{name} needs --costs")
+        if any(getattr(options, name) is not None for name in ("memory", "limit", "microbatches", "svg")):
+            raise LayoutError("--memory, --limit, --microbatches and --svg need --costs")
         return None
     memory = None if options.memory is None else _read_json(options.memory)
     return report(
@@ -151,10 +150,7 @@ def _finish(
 ) -> None:
     """Print the tables or the JSON, and write the picture."""
     if options.svg is not None and numbers is not None:
-        try:
-            options.svg.write_text(numbers.svg(), encoding="utf-8")
-        except OSError as error:
-            raise LayoutError(f"cannot write {options.svg}: {error.strerror}") from error
+        options.svg.write_text(numbers.svg(), encoding="utf-8")
     if options.json:
         data = json.loads(layout.to_json())
         data["stages"] = [[str(kind) for kind in stage] for stage in layout.stages]
@@ -173,13 +169,7 @@ def _finish(
 
 
 def _grammar(symbols: Sequence[str]) -> LayoutGrammar:
-    pairs = {}
-    for symbol in symbols:
-        letter, equals, kind = symbol.partition("=")
-        if not equals:
-            raise LayoutError(f"--symbol {symbol!r} must be a letter, '=' and a kind of layer, such as v=vision")
-        pairs[letter] = kind
-    return LayoutGrammar(symbols=pairs)
+    return LayoutGrammar(symbols={letter: kind for letter, _, kind in (symbol.partition("=") for symbol in symbols)})
 
 
 def _limit(text: str | None) -> float | list[float] | None:
@@ -196,8 +186,6 @@ def _read_json(path: Path) -> dict[str, float] | list[float]:
     """The contents of a JSON file, checked by their user."""
     try:
         data: dict[str, float] | list[float] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LayoutError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"{path} is not JSON: {error}") from error
     return data

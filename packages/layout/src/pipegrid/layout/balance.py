@@ -12,7 +12,7 @@ from pipegrid.layout.errors import LayoutInfeasibleError
 from pipegrid.layout.fields import integer, sizes_of_pipeline
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.in_flight import Peaks, peaks_of
-from pipegrid.layout.layout import PipelineParallelLayerLayout, check_ends, check_mtp
+from pipegrid.layout.layout import PipelineParallelLayerLayout, check_rules, first_mtp_stage
 from pipegrid.layout.partition import Chain, best_partition, rightmost
 from pipegrid.layout.profile import Costs, Memories, Memory, model_layers, read_profile
 from pipegrid.layout.report import LayoutReport, measure
@@ -91,8 +91,7 @@ def balance(
     stages = pp * vpp
     nodes = max(4 * stages, _WORK // stages) if nodes is None else integer(nodes, "nodes", least=0)
     kinds = model_layers(costs, layers, grammar)
-    check_ends([kinds], 1, grammar)
-    check_mtp([kinds], 1, grammar)
+    check_rules([kinds], 1, grammar, {})
     profile = read_profile(kinds, costs, memory, limit, pp=pp, grammar=grammar)
     peaks = peaks_of(in_flight, pp, vpp, microbatches)
     places = _places(kinds)
@@ -143,7 +142,7 @@ def _bounds(kinds: Sequence[str], places: Sequence[int], pp: int, vpp: int) -> t
     if kinds[-1] == LayerType.loss and stages > 1:
         high[stages - 1] = end - 1
     if LayerType.mtp in kinds:
-        first = pp * (vpp - 1) + (pp > 1)  # the first legal stage of MTP layers
+        first = first_mtp_stage(pp, stages)
         before = places.index(kinds.index(LayerType.mtp))
         if first > 0:
             high[first] = min(high[first], before)

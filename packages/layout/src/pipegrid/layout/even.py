@@ -34,22 +34,18 @@ def even(
         layer_type: kind of the layers.
         ends: an embedding before and a loss after the layers; False for a module in the middle of a model.
         grammar: the kinds of layer; None is the standard ones.
-
-    Raises:
-        LayoutError: a size is out of range, or two rules contradict each other.
     """
     pp, vpp = sizes_of_pipeline(pp, vpp)
     stages = pp * vpp
     num_layers = integer(num_layers, "num_layers", least=0, most=MAX_LAYERS)
     grammar = grammar_of(grammar)
     kind = grammar.kind(layer_type)
-    for name, given, counted in (("first", first, account_for_embedding), ("last", last, account_for_loss)):
-        if given is not None and counted:
-            raise LayoutError(
-                f"{name}={given} sets the layers of that rank; do not count its embedding or loss as well"
-            )
-    if (account_for_embedding or account_for_loss) and not ends:
-        raise LayoutError("without ends there is no embedding and no loss to account for")
+    for name, counted, end, given in (
+        ("embedding", account_for_embedding, "first", first),
+        ("loss", account_for_loss, "last", last),
+    ):
+        if counted and (given is not None or not ends):
+            raise LayoutError(f"account_for_{name} needs ends=True and {end}=None, got ends={ends}, {end}={given}")
     fixed = _fixed(num_layers, pp, first, last)
     counts = [0] * stages
     for rank, count in fixed.items():
@@ -72,16 +68,11 @@ def even(
 
 def _fixed(num_layers: int, pp: int, first: int | None, last: int | None) -> dict[int, int]:
     """The pp ranks with a number of layers of their own."""
-    if pp == 1 and (first is not None or last is not None):
-        raise LayoutError("first and last set the layers of two of several pp ranks, but pp is 1")
     given = (("first", 0, first), ("last", pp - 1, last))
     fixed = {rank: integer(count, name, least=0) for name, rank, count in given if count is not None}
-    rest = num_layers - sum(fixed.values())
-    if rest < 0 or (rest > 0 and len(fixed) == pp):
-        raise LayoutError(
-            f"first and last put {num_layers - rest} layers on {len(fixed)} of {pp} pp ranks, the model has "
-            f"{num_layers}; {'lower' if rest < 0 else 'raise'} them by {abs(rest)}"
-        )
+    total = sum(fixed.values())
+    if fixed and (pp == 1 or total > num_layers or (total < num_layers and len(fixed) == pp)):
+        raise LayoutError(f"first={first} and last={last} do not fit {num_layers} layers on {pp} pp ranks")
     return fixed
 
 

@@ -48,14 +48,8 @@ def integer(value: Any, what: str, *, least: int, most: int | None = None) -> in
 
 
 def sizes_of_pipeline(pp: Any, vpp: Any) -> tuple[int, int]:
-    """Number of pp ranks and of chunks per rank.
-
-    Raises:
-        LayoutError: one is below 1, or their product is above `MAX_LAYERS`.
-    """
+    """Number of pp ranks and of chunks per rank, whose product is at most `MAX_LAYERS`."""
     ranks, chunks = integer(pp, "pp", least=1), integer(vpp, "vpp", least=1)
     if ranks * chunks > MAX_LAYERS:
-        raise LayoutError(
-            f"pp {ranks} and vpp {chunks} make {ranks * chunks} stages; a layout has at most {MAX_LAYERS:,}"
-        )
+        raise LayoutError(f"pp {ranks} and vpp {chunks} make {ranks * chunks} stages; the most are {MAX_LAYERS:,}")
     return ranks, chunks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import attrs
@@ -37,19 +37,12 @@ STANDARD_SYMBOLS: Mapping[str, str] = MappingProxyType(
 def _checked(symbols: Mapping[str, str]) -> Mapping[str, str]:
     if not isinstance(symbols, Mapping):
         raise LayoutError(f"symbols must map a letter to a kind of layer, got {symbols!r}; example: {{'v': 'vision'}}")
-    merged = dict(STANDARD_SYMBOLS)
     for symbol, kind in symbols.items():
-        if not isinstance(symbol, str) or len(symbol) != 1 or symbol not in string.ascii_letters:
-            raise LayoutError(f"symbol {symbol!r} must be one ASCII letter")
-        if not isinstance(kind, str) or not kind.isidentifier():
-            raise LayoutError(f"symbol {symbol!r}: kind of layer {kind!r} must be a name, such as 'vision'")
-        if symbol in STANDARD_SYMBOLS and STANDARD_SYMBOLS[symbol] != kind:
-            raise LayoutError(
-                f"symbol {symbol!r} is {STANDARD_SYMBOLS[symbol]!s} in every layout and cannot be {kind!r}; "
-                "choose another letter"
-            )
-        merged[symbol] = kind
-    return MappingProxyType(merged)
+        if len(symbol) != 1 or symbol not in string.ascii_letters or not str(kind).isidentifier():
+            raise LayoutError(f"symbols has {symbol!r}: {kind!r}; it must be one ASCII letter and a name")
+        if STANDARD_SYMBOLS.get(symbol, kind) != kind:
+            raise LayoutError(f"symbol {symbol!r} is {STANDARD_SYMBOLS[symbol]!s} in every layout, not {kind!r}")
+    return MappingProxyType({**STANDARD_SYMBOLS, **symbols})
 
 
 @attrs.frozen
@@ -87,11 +80,7 @@ class LayoutGrammar:
         return {symbol: str(kind) for symbol, kind in self.symbols.items() if symbol not in STANDARD_SYMBOLS}
 
     def symbol(self, kind: str) -> str:
-        """The letter of ``kind``.
-
-        Raises:
-            LayoutError: the grammar has no letter for it.
-        """
+        """The letter of ``kind``."""
         return self._letter[self.kind(kind)]
 
     def kind(self, name: object, *, where: str = "") -> str:
@@ -111,10 +100,8 @@ class LayoutGrammar:
                 return LayerType[name]
             if name in self._letter:
                 return name
-        raise LayoutError(
-            f"{where}{name!r} is not a kind of layer{_nearest(name, self._letter)}; the grammar knows "
-            f"{self.describe()}; register more with LayoutGrammar(symbols={{'v': 'vision'}})"
-        )
+        near = [f" (did you mean '{one!s}'?)" for one in difflib.get_close_matches(str(name), self._letter, n=1)]
+        raise LayoutError(f"{where}{name!r} is not a kind of layer{''.join(near)}; the grammar has {self.describe()}")
 
     def describe(self) -> str:
         """The letters with their kinds, for error texts."""
@@ -122,17 +109,8 @@ class LayoutGrammar:
 
 
 def grammar_of(grammar: LayoutGrammar | None) -> LayoutGrammar:
-    """The grammar; the standard one for None.
-
-    Raises:
-        LayoutError: it is something else, such as a dict of symbols.
-    """
+    """The grammar; the standard one for None."""
     grammar = LayoutGrammar() if grammar is None else grammar
     if not isinstance(grammar, LayoutGrammar):
         raise LayoutError(f"grammar is {grammar!r:.60}; it must be LayoutGrammar(symbols={{'v': 'vision'}}), or None")
     return grammar
-
-
-def _nearest(name: object, kinds: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(kinds), n=1)
-    return f" (did you mean '{near[0]!s}'?)" if near else ""

@@ -12,7 +12,6 @@ these changes, and only the counts there are listed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
 
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import integer, shown, sizes_of_pipeline
@@ -32,9 +31,6 @@ def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tu
     Returns:
         For each rank, the combinations of in-flight microbatches per chunk that occur in a step and that no other
         combination exceeds in every chunk.
-
-    Raises:
-        LayoutError: a size is below 1, or there are more stages than a layout may have.
     """
     pp, vpp = sizes_of_pipeline(pp, vpp)
     if microbatches is not None:
@@ -90,26 +86,19 @@ def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
 def peaks_of(
     in_flight: Peaks | None, pp: int, vpp: int, microbatches: int | None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """``in_flight`` as tuples or, where it is None, the peaks of 1F1B.
-
-    Raises:
-        LayoutError: both arguments are present, or ``in_flight`` has another form.
-    """
+    """``in_flight`` as tuples or, where it is None, the peaks of 1F1B."""
     if in_flight is None:
         return in_flight_1f1b(pp, vpp, microbatches)
     if microbatches is not None:
         raise LayoutError("give microbatches (for 1F1B) or in_flight (for another schedule), not both")
-    form = f"in_flight must be, for each of {pp} pp ranks, at least one list of {vpp} whole numbers >= 0, one per chunk"
-    if not _is_list(in_flight) or len(in_flight) != pp:
-        raise LayoutError(f"{form}; got {shown(in_flight)}")
-    for rank, peaks in enumerate(in_flight):
-        if not _is_list(peaks) or not peaks or not all(_is_list(peak) and len(peak) == vpp for peak in peaks):
-            raise LayoutError(f"{form}; for rank {rank} got {shown(peaks)}")
+    try:
+        shapes = [{len(peak) for peak in peaks} for peaks in in_flight]
+    except TypeError:
+        shapes = []
+    if shapes != [{vpp}] * pp:
+        form = f"for each of {pp} pp ranks, at least one list of {vpp} whole numbers, one per chunk"
+        raise LayoutError(f"in_flight is {shown(in_flight)}; it must be, {form}")
     return tuple(
         tuple(tuple(integer(count, f"in_flight of pp rank {rank}", least=0) for count in peak) for peak in peaks)
         for rank, peaks in enumerate(in_flight)
     )
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, list | tuple)

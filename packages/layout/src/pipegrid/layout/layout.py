@@ -1,7 +1,7 @@
 """A pipeline layout: the layers of each stage, the place of each stage, and the position rules.
 
 A layout that breaks a position rule is still a layout: the module of a model with several has neither embedding nor
-loss. `check_ends`, `check_counts` and `check_mtp` are what a model requires.
+loss. `check_rules` is what a model requires.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ class PipelineParallelLayerLayout:
         stages = parse(layout, grammar) if isinstance(layout, str) else _listed(layout, grammar)
         pp = integer(pipeline_model_parallel_size, "pipeline_model_parallel_size", least=1)
         if len(stages) % pp:
-            raise LayoutError(
-                f"{len(stages)} stages do not divide by pipeline_model_parallel_size {pp}; "
-                f"add {-len(stages) % pp} stages (empty ones work) or remove {len(stages) % pp}"
-            )
+            raise LayoutError(f"{len(stages)} stages do not divide by pipeline_model_parallel_size {pp}")
         given = layout if isinstance(layout, str) else tuple(map(tuple, layout))
         self.__attrs_init__(stages, pp, grammar, given)
 
@@ -75,27 +72,17 @@ class PipelineParallelLayerLayout:
     def from_str(
         layout: str, pipeline_model_parallel_size: int, *, grammar: LayoutGrammar | None = None
     ) -> PipelineParallelLayerLayout:
-        """The layout of a layout string; errors as of the class."""
-        if not isinstance(layout, str):
-            raise LayoutError(f"from_str takes a layout string, got {type(layout).__name__}: {layout!r:.80}")
+        """The layout of a layout string."""
         return PipelineParallelLayerLayout(layout, pipeline_model_parallel_size, grammar=grammar)
 
     @staticmethod
     def parse_str_to_list(layout_str: str, *, grammar: LayoutGrammar | None = None) -> list[list[str]]:
-        """The stages of a layout string as lists of kinds of layer.
-
-        Raises:
-            LayoutSyntaxError: the string does not follow the grammar.
-        """
+        """The stages of a layout string as lists of kinds of layer."""
         return [list(stage) for stage in parse(layout_str, grammar_of(grammar))]
 
     @staticmethod
     def get_num_stages_from_str(layout_str: str, *, grammar: LayoutGrammar | None = None) -> int:
-        """Number of stages of a layout string.
-
-        Raises:
-            LayoutSyntaxError: the string does not follow the grammar.
-        """
+        """Number of stages of a layout string."""
         return len(parse(layout_str, grammar_of(grammar)))
 
     @property
@@ -120,54 +107,33 @@ class PipelineParallelLayerLayout:
         return tuple(layer for stage in self.stages for layer in stage)
 
     def position(self, stage: int) -> tuple[int, int]:
-        """The pp rank and the chunk of a stage.
-
-        Raises:
-            LayoutError: there is no such stage.
-        """
-        chunk, rank = divmod(
-            integer(stage, "stage", least=0, most=len(self.stages) - 1), self.pipeline_model_parallel_size
-        )
+        """The pp rank and the chunk of a stage."""
+        stage = integer(stage, "stage", least=0, most=len(self.stages) - 1)
+        chunk, rank = divmod(stage, self.pipeline_model_parallel_size)
         return rank, chunk
 
     def stage(self, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-        """The stage at chunk ``vp_stage`` of ``pp_rank``; None is the only chunk, or the only rank.
-
-        Raises:
-            LayoutError: one is None among several, or out of range.
-        """
+        """The stage at chunk ``vp_stage`` of ``pp_rank``; None is the only chunk, or the only rank."""
         pp, vpp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         return _index("vp_stage", vp_stage, vpp) * pp + _index("pp_rank", pp_rank, pp)
 
     def get_num_layers_to_build(
         self, layer_type: str = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Number of layers of a kind on the stage at (``pp_rank``, ``vp_stage``).
-
-        Raises:
-            LayoutError: no such kind of layer, or no such stage.
-        """
+        """Number of layers of a kind on the stage at (``pp_rank``, ``vp_stage``)."""
         return self.stages[self.stage(vp_stage, pp_rank)].count(self.grammar.kind(layer_type))
 
     def get_layer_offset(
         self, layer_type: str = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Number of layers of a kind before the stage at (``pp_rank``, ``vp_stage``), in model order.
-
-        Raises:
-            LayoutError: no such kind of layer, or no such stage.
-        """
+        """Number of layers of a kind before the stage at (``pp_rank``, ``vp_stage``), in model order."""
         kind = self.grammar.kind(layer_type)
         return sum(stage.count(kind) for stage in self.stages[: self.stage(vp_stage, pp_rank)])
 
     def get_layer_id_list(
         self, layer_type: str = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> list[int]:
-        """Global ids, from 0 in model order, of the layers of a kind on the stage at (``pp_rank``, ``vp_stage``).
-
-        Raises:
-            LayoutError: no such kind of layer, or no such stage.
-        """
+        """Global ids, from 0 in model order, of the layers of a kind on the stage at (``pp_rank``, ``vp_stage``)."""
         offset = self.get_layer_offset(layer_type, vp_stage, pp_rank)
         return list(range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
@@ -190,31 +156,24 @@ class PipelineParallelLayerLayout:
             LayoutError: the broken rule and, where it is one stage's, the stage.
         """
         mtp = 0 if mtp_num_layers is None else mtp_num_layers
-        counts: dict[str, int] = {
-            LayerType.embedding: 1,
-            LayerType.loss: 1,
-            LayerType.decoder: num_layers,
-            LayerType.mtp: mtp,
-        }
-        check_ends(self.stages, self.pipeline_model_parallel_size, self.grammar)
-        check_counts(self.stages, self.grammar, counts)
-        home = check_mtp(self.stages, self.pipeline_model_parallel_size, self.grammar)
-        return home is not None and self.position(home)[0] != self.pipeline_model_parallel_size - 1
+        check_rules(
+            self.stages,
+            self.pipeline_model_parallel_size,
+            self.grammar,
+            {LayerType.embedding: 1, LayerType.loss: 1, LayerType.decoder: num_layers, LayerType.mtp: mtp},
+        )
+        last_rank = self.stages[self.pipeline_model_parallel_size - 1 :: self.pipeline_model_parallel_size]
+        return mtp > 0 and not any(LayerType.mtp in layers for layers in last_rank)
 
     def validate_counts(self, counts: Mapping[str, int]) -> None:
         """Check the layout of one module of several against its number of layers per kind.
 
         Unlike `validate_layer_layout` it requires no embedding and no loss; those of the layout, and its MTP layers,
         keep the position rules. Kinds that ``counts`` does not name must not occur.
-
-        Raises:
-            LayoutError: the broken rule and, where it is one stage's, the stage.
         """
         absent = dict.fromkeys(sorted(set(self.flatten_layout)), 0)
         named = {self.grammar.kind(kind): count for kind, count in counts.items()}
-        check_ends(self.stages, self.pipeline_model_parallel_size, self.grammar)
-        check_counts(self.stages, self.grammar, {**absent, **named})
-        check_mtp(self.stages, self.pipeline_model_parallel_size, self.grammar)
+        check_rules(self.stages, self.pipeline_model_parallel_size, self.grammar, absent | named)
 
     def pretty_repr(self) -> str:
         """The table of pp ranks by chunks in words, consecutive equal ranks in one row."""
@@ -235,22 +194,14 @@ class PipelineParallelLayerLayout:
 
     @staticmethod
     def from_json(text: str) -> PipelineParallelLayerLayout:
-        """The layout of the JSON that `to_json` returns.
-
-        Raises:
-            LayoutError: not JSON, or not of that form, or not a layout.
-        """
+        """The layout of the JSON that `to_json` returns; `LayoutError` for another text."""
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"not a layout in JSON: {error}") from error
         required, allowed = {"layout", "pipeline_model_parallel_size"}, {"symbols"}
         if not isinstance(data, dict) or not required <= set(data) <= required | allowed:
-            keys = sorted(data) if isinstance(data, dict) else type(data).__name__
-            raise LayoutError(
-                "a layout in JSON must be an object with keys layout, pipeline_model_parallel_size and optionally "
-                f"symbols; got {keys}"
-            )
+            raise LayoutError(f"a layout in JSON must be an object with keys {required}, perhaps {allowed}; got {data}")
         return PipelineParallelLayerLayout(
             data["layout"],
             data["pipeline_model_parallel_size"],
@@ -270,101 +221,56 @@ class PipelineParallelLayerLayout:
 
 def _listed(layout: object, grammar: LayoutGrammar) -> tuple[tuple[str, ...], ...]:
     """The stages of a list of lists."""
-    if not isinstance(layout, list | tuple) or not layout:
-        raise LayoutError(f"layout must be a string or a list of stages, at least one, got {layout!r:.80}")
-    stages = []
-    for index, stage in enumerate(layout):
-        if not isinstance(stage, list | tuple):
-            raise LayoutError(
-                f"stage {index} must be a list of kinds of layer, got {stage!r:.80}; an empty stage is []", stage=index
-            )
-        stages.append(
-            tuple(grammar.kind(name, where=f"stage {index}, layer {position}: ") for position, name in enumerate(stage))
-        )
-    return tuple(stages)
+    if not isinstance(layout, list | tuple) or not layout or not all(isinstance(one, list | tuple) for one in layout):
+        raise LayoutError(f"layout must be a string or a list of stages, each a list of kinds, got {layout!r:.80}")
+    return tuple(
+        tuple(grammar.kind(name, where=f"stage {stage}, layer {index}: ") for index, name in enumerate(layers))
+        for stage, layers in enumerate(layout)
+    )
 
 
 def _index(name: str, value: int | None, size: int) -> int:
-    if value is None:
-        if size == 1:
-            return 0
-        raise LayoutError(f"{name} is needed, there are {size}: pass 0 to {size - 1}")
-    return integer(value, name, least=0, most=size - 1)
+    return integer(0 if value is None and size == 1 else value, name, least=0, most=size - 1)
 
 
-def check_ends(stages: Stages, pp: int, grammar: LayoutGrammar) -> None:
-    """An embedding is first on the first stage, and once; a loss is last on the last stage, and once.
+def check_rules(stages: Stages, pp: int, grammar: LayoutGrammar, counts: Mapping[str, int]) -> None:
+    """The position rules of embedding, loss and MTP layers, and the number of layers of each kind in ``counts``.
+
+    An embedding is the first layer of the first stage, a loss the last layer of the last stage. MTP layers follow all
+    decoders, on one stage: the last chunk of a pp rank other than the first (with one pp rank, of that one).
 
     Raises:
-        LayoutError: with the offending stage.
+        LayoutError: the broken rule and, where it is one stage's, the stage.
     """
     last = len(stages) - 1
-    for kind, home, index, place in (
-        (LayerType.embedding, 0, 0, "first"),
-        (LayerType.loss, last, len(stages[last]) - 1, "last"),
+    for kind, home, place in (
+        (LayerType.embedding, (0, 0), "first"),
+        (LayerType.loss, (last, len(stages[last]) - 1), "last"),
     ):
-        seen = False
-        for stage, layers in enumerate(stages):
-            for position, layer in enumerate(layers):
-                if layer != kind:
-                    continue
-                if seen:
-                    raise _broken(stages, pp, grammar, stage, f"a second {kind!s}; keep one")
-                if stage != home:
-                    rule = f"{kind!s} must be on the {place} stage, {home}; move it there, or remove the empty stages"
-                    raise _broken(stages, pp, grammar, stage, f"{rule} beyond it")
-                if position != index:
-                    raise _broken(stages, pp, grammar, stage, f"{kind!s} must be the {place} layer; put it {place}")
-                seen = True
-
-
-def check_counts(stages: Stages, grammar: LayoutGrammar, counts: Mapping[str, int]) -> None:
-    """Each kind of ``counts`` has its number of layers; kinds that it does not name are free.
-
-    Raises:
-        LayoutError: a count is negative, or differs from the layout's.
-    """
-    for kind, count in counts.items():
-        wanted = integer(count, f"number of {kind!s} layers", least=0)
-        present = sum(layers.count(grammar.kind(kind)) for layers in stages)
+        at = [(stage, index) for stage, layers in enumerate(stages) for index, one in enumerate(layers) if one == kind]
+        misplaced = [stage for stage, index in at if (stage, index) != home]
+        if misplaced:
+            rule = f"{kind!s} must be the {place} layer of the {place} stage, {home[0]}, and occur once"
+            raise _broken(stages, pp, grammar, misplaced[0], rule)
+    for name, count in counts.items():
+        wanted = integer(count, f"number of {name!s} layers", least=0)
+        present = sum(layers.count(name) for layers in stages)
         if present != wanted:
-            raise LayoutError(
-                f"layout {_short(stages, grammar)} has {present} {kind!s} layers, the model {wanted}; "
-                f"{'add' if present < wanted else 'remove'} {abs(wanted - present)}"
-            )
+            raise LayoutError(f"layout {_short(stages, grammar)} has {present} {name!s} layers, the model {wanted}")
+    homes = [stage for stage, layers in enumerate(stages) if LayerType.mtp in layers]
+    if homes:
+        first = first_mtp_stage(pp, len(stages))
+        rest = [stages[homes[0]][stages[homes[0]].index(LayerType.mtp) :], *stages[homes[0] + 1 :]]
+        late = [stage for stage, layers in enumerate(rest, homes[0]) if LayerType.decoder in layers]
+        misplaced = [*(stage for stage in homes if stage < first), *late, *homes[1:]]
+        if misplaced:
+            rule = f"mtp layers must follow all decoders, together on one stage of the last chunk, {first} or later"
+            raise _broken(stages, pp, grammar, misplaced[0], rule)
 
 
-def check_mtp(stages: Stages, pp: int, grammar: LayoutGrammar) -> int | None:
-    """All MTP layers are on one stage, the last chunk of a pp rank other than the first; no decoder follows them.
-
-    Returns:
-        The stage of the MTP layers, None where there are none.
-
-    Raises:
-        LayoutError: with the offending stage.
-    """
-    home = next((stage for stage, layers in enumerate(stages) if LayerType.mtp in layers), None)
-    if home is None:
-        return None
-    chunk, rank = divmod(home, pp)
-    last = len(stages) // pp - 1
-    layers = stages[home]
-    if LayerType.decoder in layers[layers.index(LayerType.mtp) :]:
-        raise _broken(stages, pp, grammar, home, "decoder after an mtp layer; put mtp after all decoders")
-    if chunk != last:
-        rule = f"mtp must be in the last chunk of its rank, {last}; move it to stage {last * pp + rank} or later"
-        raise _broken(stages, pp, grammar, home, rule)
-    if rank == 0 and pp > 1:
-        rule = f"mtp must not be on the first pp rank; move it to stage {home + 1} or later"
-        raise _broken(stages, pp, grammar, home, rule)
-    for stage in range(home + 1, len(stages)):
-        if LayerType.decoder in stages[stage]:
-            rule = f"decoder after the mtp layer of stage {home}; put mtp after all decoders"
-            raise _broken(stages, pp, grammar, stage, rule)
-        if LayerType.mtp in stages[stage]:
-            rule = f"mtp layers on stage {home} too; put all mtp layers on one stage"
-            raise _broken(stages, pp, grammar, stage, rule)
-    return home
+def first_mtp_stage(pp: int, stages: int) -> int:
+    """The first stage that may have MTP layers: in the last chunk, not on the first of several pp ranks."""
+    return stages - pp + (pp > 1)
 
 
 def _broken(stages: Stages, pp: int, grammar: LayoutGrammar, stage: int, rule: str) -> LayoutError:

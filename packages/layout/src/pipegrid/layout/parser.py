@@ -22,7 +22,7 @@ import string
 
 import attrs
 
-from pipegrid.layout.errors import LayoutError, LayoutSyntaxError
+from pipegrid.layout.errors import LayoutSyntaxError
 from pipegrid.layout.fields import MAX_LAYERS
 from pipegrid.layout.grammar import LayoutGrammar
 
@@ -49,10 +49,7 @@ def parse(text: str, grammar: LayoutGrammar) -> tuple[tuple[str, ...], ...]:
 
     Raises:
         LayoutSyntaxError: the text does not follow the grammar, or makes more than `MAX_LAYERS` layers or stages.
-        LayoutError: ``text`` is not a string.
     """
-    if not isinstance(text, str):
-        raise LayoutError(f"a layout string must be a str, got {type(text).__name__}: {text!r:.80}")
     kinds = grammar.symbols
     stages: dict[str, tuple[str, ...]] = {}  # equal stages share one tuple
     result = []
@@ -128,9 +125,8 @@ def _scan(text: str, grammar: LayoutGrammar) -> list[_Token]:
         raise LayoutSyntaxError(text, around[-1][1], "'(' that is never closed", "a ')' after it")
     if size.passed >= 0:
         what = "layers" if size.layers > MAX_LAYERS else "stages"
-        raise LayoutSyntaxError(
-            text, size.passed, f"more than {MAX_LAYERS:,} {what} up to here", f"at most {MAX_LAYERS:,}"
-        )
+        found = f"more than {MAX_LAYERS:,} {what} up to here"
+        raise LayoutSyntaxError(text, size.passed, found, f"at most {MAX_LAYERS:,}")
     return tokens
 
 
@@ -157,9 +153,8 @@ def _count(text: str, item: re.Match[str]) -> int:
 def _number(text: str, star: int, end: int, digits: str) -> int:
     """The count of digits after the ``*`` at column ``star``, up to ``end``; at most `_TOO_MANY`."""
     if not digits:
-        if end == len(text):
-            raise LayoutSyntaxError(text, star, "'*' at the end of the text", "a whole number after it")
-        raise LayoutSyntaxError(text, end, f"{text[end]!r} after '*'", "a whole number")
+        column, found = (star, "'*' at the end of the text") if end == len(text) else (end, f"{text[end]!r} after '*'")
+        raise LayoutSyntaxError(text, column, found, "a whole number after it")
     digits = digits.lstrip("0")
     # Python's int() has an error of its own for the thousands of digits that a legal count may have.
     return int(digits or "0") if len(digits) <= len(str(_TOO_MANY)) else _TOO_MANY

@@ -31,9 +31,6 @@ class LayerMemory:
     Attributes:
         fixed: weights, gradients, optimizer state.
         per_microbatch: activations, per microbatch in flight.
-
-    Raises:
-        LayoutError: a value is not a finite number >= 0.
     """
 
     fixed: float = attrs.field(default=0)
@@ -80,11 +77,7 @@ def read_profile(
     pp: int,
     grammar: LayoutGrammar,
 ) -> Profile:
-    """Costs, memory and limit of ``pp`` ranks in exact form, one per layer of ``kinds``.
-
-    Raises:
-        LayoutError: they do not fit the layers, or a number is not finite and >= 0.
-    """
+    """Costs, memory and limit of ``pp`` ranks in exact form, one per layer of ``kinds``."""
     numbers = _per_layer(costs, kinds, "costs", grammar)
     ratios = [_amount(f"cost of layer {i} ({kinds[i]!s})", number) for i, number in enumerate(numbers)]
     cost, unit = _exact(ratios)
@@ -107,18 +100,12 @@ def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: Layo
             and a sequence is one decoder per number.
         layers: a layout string without ``|``, or a list of kinds.
         grammar: the letters and kinds of ``layers`` and ``costs``.
-
-    Raises:
-        LayoutError: the layers cannot be read or there are none.
     """
     if isinstance(layers, str):
-        stages = parse(layers, grammar)
-        if len(stages) > 1:
+        kinds, *more = parse(layers, grammar)
+        if more:
             raise LayoutError(f"layers {layers!r:.80} must be one stage; remove the '|'")
-        kinds = stages[0]
     elif layers is not None:
-        if not isinstance(layers, list | tuple):
-            raise LayoutError(f"layers must be a string or a list of kinds of layer, got {layers!r:.80}")
         kinds = tuple(grammar.kind(kind, where=f"layer {index}: ") for index, kind in enumerate(layers))
     elif isinstance(costs, Mapping):
         kinds = tuple(
@@ -131,32 +118,16 @@ def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: Layo
     else:
         raise LayoutError(f"costs must be a mapping from kinds of layer or a list of numbers, got {costs!r:.80}")
     if not kinds:
-        raise LayoutError(
-            f"the model has no layers: costs are {costs!r:.60} and layers {layers!r:.60}; give at least one"
-        )
+        raise LayoutError(f"the model has no layers: costs are {costs!r:.60} and layers {layers!r:.60}")
     return kinds
 
 
 def _per_layer(
     values: Mapping[str, object] | Sequence[object], kinds: Sequence[str], what: str, grammar: LayoutGrammar
 ) -> list[object]:
-    """One value for each layer of the model.
-
-    Args:
-        values: see `Costs`.
-        kinds: of all layers, in model order.
-        what: ``"costs"`` or ``"memory"``, for error texts.
-        grammar: the kinds of ``values``.
-
-    Raises:
-        LayoutError: a kind has no value, or the wrong number of them.
-    """
-    if _is_sequence(values):
-        if len(values) != len(kinds):
-            raise LayoutError(f"{what} has {len(values)} values, the model {len(kinds)} layers; give one for each")
-        return list(values)
+    """One value for each layer of the model, whose ``kinds`` are in model order; ``what`` begins error texts."""
     if not isinstance(values, Mapping):
-        raise LayoutError(f"{what} must be a mapping from kinds of layer or a list, got {values!r:.80}")
+        return _one_each(values, len(kinds), what, "layers")
     named = {grammar.kind(kind, where=f"{what}: "): value for kind, value in values.items()}
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     missing = [str(kind) for kind in counts if kind not in named]
@@ -164,14 +135,15 @@ def _per_layer(
         raise LayoutError(f"{what} has no value for {', '.join(missing)}; it has {', '.join(map(str, named))}")
     sources = {}
     for kind, count in counts.items():
-        value = named[kind]
-        if _is_sequence(value) and len(value) != count:
-            raise LayoutError(
-                f"{what} has {len(value)} values for {kind!s}, the model {count} such layers; "
-                "give one for each, or a single number"
-            )
-        sources[kind] = iter(value if _is_sequence(value) else [value] * count)
+        value = named[kind] if _is_sequence(named[kind]) else [named[kind]] * count
+        sources[kind] = iter(_one_each(value, count, what, f"{kind!s} layers"))
     return [next(sources[kind]) for kind in kinds]
+
+
+def _one_each(values: object, count: int, what: str, of: str) -> list[object]:
+    if not _is_sequence(values) or len(values) != count:
+        raise LayoutError(f"{what} must have {count} values, one for each of the {of}, got {shown(values)}")
+    return list(values)
 
 
 def _memories(values: Sequence[object], kinds: Sequence[str]) -> tuple[list[Ratio], list[Ratio]]:
@@ -182,9 +154,8 @@ def _memories(values: Sequence[object], kinds: Sequence[str]) -> tuple[list[Rati
         if isinstance(value, LayerMemory):
             pair: tuple[object, object] = value.fixed, value.per_microbatch
         elif isinstance(value, Mapping):
-            unknown = sorted(map(str, set(value) - {"fixed", "per_microbatch"}))
-            if unknown:
-                raise LayoutError(f"{what} has unknown keys {unknown}; known are fixed, per_microbatch")
+            if not set(value) <= {"fixed", "per_microbatch"}:
+                raise LayoutError(f"{what} has keys {list(value)}; the known ones are fixed, per_microbatch")
             pair = value.get("fixed", 0), value.get("per_microbatch", 0)
         else:
             pair = 0, value
@@ -200,11 +171,7 @@ def _exact(numbers: Sequence[Ratio]) -> tuple[list[int], int]:
 
 
 def _amount(what: str, value: object) -> Ratio:
-    """A cost or an amount of memory, exactly.
-
-    Raises:
-        LayoutError: it is not finite, negative, or 1e100 or more.
-    """
+    """A cost or an amount of memory, exactly: finite, at least 0 and below 1e100."""
     ratio = _ratio(value)
     if ratio is not None and 0 <= ratio[0] < _LARGEST * ratio[1]:
         return ratio
@@ -224,11 +191,10 @@ def _ratio(value: object) -> Ratio | None:
 
 def _rank_limits(limit: float | Sequence[float], pp: int) -> list[Ratio]:
     """One limit per pp rank, from one for all or one for each."""
-    if isinstance(limit, list | tuple):
-        if len(limit) != pp:
-            raise LayoutError(f"limit has {len(limit)} values, pp is {pp}; give one per rank, or a single number")
-        return [_amount(f"limit of pp rank {rank}", one) for rank, one in enumerate(limit)]
-    return [_amount("limit", limit)] * pp
+    if not _is_sequence(limit):
+        return [_amount("limit", limit)] * pp
+    each = _one_each(limit, pp, "limit", "pp ranks")
+    return [_amount(f"limit of pp rank {rank}", one) for rank, one in enumerate(each)]
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:

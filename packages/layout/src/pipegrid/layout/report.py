@@ -156,9 +156,6 @@ def report(
         limit: memory of a rank, or one number per pp rank; only shown beside the memory.
         microbatches: per step, for the number in flight under 1F1B; None for enough to reach the steady state.
         in_flight: microbatches in flight under another schedule, in the form of `in_flight_1f1b`.
-
-    Raises:
-        LayoutError: costs or memory do not fit the layout, or a number is out of range.
     """
     pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     profile = read_profile(layout.flatten_layout, costs, memory, limit, pp=pp, grammar=layout.grammar)

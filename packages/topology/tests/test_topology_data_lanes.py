@@ -78,9 +78,7 @@ def test_uneven_shares_may_be_given():
 def test_shares_that_do_not_fit_are_errors():
     grid = HyperCommGrid([3], ["dp"], world_size=3)
     for sizes in ((5, 5), (5, 4, 2)):
-        with pytest.raises(
-            GridShapeError, match=r"do not share 10 samples among 3 lanes; give 3 numbers that sum to 10"
-        ):
+        with pytest.raises(GridShapeError, match="do not share 10 samples among 3 lanes"):
             lane_samples(10, grid, 0, sizes=sizes)
     with pytest.raises(GridShapeError, match=r"sizes\[2\] is -1; it must be an integer of at least 0"):
         lane_samples(10, grid, 0, sizes=(11, 0, -1))

@@ -92,12 +92,9 @@ def test_destroying_groups_is_idempotent():
 
 
 def test_groups_that_the_world_cannot_hold_are_errors_before_any_is_made():
-    with pytest.raises(GroupSpecError, match="group 'big' has rank 16, but the world has 16 ranks"):
+    with pytest.raises(GroupSpecError, match="group 'big' has rank 16, the world has 16 ranks"):
         create_groups([GroupSpec((4, 5), "tp"), GroupSpec((5, 16), "big")])
-    with pytest.raises(GroupSpecError, match="rank 4 cannot create groups in the process of rank 5"):
-        create_groups([GroupSpec((4, 5), "tp")], rank=4)
     assert real_groups() == 0
-    assert len(create_groups([GroupSpec((4, 5), "tp")], rank=5)) == 1
 
 
 def test_a_creation_that_fails_leaves_no_groups_behind():
@@ -146,18 +143,18 @@ def test_the_order_of_dims_does_not_matter():
 def test_making_the_same_group_twice_says_why_not():
     grid = HyperCommGrid([2, 2], ["tp", "dp"], 4)
     grid.create_pg("tp")
-    text = r"^the group for dimensions \['tp'\] of .* is already made; making it again could differ in its options"
+    text = r"^the group tp of 4\.\.7 is already made, and its options could differ; use get_pg"
     with pytest.raises(GroupExistsError, match=text) as caught:
         grid.create_pg(["tp"])
     assert isinstance(caught.value, KeyError)
-    with pytest.raises(GroupExistsError, match=r"\['tp', 'dp'\] of .* is already made"):
+    with pytest.raises(GroupExistsError, match=r"tp\+dp of .* is already made"):
         create_grid_groups({grid: [("tp", "dp"), ("dp", "tp")]})
     assert grid.group_count == real_groups() == 1
 
 
 def test_unknown_names_are_errors():
     grid = HyperCommGrid([2, 2], ["tp", "dp"], 4)
-    with pytest.raises(UnknownDimensionError, match=r"unknown dimension 'pp'; the known ones are \['tp', 'dp'\]"):
+    with pytest.raises(UnknownDimensionError, match=r"dims \['pp'\] must be some of \['tp', 'dp'\]"):
         grid.create_pg("pp")
     with pytest.raises(UnknownViewError, match=r"unknown view 'expert'; the registered ones are \[\]"):
         grid.create_pg("ep", view="expert")
@@ -202,11 +199,11 @@ def test_a_shared_dimension_is_the_grids_own_group_through_any_view():
     grid.register_view("other", [8, 2], ["sp", "pp"], ["pp"])
     group = grid.create_pg("pp", view="expert")
     assert grid.get_pg("pp") is grid.get_pg("pp", view="other") is group
-    with pytest.raises(GroupExistsError, match="its own"):
+    with pytest.raises(GroupExistsError, match=r"the group pp of 0\.\.15 is"):
         grid.create_pg("pp")
     expert = grid.create_pg("ep", view="expert")
     assert dist.get_process_group_ranks(expert) == [4, 5, 6, 7]
-    with pytest.raises(GroupExistsError, match="view 'expert'"):
+    with pytest.raises(GroupExistsError, match="the group expert:ep of"):
         grid.create_pg("ep", view="expert")
     with pytest.raises(GroupMissingError, match=r"of view 'other'"):
         grid.get_pg("sp", view="other")
@@ -246,7 +243,7 @@ def test_grids_with_equal_groups_share_them_and_the_last_one_tears_down():
 
 def test_a_failed_creation_changes_no_grid():
     images, language = HyperCommGrid([16], ["dp"]), HyperCommGrid([16], ["dp"], backend="no such backend")
-    with pytest.raises(GroupSpecError, match="the backend 'no such backend' is not available in this build of torch"):
+    with pytest.raises(GroupSpecError, match="the backend 'no such backend' does not serve groups here"):
         create_grid_groups({images: ["dp"], language: ["dp"]})
     assert not images.has_pg("dp")
     assert real_groups() == 0
@@ -284,7 +281,7 @@ def test_a_device_mesh_uses_the_grids_groups():
 def test_a_device_mesh_needs_the_groups_first():
     grid = HyperCommGrid([2, 8], ["tp", "dp"])
     grid.create_pg("tp")
-    with pytest.raises(GroupMissingError, match=r"no group for dimensions \['dp'\] has been made; call create_pg"):
+    with pytest.raises(GroupMissingError, match=r"no group for dims \['dp'\] has been made; call create_pg"):
         grid.to_device_mesh()
     assert grid.to_device_mesh("tp").mesh.tolist() == [4, 5]
 
@@ -330,7 +327,7 @@ def test_a_mesh_that_is_no_grid_says_why():
         GridShapeError, match=r"DeviceMesh \('dp',\) of ranks \[1, 3, .*\] is not a grid: .* consecutive"
     ):
         from_device_mesh(mesh["dp"])
-    with pytest.raises(GridShapeError, match="has no mesh_dim_names, but a grid's dimensions are named"):
+    with pytest.raises(GridShapeError, match="has no mesh_dim_names"):
         from_device_mesh(DeviceMesh("cpu", list(range(16))))
 
 
@@ -357,13 +354,11 @@ def test_a_collection_requires_the_named_groups():
     groups = ProcessGroupCollection.from_grid(grid, "tp", "dp_cp")
     assert groups.dp_cp is grid.get_pg("dp")
     assert groups.dp is None
-    with pytest.raises(GroupMissingError, match=r"no group for dimensions \['tp', 'dp'\]"):
+    with pytest.raises(GroupMissingError, match=r"no group for dims \['tp', 'dp'\]"):
         ProcessGroupCollection.from_grid(grid, "tp_dp_cp")
-    with pytest.raises(
-        RoleError, match=r"unknown groups \['xp'\]; those of a grid are \['tp', 'cp', .*\['embd', 'pos_embd'"
-    ):
+    with pytest.raises(RoleError, match=r"groups \['xp'\] must be some of \['tp', 'cp', "):
         ProcessGroupCollection.from_grid(grid, "xp")
-    with pytest.raises(RoleError, match=r"unknown groups \['embedding'\]"):
+    with pytest.raises(TypeError, match="embedding"):
         ProcessGroupCollection.from_grid(grid, embedding=None)
 
 

@@ -134,9 +134,9 @@ def test_anything_with_an_index_is_an_integer():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([2, 2], ["tp"]), r"shape \[2, 2\] has 2 sizes, but dim_names \['tp'\] has 1 names"),
-        (([], []), r"a grid has at least one dimension, got none; a single rank is \[1\], \['dp'\]"),
-        (([2, 2], ["tp", "tp"]), r"dim_names \['tp', 'tp'\] has a name twice"),
+        (([2, 2], ["tp"]), r"shape \[2, 2\] and dim_names \['tp'\] must be sizes and names, one each"),
+        (([], []), r"shape \[\] and dim_names \[\] must be .*, at least one"),
+        (([2, 2], ["tp", "tp"]), r"dim_names \['tp', 'tp'\] must be .*, each name once"),
         (([2], [""]), r"dim_names\[0\] is ''; it must be a string that is not empty"),
         (([2], [3]), r"dim_names\[0\] is 3; it must be a string that is not empty"),
         (([2, 0], ["tp", "dp"]), r"shape\[1\] is 0; it must be an integer of at least 1"),
@@ -156,13 +156,13 @@ def test_a_box_that_is_none_says_why(arguments, text):
 
 def test_unknown_and_repeated_dimensions_name_the_known_ones():
     box = Grid((2, 3), ("tp", "dp"))
-    with pytest.raises(UnknownDimensionError, match=r"unknown dimension 'pp'; the known ones are \['tp', 'dp'\]"):
+    with pytest.raises(UnknownDimensionError, match=r"dims \['tp', 'pp'\] must be some of \['tp', 'dp'\], each once"):
         box.groups(["tp", "pp"])
-    with pytest.raises(UnknownDimensionError, match=r"dimensions \['tp', 'tp'\]: name at least one, and each once"):
+    with pytest.raises(UnknownDimensionError, match=r"dims \['tp', 'tp'\] must be some of .*, each once"):
         box.groups(["tp", "tp"])
-    with pytest.raises(UnknownDimensionError, match=r"dimensions \[\]: name at least one"):
+    with pytest.raises(UnknownDimensionError, match=r"dims \[\] must be some of"):
         box.groups([])
-    with pytest.raises(UnknownDimensionError, match="unknown dimension 'pp'"):
+    with pytest.raises(UnknownDimensionError, match=r"dims \['pp'\] must be some of"):
         box.size_of("pp")
     assert issubclass(UnknownDimensionError, ValueError)
 
@@ -172,8 +172,8 @@ def test_ranks_and_coordinates_outside_are_errors():
     for rank in (3, 10, -1, 4.0):
         with pytest.raises(CoordinateError, match=r"is not in the ranks of \(tp=2 dp=3 at ranks 4..9\)"):
             box.coords(rank)
-    with pytest.raises(CoordinateError, match=r"coordinates {'tp': 1} must name exactly the dimensions"):
+    with pytest.raises(CoordinateError, match=r"{'tp': 1} \(dict\) must have an index in each dim of \(tp=2 dp=3"):
         box.rank_at({"tp": 1})
     for index in (3, -1, 1.0):
-        with pytest.raises(CoordinateError, match=r"coordinate dp=.* is not in 0..2"):
+        with pytest.raises(CoordinateError, match=r"coordinates .* must have an index in each dim of \(tp=2 dp=3"):
             box.rank_at({"tp": 1, "dp": index})

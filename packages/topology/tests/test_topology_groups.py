@@ -73,10 +73,10 @@ def test_ranks_are_kept_in_group_rank_order():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([], "lane"), "group 'lane' has no ranks; a group has at least one member"),
+        (([], "lane"), r"group 'lane' has ranks \(\); they must be some, each once"),
         (([1, -2], "lane"), r"ranks\[1\] is -2; it must be an integer of at least 0"),
-        ((range(-1, 2), "lane"), "group 'lane' has the negative rank -1; ranks are global"),
-        (([1, 2, 1, 2], "lane"), r"group 'lane' has the ranks \[1, 2\] twice; list every member once"),
+        ((range(-1, 2), "lane"), r"group 'lane' has ranks \(-1, 0, 1\)"),
+        (([1, 2, 1, 2], "lane"), r"group 'lane' has ranks \(1, 2, 1, 2\); they must be some, each once"),
         (([1.5], "lane"), r"ranks\[0\] is 1.5; it must be an integer of at least 0"),
         ((3, "lane"), "ranks is 3; it must be a list or tuple"),
         (([1], ""), "GroupSpec.label is ''; it must be a string that is not empty"),

@@ -49,20 +49,20 @@ def test_the_world_size_comes_from_the_argument_or_the_launcher(monkeypatch):
 
 @pytest.mark.usefixtures("_no_launcher")
 def test_an_unknown_world_names_the_three_ways_to_tell(monkeypatch):
-    with pytest.raises(WorldSizeUnknownError, match=r"pass world_size, or initialise the default .* WORLD_SIZE") as e:
+    with pytest.raises(WorldSizeUnknownError, match=r"world_size is unknown: pass it, or .* WORLD_SIZE") as e:
         HyperCommGrid([2], ["tp"])
     assert isinstance(e.value, RuntimeError)
-    with pytest.raises(WorldSizeUnknownError, match=r"pass rank, or initialise the default process group, .* RANK"):
+    with pytest.raises(WorldSizeUnknownError, match=r"rank is unknown: pass it, or .* RANK"):
         HyperCommGrid([2], ["tp"], world_size=2).is_current_rank_in_grid()
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(WorldSizeUnknownError, match="WORLD_SIZE is 'many', not an integer"):
+    with pytest.raises(ValueError, match="'many'"):
         HyperCommGrid([2], ["tp"])
     with pytest.raises(ValueError, match="world_size is 0; it must be an integer of at least 1"):
         HyperCommGrid([2], ["tp"], world_size=0)
 
 
 def test_a_span_past_the_world_says_shape_offset_and_world():
-    with pytest.raises(GridSpanError, match=r"shape \[2, 3\] at rank_offset 4 spans the ranks 4..9, .*world_size is 8"):
+    with pytest.raises(GridSpanError, match=r"shape \[2, 3\] at rank_offset 4 needs 10 ranks, .*world_size is 8"):
         HyperCommGrid([2, 3], ["tp", "dp"], 4, world_size=8)
     assert issubclass(GridSpanError, RuntimeError)
     assert HyperCommGrid([2, 3], ["tp", "dp"], 2, world_size=8).ranks == range(2, 8)
@@ -70,14 +70,12 @@ def test_a_span_past_the_world_says_shape_offset_and_world():
 
 def test_groups_that_were_not_created_are_missing():
     grid = HyperCommGrid([2, 3], ["tp", "dp"], world_size=6)
-    with pytest.raises(
-        GroupMissingError, match=r"no group for dimensions \['tp', 'dp'\] has been made; call create_pg"
-    ):
+    with pytest.raises(GroupMissingError, match=r"no group for dims \['tp', 'dp'\] has been made; call create_pg"):
         grid.get_pg(["dp", "tp"])
     grid.register_view("expert", [6], ["ep"])
     with pytest.raises(GroupMissingError, match=r"\['ep'\] of view 'expert' has been made"):
         grid.get_pg("ep", view="expert")
-    with pytest.raises(UnknownDimensionError, match="unknown dimension 'pp'"):
+    with pytest.raises(UnknownDimensionError, match=r"dims \['pp'\] must be some of"):
         grid.get_pg("pp")
     assert issubclass(GroupMissingError, KeyError)
     assert not grid.has_pg("tp")
@@ -113,31 +111,20 @@ def test_an_unknown_view_names_the_registered_ones():
     with pytest.raises(UnknownViewError, match=r"^unknown view 'experts'; the registered ones are \['expert'\]") as e:
         expert_grid().get_rank_enum("ep", view="experts")
     assert isinstance(e.value, KeyError)
-    with pytest.raises(UnknownDimensionError, match=r"unknown dimension 'tp'; the known ones are \['expt_tp', 'ep'"):
+    with pytest.raises(UnknownDimensionError, match=r"dims \['tp'\] must be some of \['expt_tp', 'ep'"):
         expert_grid().get_rank_enum("tp", view="expert")
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("expert", [1], ["ep"]), r"the view name 'expert' is taken; choose one that is not: \['expert'\] are"),
+        (("expert", [1], ["ep"]), "the view name 'expert' is taken"),
         (("", [16], ["ep"]), "the name of a view is ''; it must be a string that is not empty"),
-        (("v", [4, 2], ["ep", "pp"]), r"has 8 ranks, but the grid \(tp=2 cp=2 dp=2 pp=2 .*\) has 16"),
-        (("v", [4, 4], ["ep"]), r"view 'v' of .* is not well formed: shape \[4, 4\] has 2 sizes"),
-        (
-            ("v", [8, 2], ["ep", "pp"], ["pp", "pp"]),
-            r"shared_dims \['pp', 'pp'\] of view 'v': give a list that names each dimension once",
-        ),
-        (
-            ("v", [8, 2], ["ep", "pp"], ["dp"]),
-            r"'dp' of view 'v' must exist in both, but the grid has .*\['ep', 'pp'\]",
-        ),
-        (("v", [8, 2], ["ep", "pp"], ["ep"]), r"'ep' of view 'v' must exist in both"),
-        (
-            ("v", [2, 8], ["pp", "ep"], ["pp"]),
-            r"'pp' of view 'v' means different groups: \[\[0, 8\], .* of \(tp=2.* the grid, but \[\[0, 1\], .*",
-        ),
-        (("v", [4, 4], ["ep", "pp"], ["pp"]), r"'pp' of view 'v' means different groups"),
+        (("v", [4, 2], ["ep", "pp"]), r"has 8 ranks, the grid \(tp=2 cp=2 dp=2 pp=2 .*\) has 16"),
+        (("v", [8, 2], ["ep", "pp"], ["dp"]), r"view 'v' \(ep=8 pp=2 .*\) cannot share 'dp' of the grid \(tp=2 .*\)"),
+        (("v", [8, 2], ["ep", "pp"], ["ep"]), r"view 'v' .* cannot share 'ep' of the grid"),
+        (("v", [2, 8], ["pp", "ep"], ["pp"]), r"view 'v' \(pp=2 ep=8 .*\) cannot share 'pp' of the grid \(tp=2"),
+        (("v", [4, 4], ["ep", "pp"], ["pp"]), r"cannot share 'pp' of the grid .*: it has other groups there"),
     ],
 )
 def test_a_view_that_does_not_fit_shows_both_sides(arguments, text):

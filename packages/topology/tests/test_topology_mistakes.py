@@ -9,7 +9,6 @@ import torch.distributed as dist
 from pipegrid.topology import (
     CoordinateError,
     GridShapeError,
-    GroupRequest,
     GroupSpec,
     GroupSpecError,
     HyperCommGrid,
@@ -53,14 +52,14 @@ MISTAKES = [
     (lambda: grid_of({2, 3}), GridShapeError, r"shape is {2, 3} \(set\); it must be a list or tuple"),
     (lambda: grid_of(4, ["tp"]), GridShapeError, "shape is 4; it must be a list or tuple"),
     (lambda: grid_of([2, 2], "td"), GridShapeError, "dim_names is 'td'; it must be a list or tuple"),
-    (lambda: grid_of([4]), GridShapeError, r"shape \[4\] has 1 sizes, but dim_names \['tp', 'dp'\] has 2 names"),
+    (lambda: grid_of([4]), GridShapeError, r"shape \[4\] and dim_names \['tp', 'dp'\] must be sizes and"),
     (lambda: grid_of(rank_offset=-1), GridShapeError, "Grid.rank_offset is -1; it must be an integer of at least 0"),
     (lambda: grid_of(rank_offset=None), GridShapeError, "Grid.rank_offset is None; it must be an integer"),
     (lambda: grid_of(backend=""), GridShapeError, "backend is ''; it must be a string that is not empty"),
     (lambda: HyperCommGrid([2], ["tp"], world_size="8"), GridShapeError, "world_size is '8'; it must be an integer"),
-    (lambda: GRID.dim_size("pp"), UnknownDimensionError, r"unknown dimension 'pp'; the known ones are \['tp', 'dp'\]"),
-    (lambda: GRID.get_rank_enum("tpdp"), UnknownDimensionError, "unknown dimension 'tpdp'"),
-    (lambda: GRID.get_rank_enum([]), UnknownDimensionError, "name at least one"),
+    (lambda: GRID.dim_size("pp"), UnknownDimensionError, r"dims \['pp'\] must be some of \['tp', 'dp'\]"),
+    (lambda: GRID.get_rank_enum("tpdp"), UnknownDimensionError, r"dims \['tpdp'\] must be some of"),
+    (lambda: GRID.get_rank_enum([]), UnknownDimensionError, r"dims \[\] must be some of"),
     (
         lambda: GRID.get_pg("tp", view="expert"),
         UnknownViewError,
@@ -68,9 +67,10 @@ MISTAKES = [
     ),
     (lambda: GRID.coords(4), CoordinateError, "rank 4 is not in the ranks of"),
     (lambda: GRID.coords("0"), CoordinateError, "rank '0' is not in the ranks of"),
-    (lambda: GRID.rank_at(tp=1), CoordinateError, "must name exactly the dimensions"),
-    (lambda: GRID.rank_at(tp=1, dp=2), CoordinateError, r"coordinate dp=2 is not in 0\.\.1"),
-    (lambda: GRID.register_view("e", [4], ["ep"], "tp"), ViewError, "shared_dims 'tp' of view 'e': give a list"),
+    (lambda: GRID.rank_at(tp=1), CoordinateError, r"{'tp': 1} \(dict\) must have an index in each dim"),
+    (lambda: GRID.rank_at(tp=1, dp=2), CoordinateError, r"'dp': 2} \(dict\) must have an index in each dim"),
+    (lambda: GRID.register_view("e", [4], ["ep"], "tp"), ViewError, "cannot share 'tp' of the grid"),
+    (lambda: GRID.register_view("e", [2, 2], ["ep"]), GridShapeError, r"shape \[2, 2\] and dim_names \['ep'\] must be"),
     (lambda: GRID.create_pg("tp", timeout=30), GroupSpecError, "timeout is 30; it must be a datetime.timedelta above"),
     (
         lambda: GRID.create_pg("tp", timeout=timedelta(0)),
@@ -80,33 +80,32 @@ MISTAKES = [
     (
         lambda: GRID.create_pg("tp", pg_options={}),
         GroupSpecError,
-        "pg_options is or holds dict {}; it must be a backend",
+        "pg_options is or holds {}; it must be a backend",
     ),
-    (lambda: create_grid_groups({GRID: ["tp", "pp"]}), UnknownDimensionError, "unknown dimension 'pp'"),
-    (lambda: GroupRequest([]), UnknownDimensionError, "a group varies in at least one dimension, got none"),
-    (lambda: GroupSpec([], "lane"), GroupSpecError, "group 'lane' has no ranks"),
-    (lambda: GroupSpec([0, 0], "lane"), GroupSpecError, r"group 'lane' has the ranks \[0\] twice"),
+    (lambda: create_grid_groups({GRID: ["tp", "pp"]}), UnknownDimensionError, r"dims \['pp'\] must be"),
+    (lambda: create_grid_groups({GRID: [[]]}), UnknownDimensionError, r"dims \[\] must be some of"),
+    (lambda: GroupSpec([], "lane"), GroupSpecError, r"group 'lane' has ranks \(\)"),
+    (lambda: GroupSpec([0, 0], "lane"), GroupSpecError, r"group 'lane' has ranks \(0, 0\)"),
     (lambda: GroupSpec([0], ""), GroupSpecError, "GroupSpec.label is ''; it must be a string that is not empty"),
-    (lambda: create_groups([GroupSpec([0, 1], "a")]), GroupSpecError, "has rank 1, but the world has 1 ranks"),
-    (lambda: create_groups([], backend="mccl"), GroupSpecError, "the backend 'mccl' is not available in this build"),
-    (lambda: create_groups([], rank=1), GroupSpecError, "rank 1 cannot create groups in the process of rank 0"),
+    (lambda: create_groups([GroupSpec([0, 1], "a")]), GroupSpecError, "has rank 1, the world has 1 ranks"),
+    (lambda: create_groups([], backend="mccl"), GroupSpecError, "the backend 'mccl' does not serve groups here"),
     (lambda: create_groups([], creation_timeout=5), GroupSpecError, "creation_timeout is 5; it must be a datetime"),
     (lambda: control_store(""), GroupSpecError, "label is ''; it must be a string that is not empty"),
     (lambda: data_lane(GRID, -1), GridShapeError, "rank is -1; it must be an integer of at least 0"),
     (lambda: lane_bounds(8, 0), GridShapeError, "lanes is 0; it must be an integer of at least 1"),
     (lambda: lane_samples(8.0, GRID, 0), GridShapeError, "num_samples is 8.0; it must be an integer of at least 0"),
-    (lambda: place({}, world_size=4), PlacementError, "there are no modules to place on 4 ranks"),
-    (lambda: place({"a": 4}, world_size=4), PlacementError, "module 'a' has dimensions 4; give names and sizes"),
+    (lambda: place({}, world_size=4), PlacementError, r"ranks 0\.\.3 are left over"),
     (
-        lambda: place({"a": {"tp": "2"}}, world_size=2),
-        GridShapeError,
-        "the size of 'tp' of module 'a' is '2'; it must be",
+        lambda: place({"a": 4}, world_size=4),
+        PlacementError,
+        r"modules are {'a': 4} \(dict\); each must have",
     ),
+    (lambda: place({"a": {"tp": "2"}}, world_size=2), GridShapeError, r"shape\[0\] is '2'; it must be"),
     (lambda: place({"a": {"tp": 2}}, world_size=4), PlacementError, r"ranks 2\.\.3 are left over"),
     (
-        lambda: place({"a": {"tp": 2}, "b": {"tp": 2}}, world_size=2, together=["a", "b"]),
+        lambda: place({"im": {"tp": 2}, "text": {"tp": 2}}, world_size=2, together=["im", "text"]),
         PlacementError,
-        "together has 'a'; it must be a list of sets of modules",
+        r"together \['im', 'text'\] and offsets {} must name modules of \['im', 'text'\] once",
     ),
     (
         lambda: place({"a": {"tp": 2}}, world_size=2, offsets={"a": "0"}),
@@ -116,7 +115,7 @@ MISTAKES = [
     (lambda: RankRole.from_grid_map(GRIDS, "images", rank=0), RoleError, "module names are 'images'; give a list"),
     (lambda: RankRole.from_grid_map(GRIDS, [], rank=0), RoleError, r"missing \[\], extra \['images'\]"),
     (lambda: RankRole.unified("language"), RoleError, "module names are 'language'; give a list"),
-    (lambda: ProcessGroupCollection.from_grid(GRID, "tensor"), RoleError, r"unknown groups \['tensor'\]"),
+    (lambda: ProcessGroupCollection.from_grid(GRID, "tensor"), RoleError, r"groups \['tensor'\] must be some of"),
     (lambda: MultiModuleProcessGroupCollection({})["images"], RoleError, "this rank is not in module 'images'"),
 ]
 
@@ -130,7 +129,7 @@ def test_a_mistake_says_what_the_value_and_the_rule(call, error, text):
 def test_an_unknown_device_type():
     grid = HyperCommGrid([1], ["dp"])
     grid.create_pg("dp")
-    with pytest.raises(GridShapeError, match="device_type is 'cup'; give one that torch knows, such as 'cpu'"):
+    with pytest.raises(RuntimeError, match="cup"):
         grid.to_device_mesh(device_type="cup")
 
 

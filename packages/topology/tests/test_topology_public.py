@@ -95,7 +95,7 @@ def test_planning_works_with_torch_blocked():
         "disjoint (1, 2) (2, 1)",
         "True",
         "True ['a']",
-        "process groups need the default process group; call torch.distributed.init_process_group first",
+        "groups need the default one; call torch.distributed.init_process_group first",
         "True (0, 2, 3)",
         "False",
     ]

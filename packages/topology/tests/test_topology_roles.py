@@ -108,13 +108,13 @@ def test_sources_and_sinks_may_be_named():
     of = roles(grids, sources=["images", "language"], sinks=["generator", "language"])
     assert [role.reads_inputs for role in of] == [True, False, True, False]
     assert [role.reads_labels for role in of] == [False, True, False, True]
-    with pytest.raises(RoleError, match=r"unknown modules \['video'\]; the known ones are \['generator', 'images'"):
+    with pytest.raises(RoleError, match=r"sources \['video'\] and sinks .* must be some of \['generator', 'images'"):
         roles(grids, sources=["video"])
 
 
 def test_the_map_must_have_exactly_the_modules():
     grids = place({"images": {"dp": 1}, "language": {"dp": 1}}, world_size=2)
-    with pytest.raises(RoleError, match=r"modules \['audio'\] and 'language': missing \['audio'\], extra \['images'\]"):
+    with pytest.raises(RoleError, match=r"modules \['audio', 'language'\]: missing \['audio'\], extra \['images'\]"):
         RankRole.from_grid_map(grids, ["audio"], rank=0)
     with pytest.raises(RoleError, match=r"missing \['language'\], extra \[\]"):
         RankRole.from_grid_map({"images": grids["images"]}, ["images"], rank=0)

@@ -20,17 +20,11 @@ _MODULE = re.compile(r"(?P<name>[^@:=,]+)(@(?P<offset>\d+))?:(?P<dims>[^=,]+=\d+
 
 def _module(text: str) -> tuple[str, int | None, dict[str, int]]:
     match = _MODULE.fullmatch(text)
-    if match is None:
-        raise ValueError(
-            f"{text!r} is not a module; write name:dim=size,dim=size or name@offset:dim=size, "
-            f"for example language:tp=2,pp=2,dp=2"
-        )
-    pairs = [part.split("=") for part in match["dims"].split(",")]
-    names = [dim for dim, _ in pairs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"{text!r} names a dimension twice; name each once")
-    offset = None if match["offset"] is None else int(match["offset"])
-    return match["name"], offset, {dim: int(size) for dim, size in pairs}
+    pairs = [part.split("=") for part in match["dims"].split(",")] if match else []
+    dims = {dim: int(size) for dim, size in pairs}
+    if match is None or len(dims) < len(pairs):
+        raise ValueError(f"{text!r} is not a module name[@offset]:dim=size,dim=size, such as language:tp=2,pp=2,dp=2")
+    return match["name"], None if match["offset"] is None else int(match["offset"]), dims
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = [_module(text) for text in options.modules]
         names = [name for name, _, _ in given]
         if len(set(names)) != len(names):
-            raise ValueError(f"modules {names}: a name is given twice; every module needs its own")  # noqa: TRY301
+            raise ValueError(f"modules {names} must have a name each")  # noqa: TRY301 -- for the one handler
         grids = place(
             {name: dims for name, _, dims in given},
             world_size=options.world,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-import attrs
 from attrs import field, frozen
 
 from pipegrid.topology.errors import RoleError
@@ -94,16 +93,11 @@ class ProcessGroupCollection:
 
         Raises:
             GroupMissingError: a named group has not been created.
-            RoleError: a name that no collection has.
+            RoleError: a name that no grid has.
         """
         known = {**dict.fromkeys(_DIMS), **dict.fromkeys(_EXPERT_DIMS, expert_view)}
-        fields = [attribute.name for attribute in attrs.fields(cls)]
-        unknown = [*(name for name in names if name not in known), *(name for name in others if name not in fields)]
-        if unknown:
-            raise RoleError(
-                f"unknown groups {unknown}; those of a grid are {list(known)}, the others "
-                f"{[name for name in fields if name not in known]}"
-            )
+        if not known.keys() >= set(names):
+            raise RoleError(f"groups {list(names)} must be some of {list(known)}")
         found: dict[str, Any] = dict(others)
         for name in names or known:
             view = known[name]
@@ -135,10 +129,7 @@ class MultiModuleProcessGroupCollection:
 
     def __attrs_post_init__(self) -> None:
         if self.language_module_name not in (None, *self.modules):
-            raise RoleError(
-                f"the language module {self.language_module_name!r} is none of {list(self.modules)}; "
-                f"give one of them, or None for a rank without it"
-            )
+            raise RoleError(f"the language module {self.language_module_name!r} is none of {list(self.modules)}")
 
     @classmethod
     def from_grids(
@@ -160,7 +151,7 @@ class MultiModuleProcessGroupCollection:
         """
         views = {} if expert_views is None else expert_views
         if not views.keys() <= grids.keys():
-            raise RoleError(f"expert_views names modules {list(views)}; those with grids are {list(grids)}")
+            raise RoleError(f"expert_views has modules {list(views)}; those with grids are {list(grids)}")
         return cls(
             {
                 module: ProcessGroupCollection.from_grid(grid, *names, expert_view=views.get(module))

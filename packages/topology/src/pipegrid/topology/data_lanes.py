@@ -22,9 +22,6 @@ def data_lane(grid: HyperCommGrid, rank: int | None = None, *, dims: Dims = ("dp
 
     ``dims`` are the dims that shard the batch; those that the grid does not have count as size one, and of several the
     first in the grid varies fastest. Ranks that differ in other dims (tp, cp, pp) have the same samples.
-
-    Raises:
-        CoordinateError: the rank is not in the grid.
     """
     coords = grid.coords(resolve_rank(rank))
     wanted = dims_of(dims)
@@ -41,9 +38,6 @@ def lane_bounds(num_samples: int, lanes: int) -> tuple[int, ...]:
 
     Block sizes differ by at most one and the first ``num_samples % lanes`` lanes have one sample more:
     ``lane_bounds(10, 4) == (0, 3, 6, 8, 10)``. A lane may be empty.
-
-    Raises:
-        GridShapeError: a negative number of samples, or no lanes.
     """
     num_samples = checked(num_samples, Index, "num_samples", GridShapeError)
     lanes = checked(lanes, Count, "lanes", GridShapeError)
@@ -52,11 +46,7 @@ def lane_bounds(num_samples: int, lanes: int) -> tuple[int, ...]:
 
 
 def lane_sizes(num_samples: int, lanes: int) -> tuple[int, ...]:
-    """Number of samples of each data lane, by `lane_bounds`.
-
-    Raises:
-        GridShapeError: as for `lane_bounds`.
-    """
+    """Number of samples of each data lane, by `lane_bounds`."""
     return tuple(stop - start for start, stop in itertools.pairwise(lane_bounds(num_samples, lanes)))
 
 
@@ -72,7 +62,6 @@ def lane_samples(
 
     Raises:
         GridShapeError: ``sizes`` is not one number of samples per lane, or does not sum to ``num_samples``.
-        CoordinateError: the rank is not in the grid.
     """
     lane, lanes = data_lane(grid, rank, dims=dims)
     if sizes is None:
@@ -80,9 +69,6 @@ def lane_samples(
     else:
         sizes = checked(sizes, tuple[Index, ...], "sizes", GridShapeError)
         if len(sizes) != lanes or sum(sizes) != num_samples:
-            raise GridShapeError(
-                f"sizes {list(sizes)} do not share {num_samples} samples among {lanes} lanes; "
-                f"give {lanes} numbers that sum to {num_samples}"
-            )
+            raise GridShapeError(f"sizes {list(sizes)} do not share {num_samples} samples among {lanes} lanes")
         bounds = (0, *itertools.accumulate(sizes))
     return range(bounds[lane], bounds[lane + 1])

@@ -24,17 +24,10 @@ def mesh_over(
         ranks: global ranks in the mesh's order.
         groups: this rank's group of each dim.
         kind: type of the devices, such as ``cpu``; None is the device that the groups' backend serves.
-
-    Raises:
-        GridShapeError: torch knows no such type of device.
     """
-    if kind is not None:
-        try:
-            torch.device(kind)
-        except RuntimeError as error:
-            raise GridShapeError(f"device_type is {kind!r}; give one that torch knows, such as 'cpu'") from error
+    device_type = torch.device(kind).type if kind else _device_type(groups[0])
     mesh = torch.tensor(list(ranks), dtype=torch.int).reshape(list(sizes))
-    return DeviceMesh.from_group(list(groups), kind or _device_type(groups[0]), mesh, mesh_dim_names=tuple(names))
+    return DeviceMesh.from_group(list(groups), device_type, mesh, mesh_dim_names=tuple(names))
 
 
 def _device_type(group: ProcessGroup) -> str:
@@ -52,15 +45,11 @@ def box_of(mesh: DeviceMesh) -> Grid:
     """
     names = mesh.mesh_dim_names
     if names is None:
-        raise GridShapeError(
-            "the DeviceMesh has no mesh_dim_names, but a grid's dimensions are named; "
-            "pass mesh_dim_names when the mesh is made"
-        )
+        raise GridShapeError("the DeviceMesh has no mesh_dim_names; the dims of a grid have names")
     ranks: list[int] = mesh.mesh.flatten().tolist()
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         raise GridShapeError(
-            f"the DeviceMesh {tuple(names)} of ranks {mesh.mesh.tolist()} is not a grid: a grid's ranks are "
-            f"consecutive with the last mesh dimension fastest; use the whole mesh instead of a slice of it, "
-            f"or a view for a second order of the same ranks"
+            f"the DeviceMesh {tuple(names)} of ranks {mesh.mesh.tolist()} is not a grid: "
+            f"the ranks of a grid are consecutive, the last dim of the mesh fastest"
         )
     return Grid(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks[0])

@@ -37,9 +37,6 @@ class Grid:
     """``rank = rank_offset + sum_i coordinate_i * stride_i``, where ``stride_i = prod_{j<i} shape_j``.
 
     The first dim varies fastest.
-
-    Raises:
-        GridShapeError: lengths that differ, no dims, a dim twice, a size below 1, a negative offset.
     """
 
     shape: tuple[int, ...] = field(converter=_as_sizes)
@@ -47,18 +44,14 @@ class Grid:
     rank_offset: Index = 0
 
     def __attrs_post_init__(self) -> None:
-        if len(self.shape) != len(self.dim_names):
+        if not len(self.shape) == len(self.dim_names) == len(set(self.dim_names)) > 0:
             raise GridShapeError(
-                f"shape {list(self.shape)} has {len(self.shape)} sizes, "
-                f"but dim_names {list(self.dim_names)} has {len(self.dim_names)} names; give one name per size"
+                f"shape {list(self.shape)} and dim_names {list(self.dim_names)} must be sizes and names, one each, "
+                "at least one, each name once"
             )
-        if not self.shape:
-            raise GridShapeError("a grid has at least one dimension, got none; a single rank is [1], ['dp']")
-        if len(set(self.dim_names)) != len(self.dim_names):
-            raise GridShapeError(f"dim_names {list(self.dim_names)} has a name twice; names must be unique")
 
     @cached_property
-    def _axes(self) -> dict[str, tuple[int, int]]:
+    def axes(self) -> dict[str, tuple[int, int]]:
         """Size and stride of each dim, ascending by stride."""
         strides = itertools.accumulate((1, *self.shape[:-1]), operator.mul)
         return {name: (size, stride) for name, size, stride in zip(self.dim_names, self.shape, strides, strict=True)}
@@ -74,50 +67,29 @@ class Grid:
         return range(self.rank_offset, self.rank_offset + self.size)
 
     def select(self, dims: Dims) -> tuple[str, ...]:
-        """``dims`` in the grid's own order.
-
-        Raises:
-            UnknownDimensionError: no dims, an unknown one, or one twice.
-        """
+        """``dims`` in the grid's own order."""
         wanted = dims_of(dims)
-        for name in wanted:
-            if name not in self.dim_names:
-                raise UnknownDimensionError(f"unknown dimension {name!r}; the known ones are {list(self.dim_names)}")
-        if not wanted or len(set(wanted)) != len(wanted):
-            raise UnknownDimensionError(
-                f"dimensions {list(wanted)}: name at least one, and each once; "
-                f"the known ones are {list(self.dim_names)}"
-            )
-        return tuple(name for name in self.dim_names if name in wanted)
+        selected = tuple(name for name in self.dim_names if name in wanted)
+        if not selected or len(selected) != len(wanted):
+            raise UnknownDimensionError(f"dims {list(wanted)} must be some of {list(self.dim_names)}, each once")
+        return selected
 
     def size_of(self, dim: str) -> int:
         """The size of one dim."""
         (name,) = self.select([dim])
-        return self._axes[name][0]
-
-    def stride_of(self, dim: str) -> int:
-        """The distance in ranks between neighbours along the dim."""
-        (name,) = self.select([dim])
-        return self._axes[name][1]
+        return self.axes[name][0]
 
     def coords(self, rank: int) -> dict[str, int]:
         """The rank's coordinate in each dim."""
         local = self._local(rank)
-        return {name: local // stride % size for name, (size, stride) in self._axes.items()}
+        return {name: local // stride % size for name, (size, stride) in self.axes.items()}
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
         """The rank at these coordinates, one per dim."""
-        if set(coords) != set(self.dim_names):
-            raise CoordinateError(f"coordinates {dict(coords)} must name exactly the dimensions {list(self.dim_names)}")
-        rank = self.rank_offset
-        for name, (size, stride) in self._axes.items():
-            index = index_of(coords[name])
-            if index is None or index not in range(size):
-                raise CoordinateError(
-                    f"coordinate {name}={shown(coords[name])} is not in 0..{size - 1} of {self}; give an integer in it"
-                )
-            rank += stride * index
-        return rank
+        at = {name: index_of(index) for name, index in coords.items()}
+        if at.keys() != self.axes.keys() or any(at[name] not in range(size) for name, (size, _) in self.axes.items()):
+            raise CoordinateError(f"coordinates {shown(dict(coords))} must have an index in each dim of {self}")
+        return self.rank_offset + sum(stride * (at[name] or 0) for name, (_, stride) in self.axes.items())
 
     def group_of(self, rank: int, dims: Dims) -> Sequence[int]:
         """The ranks that differ from ``rank`` in ``dims`` only, ascending; a range where they form one."""
@@ -126,7 +98,7 @@ class Grid:
         # Neighbouring dims merge into one run of ranks at a common distance.
         runs: list[tuple[int, int]] = []
         for name in self.select(dims):
-            size, stride = self._axes[name]
+            size, stride = self.axes[name]
             start -= local // stride % size * stride
             if runs and runs[-1][0] * runs[-1][1] == stride:
                 runs[-1] = (runs[-1][0] * size, runs[-1][1])
@@ -148,7 +120,7 @@ class Grid:
     def _local(self, rank: int) -> int:
         number = index_of(rank)
         if number is None or number not in self.ranks:
-            raise CoordinateError(f"rank {shown(rank)} is not in the ranks of {self}; give one of them")
+            raise CoordinateError(f"rank {shown(rank)} is not in the ranks of {self}")
         return number - self.rank_offset
 
     def __str__(self) -> str:
@@ -165,9 +137,7 @@ class View:
     shared_dims: frozenset[str]
 
 
-def make_view(
-    base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Iterable[str] | None
-) -> View:
+def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Dims | None) -> View:
     """A view of ``base``, checked.
 
     Two dims enumerate to the same groups exactly when their sizes and strides agree (or both have size one): the
@@ -175,54 +145,24 @@ def make_view(
     each, so they agree as well.
 
     Raises:
-        ViewError: another number of ranks, no factorization, or a shared dim that is missing on one side or has other
-            groups there.
+        ViewError: another number of ranks, or a shared dim that is missing on one side or has other groups there.
     """
-    try:
-        grid = Grid(shape, dim_names, base.rank_offset)
-    except GridShapeError as error:
-        raise ViewError(f"view {name!r} of {base} is not well formed: {error}") from error
+    grid = Grid(shape, dim_names, base.rank_offset)
     if grid.size != base.size:
-        raise ViewError(
-            f"view {name!r} {grid} has {grid.size} ranks, "
-            f"but the grid {base} has {base.size}; both must multiply to the same number"
-        )
-    shared = () if shared_dims is None else tuple(shared_dims)
-    if isinstance(shared_dims, str) or len(set(shared)) != len(shared):
-        raise ViewError(f"shared_dims {shared_dims!r} of view {name!r}: give a list that names each dimension once")
+        raise ViewError(f"view {name!r} {grid} has {grid.size} ranks, the grid {base} has {base.size}")
+    shared = frozenset(dims_of(shared_dims or ()))
     for dim in shared:
-        if dim not in base.dim_names or dim not in grid.dim_names:
-            raise ViewError(
-                f"shared dimension {dim!r} of view {name!r} must exist in both, but the grid has "
-                f"{list(base.dim_names)} and the view {list(grid.dim_names)}"
-            )
-        sides = [(side.size_of(dim), side.stride_of(dim)) for side in (base, grid)]
-        if sides[0] != sides[1] and not sides[0][0] == sides[1][0] == 1:
-            raise ViewError(
-                f"shared dimension {dim!r} of view {name!r} means different groups: "
-                f"{_groups_text(base, dim)} in the grid, but {_groups_text(grid, dim)} in the view; "
-                f"give it the same size and stride on both sides, or do not share it"
-            )
-    return View(name, grid, frozenset(shared))
-
-
-def _groups_text(side: Grid, dim: str) -> str:
-    groups = side.groups(dim)
-    return f"{groups[:4]}{'...' if len(groups) > 4 else ''} of {side}"
-
-
-def _as_dims(dims: Dims) -> tuple[str, ...]:
-    names = dims_of(dims)
-    if not names:
-        raise UnknownDimensionError("a group varies in at least one dimension, got none")
-    return names
+        own, other = base.axes.get(dim), grid.axes.get(dim)
+        if own is None or other is None or (own != other and not own[0] == other[0] == 1):
+            raise ViewError(f"view {name!r} {grid} cannot share {dim!r} of the grid {base}: it has other groups there")
+    return View(name, grid, shared)
 
 
 @frozen
 class GroupRequest:
     """The groups that vary in ``dims`` of a grid or, where ``view`` is given, of that view."""
 
-    dims: tuple[str, ...] = field(converter=_as_dims)
+    dims: tuple[str, ...] = field(converter=dims_of)
     view: str | None = None
 
 

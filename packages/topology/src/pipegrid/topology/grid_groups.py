@@ -42,9 +42,8 @@ class GridGroups:
 
     def __getitem__(self, request: GroupRequest) -> ProcessGroup | None:
         if request not in self._groups:
-            raise GroupMissingError(
-                f"no group for dimensions {list(request.dims)}{_of_view(request)} has been made; call create_pg first"
-            )
+            view = "" if request.view is None else f" of view {request.view!r}"
+            raise GroupMissingError(f"no group for dims {list(request.dims)}{view} has been made; call create_pg first")
         shared = self._groups[request]
         return None if shared is None else shared.group
 
@@ -78,10 +77,6 @@ class GridGroups:
         self._groups.clear()
         for shared in reversed(held):
             shared.release()
-
-
-def _of_view(request: GroupRequest) -> str:
-    return "" if request.view is None else f" of view {request.view!r}"
 
 
 def create_held(

@@ -53,9 +53,8 @@ class HyperCommGrid:
         self._backend: str | None = checked(backend, Name | None, "backend", GridShapeError)
         if self.ranks.stop > self._world_size:
             raise GridSpanError(
-                f"a grid of shape {list(self.shape)} at rank_offset {self.rank_offset} spans the ranks "
-                f"{self.ranks.start}..{self.ranks.stop - 1}, but world_size is {self._world_size}; "
-                f"start {self.ranks.stop} ranks, or make the grid smaller or place it lower"
+                f"a grid of shape {list(self.shape)} at rank_offset {self.rank_offset} needs {self.ranks.stop} ranks, "
+                f"but world_size is {self._world_size}"
             )
 
     @property
@@ -146,14 +145,12 @@ class HyperCommGrid:
             ViewError: the name is taken, or the view does not fit the grid (the error shows both sides).
         """
         if checked(name, Name, "the name of a view", ViewError) in self._views:
-            raise ViewError(f"the view name {name!r} is taken; choose one that is not: {list(self._views)} are")
+            raise ViewError(f"the view name {name!r} is taken")
         self._views[name] = make_view(self._base, name, shape, dim_names, shared_dims)
 
     def _view(self, name: str) -> View:
         if name not in self._views:
-            raise UnknownViewError(
-                f"unknown view {name!r}; the registered ones are {list(self._views)}; call register_view first"
-            )
+            raise UnknownViewError(f"unknown view {name!r}; the registered ones are {list(self._views)}")
         return self._views[name]
 
     def _factorization(self, view: str | None) -> Grid:
@@ -255,7 +252,6 @@ class HyperCommGrid:
 
         Raises:
             GroupMissingError: a dim has no group yet.
-            GridShapeError: torch knows no such type of device.
         """
         from pipegrid.topology.device_mesh import mesh_over
 
@@ -322,9 +318,7 @@ def create_grid_groups(
             request = grid.canonical(given.dims, view=given.view)
             if request in held or (held, request) in wanted:
                 raise GroupExistsError(
-                    f"the group for dimensions {list(request.dims)} of {grid} "
-                    f"({'its own' if request.view is None else f'view {request.view!r}'}) is already made; "
-                    f"making it again could differ in its options, so take it with get_pg, or destroy() first"
+                    f"the group {_label(grid, request)} is already made, and its options could differ; use get_pg"
                 )
             spec = None
             if here in grid.ranks:

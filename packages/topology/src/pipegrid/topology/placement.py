@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from pipegrid.topology.errors import GridShapeError, PlacementError
-from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.topology.errors import PlacementError
+from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.topology.grid import Grid, Relation, relation
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.tables import text_table
@@ -40,13 +40,8 @@ def place(
         GridShapeError: a module's dims are no grid.
     """
     world_size = resolve_world_size(world_size)
-    if not modules:
-        raise PlacementError(f"there are no modules to place on {world_size} ranks; give at least one")
-    for name, dims in modules.items():
-        if not isinstance(dims, Mapping):
-            raise PlacementError(f"module {name!r} has dimensions {dims!r:.80}; give names and sizes: {{'tp': 2}}")
-        for dim, size in dims.items():
-            checked(size, Count, f"the size of {dim!r} of module {name!r}", GridShapeError)
+    if not all(isinstance(dims, Mapping) for dims in modules.values()):
+        raise PlacementError(f"modules are {shown(modules)}; each must have names of dims and sizes: {{'tp': 2}}")
     sizes = {name: Grid(tuple(dims.values()), tuple(dims)).size for name, dims in modules.items()}
     starts = _starts(sizes, together=list(together), offsets=dict(offsets or {}))
     boxes = {name: Grid(tuple(dims.values()), tuple(dims), starts[name]) for name, dims in modules.items()}
@@ -57,10 +52,7 @@ def place(
             for name, box in boxes.items()
         ]
         table = text_table(("module", "dimensions", "size", "ranks"), rows)
-        raise PlacementError(
-            f"the modules do not fit a world of {world_size} ranks: {'; '.join(problems)}.\n{table}\n"
-            f"Change sizes so that they fill the world, or give modules that share ranks (together) or offsets."
-        )
+        raise PlacementError(f"the modules do not fit a world of {world_size} ranks: {'; '.join(problems)}.\n{table}")
     return {
         name: HyperCommGrid(box.shape, box.dim_names, box.rank_offset, backend, world_size=world_size)
         for name, box in boxes.items()
@@ -73,26 +65,16 @@ def _starts(
     together: list[Sequence[str]],
     offsets: dict[str, int],
 ) -> dict[str, int]:
-    company: dict[str, Sequence[str]] = {}
-    for names in together:
-        if isinstance(names, str):
-            raise PlacementError(f"together has {names!r}; it must be a list of sets of modules: [('a', 'b')]")
-        for name in names:
-            if name in company:
-                raise PlacementError(f"module {name!r} is in two sets of together; name it in one of them")
-            company[name] = names
-    for name in [*company, *offsets]:
-        if name not in modules:
-            raise PlacementError(f"unknown module {name!r}; the known ones are {list(modules)}")
+    company = {name: names for names in together for name in names}
+    named = [name for names in together for name in names]
+    if len(company) < len(named) or not {*company, *offsets} <= modules.keys():
+        raise PlacementError(f"together {together} and offsets {offsets} must name modules of {list(modules)} once")
     starts: dict[str, int] = {}
     cursor = 0
     for name, size in modules.items():
         placed = [other for other in company.get(name, ()) if other in starts]
         if placed and name in offsets:
-            raise PlacementError(
-                f"module {name!r} has an offset, but shares the ranks of {placed[0]!r}, which is placed already; "
-                f"give the offset for {placed[0]!r} alone"
-            )
+            raise PlacementError(f"module {name!r} is together with {placed[0]!r}, which alone may have an offset")
         offset = checked(offsets.get(name, cursor), Index, f"the offset of module {name!r}", PlacementError)
         starts[name] = starts[placed[0]] if placed else offset
         cursor = max(cursor, starts[name] + size)

@@ -97,8 +97,7 @@ def meet(
     if not results:
         raise GroupStoreError(
             f"rank {rank} waited {timeout.total_seconds() + _GRACE:g} s to create group {label!r} of ranks "
-            f"{_abbreviated(ranks)}, and the store of the default process group did not answer; the process that "
-            f"hosts it has stopped, or its host is out of reach"
+            f"{_abbreviated(ranks)}, and the store of the default process group did not answer"
         )
     return results[0]
 
@@ -129,11 +128,9 @@ def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, t
             store.delete_key(arrived)
             also = f" (ranks {_abbreviated(gone)} came and gave up before)" if gone else ""
             raise GroupCreationTimeoutError(
-                f"rank {rank} waited {timeout.total_seconds():g} s to create group {label!r} "
-                f"of ranks {_abbreviated(ranks)}, but ranks {_abbreviated(missing)} did not {step}{also}. "
-                f"Every member must create the group, with the same options, and all ranks must create "
-                f"their groups in creation_order; look at what the missing ranks were doing, "
-                f"or give a longer timeout"
+                f"rank {rank} waited {timeout.total_seconds():g} s to create group {label!r} of ranks "
+                f"{_abbreviated(ranks)}, but ranks {_abbreviated(missing)} did not {step}{also}. Every member must "
+                f"create the group with the same options, and all ranks must create their groups in creation_order"
             ) from error
         store.add(f"{here}/count", 1)
         store.wait([f"{here}/complete"], timeout)

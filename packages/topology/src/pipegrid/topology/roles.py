@@ -107,24 +107,18 @@ class RankRole:
         missing, extra = sorted(expected - set(module_to_grid_map)), sorted(set(module_to_grid_map) - expected)
         if missing or extra:
             raise RoleError(
-                f"module_to_grid_map must have exactly the modality modules {list(modality_module_names)} and "
-                f"{MIMO_LANGUAGE_MODULE_KEY!r}: missing {missing}, extra {extra}; "
-                f"add grids for the missing ones, and name or remove the extra ones"
+                f"module_to_grid_map must have exactly the modules {sorted(expected)}: missing {missing}, extra {extra}"
             )
         if sources is None:
             sources = modality_module_names or (MIMO_LANGUAGE_MODULE_KEY,)
         sources, sinks = _name_set(sources), _name_set(sinks)
-        unknown = sorted((sources | sinks) - expected)
-        if unknown:
-            raise RoleError(f"sources and sinks name unknown modules {unknown}; the known ones are {sorted(expected)}")
+        if not sources | sinks <= expected:
+            raise RoleError(f"sources {sorted(sources)} and sinks {sorted(sinks)} must be some of {sorted(expected)}")
         rank = resolve_rank(rank)
         modules = {name: _stage(grid, rank) for name, grid in module_to_grid_map.items() if rank in grid.ranks}
         if not modules:
             spans = {name: f"{grid.ranks.start}..{grid.ranks.stop - 1}" for name, grid in module_to_grid_map.items()}
-            raise RankNotInGridError(
-                f"rank {rank} is in no module's grid; the grids span {spans}; "
-                f"start fewer ranks, or place the modules so that they cover the world"
-            )
+            raise RankNotInGridError(f"rank {rank} is in no module's grid; the grids span {spans}")
         mode = _mode(list(module_to_grid_map.values()), grids_of_rank=len(modules))
         return cls(modules, mode, sources=sources, sinks=sinks)
 

@@ -43,16 +43,10 @@ def resolve_backend(backend: str | None) -> str:
         backend = str(_c10d._world.pg_map[_c10d._get_default_group()][0])  # noqa: SLF001
     names = [part.rsplit(":", 1)[-1].strip().lower() for part in str(backend).split(",")]
     for name in names:
-        if name == dist.Backend.MPI:
-            raise GroupSpecError(
-                "the MPI backend creates groups only with all ranks of the world, not among members alone; "
-                "use gloo or nccl for these groups"
-            )
-        if name != dist.Backend.UNDEFINED and not dist.is_backend_available(name):
-            raise GroupSpecError(
-                f"the backend {backend!r} is not available in this build of torch; "
-                f"the known ones are {dist.Backend.backend_list}"
-            )
+        # MPI creates groups only with all ranks of the world, not among members alone.
+        if name == dist.Backend.MPI or (name != dist.Backend.UNDEFINED and not dist.is_backend_available(name)):
+            known = [one for one in dist.Backend.backend_list if one != dist.Backend.MPI]
+            raise GroupSpecError(f"the backend {backend!r} does not serve groups here; the known ones are {known}")
     return str(dist.Backend(backend))
 
 
@@ -173,10 +167,7 @@ def describe_options(options: Any, *, depth: int = 0) -> str:
     if options is None:
         return "-"
     if depth > _DEEPEST or isinstance(options, (bool, int, float, str, list, tuple, dict, Tensor)):
-        raise GroupSpecError(
-            f"pg_options is or holds {type(options).__name__} {options!r:.60}; it must be a backend's options, such as "
-            f"torch.distributed.ProcessGroupNCCL.Options(), or None"
-        )
+        raise GroupSpecError(f"pg_options is or holds {options!r:.60}; it must be a backend's options, or None")
     parts = []
     for name in sorted(dir(options)):
         if name.startswith("_") or name in _SET_BY_TORCH:

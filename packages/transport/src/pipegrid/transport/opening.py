@@ -201,7 +201,7 @@ def _connect(
 
     def create(wanted: Mapping[GroupSpec, Sequence[LaneSpec]], name: str, options: Any) -> dict[GroupSpec, Any]:
         with _meeting(wanted, rank, config.open_deadline):
-            made = create_groups(wanted, rank=rank, backend=name, timeout=timeout, pg_options=options)
+            made = create_groups(wanted, backend=name, timeout=timeout, pg_options=options)
         groups.extend(made.values())
         return made
 

@@ -88,7 +88,6 @@ WRONG = {
     "mapping": [3, 2.5, True, "x", b"x", [], [3], object(), torch.ones(2), print],
     "function": [3, 2.5, True, "x", b"x", [], {}, torch.ones(2), object()],
     "flag": [None, 3, 0, "x", [], object(), torch.ones(2)],
-    "tensor": [3, 2.5, True, "x", [], {}, object(), Plan, print],
     "module": [None, 3, True, "x", [], {}, object(), torch.ones(2), nn.Linear],
     "modules": [None, 3, True, "x", b"x", [3], [None], {"a": 3}, object(), torch.ones(2), nn.Linear, print],
     "groups": [None, 3, True, "x", [], object(), torch.ones(2), print],
@@ -149,13 +148,6 @@ def watch(**arguments):
 def accumulate(modules):
     for handle in public.accumulate_in_main_grad(modules):
         handle.remove()
-
-
-def freed_backward(output, grad_output):
-    if output == "freed":
-        output = torch.ones(2, requires_grad=True) * 2
-        public.deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
-    public.custom_backward(output, grad_output)
 
 
 def backward(output_tensor, **arguments):
@@ -275,7 +267,7 @@ CALLS = {
     ),
     "PipelineRuntime": Call(
         PipelineRuntime,
-        RuntimeArgumentError,
+        (RuntimeArgumentError, PlanMismatchError),
         plan=("plan", LOWERED),
         stages=("mapping", {0: Stage()}),
         communicator=("maybe other", SimpleNamespace(isend=print, irecv=print, batch=print)),
@@ -290,14 +282,6 @@ CALLS = {
         input_tensor=("payload", None),
         output_tensor=("payload", "an output"),
         output_tensor_grad=("payload", torch.ones(2)),
-    ),
-    "custom_backward": Call(
-        freed_backward, StepArgumentError, output=("tensor", "freed"), grad_output=("tensor", torch.ones(2))
-    ),
-    "deallocate_output_tensor": Call(
-        lambda out: public.deallocate_output_tensor(out, deallocate_pipeline_outputs=True),
-        StepArgumentError,
-        out=("maybe tensor", torch.ones(2)),
     ),
     "TiedParameters": Call(
         TiedParameters,

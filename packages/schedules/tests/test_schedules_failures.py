@@ -131,7 +131,7 @@ def test_a_step_inside_a_step_is_an_error():
     stages = {}
     runtime = PipelineRuntime(PLAN, stages | {0: Stage(lambda microbatch: runtime.step())}, None)
     text, _ = failed(runtime)
-    assert "PipelineError: step() or eval() was called while this runtime is in a step, at position 0, step 1" in text
+    assert "PipelineError: step() or eval() inside a step, at position 0, step 1" in text
 
 
 def test_a_step_beside_a_step_is_an_error_and_harms_nothing():
@@ -146,7 +146,7 @@ def test_a_step_beside_a_step_is_an_error_and_harms_nothing():
     thread = threading.Thread(target=runtime.step)
     thread.start()
     assert inside.wait(20)
-    with pytest.raises(PipelineError, match="is in a step, at position 0, step 1 of 6: 0F0"):
+    with pytest.raises(PipelineError, match="inside a step, at position 0, step 1 of 6: 0F0"):
         runtime.eval()
     go_on.set()
     thread.join()

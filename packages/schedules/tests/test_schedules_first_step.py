@@ -134,12 +134,12 @@ INSIDE = {
     "no return": (
         StepArgumentError,
         lambda: step(lambda iterator, model: None),
-        r"forward_step_func returned NoneType None; it returns \(output, loss_func\)",
+        r"forward_step_func returned None; it returns \(output, loss_func\)",
     ),
     "no loss function": (
         StepArgumentError,
         lambda: losing(None),
-        r"returned \(a tensor of shape \(1, 2\), NoneType None\); it returns \(output, loss_func\)",
+        r"returned \(a tensor of shape \(1, 2\), None\); it returns \(output, loss_func\)",
     ),
     "the loss itself": (
         StepArgumentError,
@@ -159,7 +159,7 @@ INSIDE = {
     "a loss as a number": (
         LossError,
         lambda: losing(lambda output: (output.sum().item(), {})),
-        r"the loss is float .*; a loss is a tensor with one element",
+        r"the loss is .*; a loss is a tensor with one element",
     ),
     "a loss without gradient": (
         LossError,

@@ -225,7 +225,7 @@ def test_a_module_that_fully_shard_has_sharded_is_named(ranks):
     (model,) = parts(1)
     fully_shard(model.blocks[0].mlp, mesh=init_device_mesh("cpu", (ranks.world_size,)))
     stage = SlicedStage(0, model, 1, batches(2, 9), LENGTHS[2])
-    with pytest.raises(RuntimeArgumentError, match=r"fully_shard has sharded \(model.blocks.0.mlp\), .* into 2 slices"):
+    with pytest.raises(RuntimeArgumentError, match=r"fully_shard has sharded \(model.blocks.0.mlp\), .*into 2 slices"):
         PipelineRuntime(plan, {0: stage}, None)
 
 

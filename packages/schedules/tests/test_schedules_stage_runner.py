@@ -417,7 +417,7 @@ def test_messages_wait_longer_while_neighbours_compile(network, memory_communica
             torch.ones(2),
             r"stage 0, microbatch 0: LossError: the loss of stage 0 for microbatch 0 is a tensor of shape \(2,\)",
         ),
-        (None, r"stage 0, microbatch 0: PlanMismatchError: the forward of stage 0 returned no loss for microbatch 0"),
+        (None, r"stage 0, microbatch 0: LossError: the loss of stage 0 for microbatch 0 is None; a loss is"),
     ],
 )
 def test_a_loss_is_one_number(loss, message):

@@ -105,11 +105,11 @@ def test_tokens_are_counted_wide_enough_to_be_added_up_and_do_not_widen_the_loss
             None,
             r"counted a tensor of shape \(3,\) as num_tokens; return their",
         ),
-        ((torch.ones(()), "3", "info"), None, "counted str '3' as num_tokens"),
+        ((torch.ones(()), "3", "info"), None, "counted '3' as num_tokens"),
         (torch.ones(()), None, r"returned a tensor of shape \(\); expected \(loss, info\)"),
         ((torch.ones(()),), None, "returned a tuple of 1"),
         ((torch.ones(3), "info"), None, r"the loss is a tensor of shape \(3,\); a loss is a tensor with one element"),
-        ((1.0, "info"), None, "the loss is float 1.0"),
+        ((1.0, "info"), None, "the loss is 1.0"),
         ((torch.ones(()), "info"), PipelineConfig(calculate_per_token_loss=True), "without a number of tokens"),
     ],
 )
@@ -167,10 +167,10 @@ def mean(output):
     [
         (torch.ones(2, 3), r"returned a tensor of shape \(2, 3\); it returns \(output, loss_func\)"),
         ((torch.ones(2, 3), torch.ones(1)), r"\(a tensor of shape \(2, 3\), a tensor of shape \(1,\)\)"),
-        ((torch.ones(2, 3), None), r"\(a tensor of shape \(2, 3\), NoneType None\)"),
+        ((torch.ones(2, 3), None), r"\(a tensor of shape \(2, 3\), None\)"),
         ((torch.ones(2, 3), mean, {}), "returned a tuple of 3"),
-        ({"output": torch.ones(2), "loss": mean}, "returned a dict"),
-        (None, "returned NoneType None; .*: return model"),
+        ({"output": torch.ones(2), "loss": mean}, "returned {.*dict"),
+        (None, "returned None; "),
     ],
 )
 def test_a_forward_step_returns_its_output_and_a_loss_function(result, text):
@@ -263,7 +263,7 @@ def test_custom_backward_needs_the_gradient_of_what_had_more_elements_before_it_
     first, output = (x * 3).expand(2, *shape).unbind()
     output = output.clone()
     deallocate_output_tensor(output, True)
-    with pytest.raises(StepArgumentError, match=rf"had shape {re.escape(str(shape))} before it was freed, and no grad"):
+    with pytest.raises(StepArgumentError, match=rf"grad_output is None, and .*shape {re.escape(str(shape))} before"):
         custom_backward(output, None)
     assert x.grad is None
     custom_backward(output, torch.ones(shape))
@@ -275,26 +275,11 @@ def test_custom_backward_does_not_sum_up_a_gradient_that_is_too_large():
     x = torch.ones(4, requires_grad=True)
     output = x * 2
     deallocate_output_tensor(output, True)
-    with pytest.raises(StepArgumentError, match=r"has shape \(3, 4\), but output had shape \(4,\) before it was freed"):
+    with pytest.raises(StepArgumentError, match=r"of shape \(3, 4\), and output had shape \(4,\) before it was freed"):
         custom_backward(output, torch.ones(3, 4))
     assert x.grad is None
 
 
-@pytest.mark.parametrize(
-    ("output", "gradient", "text"),
-    [
-        ("x", None, "output is str 'x' and grad_output NoneType None; both must be tensors"),
-        ([torch.ones(1)], None, "output is a list and grad_output"),
-        (torch.ones(1), 1.0, r"output is a tensor of shape \(1,\) and grad_output float 1.0"),
-    ],
-)
-def test_custom_backward_takes_tensors(output, gradient, text):
-    with pytest.raises(StepArgumentError, match=text):
-        custom_backward(output, gradient)
-
-
-def test_custom_backward_wants_a_freed_output_and_deallocation_no_view():
-    with pytest.raises(ValueError, match=r"shape \(2,\): it was not deallocated"):
-        custom_backward(torch.ones(2, requires_grad=True), None)
+def test_deallocation_frees_no_view():
     with pytest.raises(ValueError, match=r"shape \(3,\) is a view"):
         deallocate_output_tensor(torch.ones(2, 3, requires_grad=True)[0], True)

@@ -44,35 +44,17 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any
     else:
         gradients = tensors_of("output_tensor_grad", output_tensor_grad)
     if len(gradients) != len(outputs):
-        raise StepArgumentError(
-            f"{len(outputs)} outputs but {len(gradients)} gradients; a gradient (or None) is needed for each output"
-        )
-    deallocated = bool(option(config, "deallocate_pipeline_outputs"))
-    for output, gradient in zip(outputs, gradients, strict=True):
-        if not (deallocated or output is None or gradient is None or output.shape == gradient.shape):
-            raise StepArgumentError(
-                f"output_tensor_grad has a tensor of shape {tuple(gradient.shape)} for an output of shape "
-                f"{tuple(output.shape)}; pass the gradient that was received for it"
-            )
-    backward_roots(outputs, gradients, deallocated=deallocated)
-    return map_tensors(input_tensor, gradient_of)
-
-
-def backward_roots(
-    outputs: list[torch.Tensor | None], gradients: list[torch.Tensor | None], *, deallocated: bool = False
-) -> None:
-    """Backward from those ``outputs`` that require grad and have a gradient."""
+        raise StepArgumentError(f"{len(outputs)} outputs but {len(gradients)} gradients; each output has one, or None")
     pairs = [
-        (tensor, gradient)
-        for tensor, gradient in zip(outputs, gradients, strict=True)
-        if tensor is not None and tensor.requires_grad and gradient is not None
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output is not None and output.requires_grad and gradient is not None
     ]
-    if not pairs:
-        return
-    if deallocated:
-        run_backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-    else:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    if pairs:
+        # torch's own function compares shapes, which a freed output fails
+        backward = run_backward if option(config, "deallocate_pipeline_outputs") else torch.autograd.backward
+        backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+    return map_tensors(input_tensor, gradient_of)
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
@@ -82,44 +64,28 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     engine itself does not.
 
     Args:
-        output: one element: freed, or a loss.
+        output: freed, or a loss.
         grad_output: of the shape before freeing; None is a one, for an output that always had one element.
 
     Raises:
-        StepArgumentError: an argument is not a tensor, the output still has its storage, or the gradient is missing or
-            has another shape than the output before freeing.
+        StepArgumentError: the gradient is missing, or has another shape than the output before freeing.
     """
-    if not isinstance(output, torch.Tensor) or not (grad_output is None or isinstance(grad_output, torch.Tensor)):
-        raise StepArgumentError(
-            f"output is {describe(output)} and grad_output {describe(grad_output)}; both must be tensors, or "
-            "grad_output None: call custom_backward once for each tensor of a payload"
-        )
-    if output.numel() != 1:
-        raise StepArgumentError(
-            f"output has shape {tuple(output.shape)}: it was not deallocated; call torch.autograd.backward instead"
-        )
     shape = shape_of_gradient(output)
-    if grad_output is None and math.prod(shape) != 1:
+    if grad_output is None and math.prod(shape) == 1:
+        grad_output = output.new_ones(shape)
+    if grad_output is None or tuple(grad_output.shape) != shape:  # the engine would sum a larger one
         raise StepArgumentError(
-            f"output had shape {shape} before it was freed, and no gradient was given; only an output of one element "
-            "has a default: pass the gradient that was received for it"
+            f"grad_output is {describe(grad_output)}, and output had shape {shape} before it was freed; pass the "
+            "gradient that was received for it"
         )
-    if grad_output is not None and tuple(grad_output.shape) != shape:
-        raise StepArgumentError(
-            f"grad_output has shape {tuple(grad_output.shape)}, but output had shape {shape} before it was freed, and "
-            "the engine would sum a larger one to that shape; pass the gradient that was received for it"
-        )
-    run_backward([output], [output.new_ones(shape) if grad_output is None else grad_output])
+    run_backward([output], [grad_output])
 
 
 def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
     """Free the storage of an activation that was sent; its ``grad_fn`` stays for the backward.
 
     Raises:
-        StepArgumentError: no tensor, or a view: its base shares the storage.
+        StepArgumentError: a view, whose base shares the storage.
     """
-    if out is None or not deallocate_pipeline_outputs:
-        return
-    if not isinstance(out, torch.Tensor):
-        raise StepArgumentError(f"out is {describe(out)}; it must be a tensor: call once for each tensor of a payload")
-    free_storage(out)
+    if out is not None and deallocate_pipeline_outputs:
+        free_storage(out)

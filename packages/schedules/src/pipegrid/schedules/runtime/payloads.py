@@ -13,7 +13,7 @@ from attrs import evolve
 
 from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import shown
+from pipegrid.topology.fields import ErrorType, shown
 
 
 def flatten(payload: Any) -> list[torch.Tensor | None]:
@@ -56,31 +56,20 @@ def unpacked(payload: Any) -> Any:
     return type(payload)(map(unpacked, payload)) if type(payload) in (list, tuple) else payload
 
 
-def tensors_of(name: str, payload: Any) -> list[torch.Tensor | None]:
-    """`flatten` of an argument.
-
-    Raises:
-        StepArgumentError: a part of it is neither a tensor nor None.
-    """
+def tensors_of(name: str, payload: Any, error: ErrorType = StepArgumentError) -> list[torch.Tensor | None]:
+    """`flatten` of the payload ``name``; raises ``error`` for a part that is neither a tensor nor None."""
     tensors = _leaves(payload)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor | None):
-            raise StepArgumentError(
-                f"a part of {name} is {shown(tensor)}; a payload is made of tensors, None, and lists, tuples and dicts "
-                "of them"
-            )
+            raise error(f"{name} has {shown(tensor)}; a payload is made of tensors, None, lists, tuples and dicts")
     return tensors
 
 
 def describe(value: Any) -> str:
-    """A value in a few words, for an error: it was expected to be a payload or a loss."""
+    """A value for an error, a tensor by its shape."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    if callable(value) or (isinstance(value, (list, dict)) and value):
-        return f"a {type(value).__name__}"
-    return f"{type(value).__name__} {value!r}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else shown(value)
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -10,44 +10,38 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from attrs import evolve
 
 from pipegrid.schedules.autograd import compiled_modules
+from pipegrid.schedules.errors import RuntimeArgumentError
 from pipegrid.schedules.monitor import DisagreementError, under_way
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
-from pipegrid.schedules.runtime.hooks import Hook, MessageHook
+from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.preflight import (
-    check_arguments,
     position_of,
     prove,
-    require_messenger,
     require_right_wrappers,
     require_runnable,
+    require_stages,
 )
 from pipegrid.schedules.runtime.program import BoundPosition, Call, Program
-from pipegrid.schedules.runtime.stage import Forwarded, Stage
 from pipegrid.schedules.simulate import simulate, unit_costs
 from pipegrid.schedules.verify import Proof
+from pipegrid.topology.fields import Seconds, checked, instance
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor, Report
     from pipegrid.schedules.plan import Plan
+    from pipegrid.schedules.runtime.stage import Stage
     from pipegrid.transport.protocol import PipelineCommunicator
 
-__all__ = [
-    "Forwarded",
-    "Hook",
-    "MessageHook",
-    "PipelineError",
-    "PipelineRuntime",
-    "Stage",
-    "position_of",
-]
-
+_Stages = Annotated[Any, instance(Mapping, "a dict of this rank's stages by global number")]
+_Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(action)")]
+_Scale = Annotated[Any, instance(Callable, "a function from a loss to the scaled loss")]
 
 _ABORT_SECONDS = 0.3
 _DEADLINE = 300.0
@@ -115,20 +109,20 @@ class PipelineRuntime:
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
     ) -> None:
-        check_arguments(plan, stages, hooks, loss_scale, deadline)
-        proved = plan if isinstance(plan, Proof) else None
-        self.plan = plan = plan.plan if isinstance(plan, Proof) else plan
-        self.position = position_of(plan, stages)
-        self._communicator = communicator
-        self._in_order = getattr(communicator, "in_order", nullcontext)  # no part of the protocol
-        self._monitor = monitor
-        every = (*hooks, *(() if monitor is None or monitor.progress is None else (monitor.progress,)))
+        stages = checked(stages, _Stages, "stages", RuntimeArgumentError)
+        hooks = checked(hooks, tuple[_Hook, ...], "hooks", RuntimeArgumentError)
+        loss_scale = checked(loss_scale, _Scale | None, "loss_scale", RuntimeArgumentError)
+        deadline = checked(deadline, Seconds | None, "deadline", RuntimeArgumentError)
         reducers = dict(reducers or {})
-        require_runnable(plan, self.position, communicator, reducers)
-        require_messenger(plan, self.position, communicator)
-        self.proof = prove(proved or plan, communicator)
+        self.plan = plan.plan if isinstance(plan, Proof) else plan
+        self.position = position_of(self.plan, stages)
+        require_stages(stages, self.plan.num_slices)
+        require_runnable(self.plan, self.position, communicator, reducers)
+        self.proof = prove(plan, communicator)
+        self._communicator, self._monitor, self._stages = communicator, monitor, stages
+        self._in_order = getattr(communicator, "in_order", nullcontext)  # no part of the protocol
         self._bound = BoundPosition(
-            plan,
+            self.plan,
             self.position,
             stages,
             communicator,
@@ -139,17 +133,16 @@ class PipelineRuntime:
             deadline=deadline,
             loss_scale=loss_scale,
         )
-        self._program, self._forwards = self._bound.programs(every)
+        watching = () if monitor is None or monitor.progress is None else (monitor.progress,)
+        self._program, self._forwards = self._bound.programs((*hooks, *watching))
         self._rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
-            plan, communicator, self._bound.outside, self._rank, deadline or deadline_of(communicator)
+            self.plan, communicator, self._bound.outside, self._rank, deadline or deadline_of(communicator)
         )
         self._deadline, self._patient = deadline, False
         self._cold = [self._program, self._forwards]  # what has not run yet
-        self._one_step = threading.Lock()
-        self._stages, self._wrappers_checked = stages, False
-        self._running = self._program
-        self._cursor = -1  # the call that runs
+        self._one_step, self._wrappers_checked = threading.Lock(), False
+        self._running, self._cursor = self._program, -1  # the call that runs
         self._failure: str | None = None
 
     # Steps
@@ -225,7 +218,7 @@ class PipelineRuntime:
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
 
-        On CUDA `step` returns before its transfers and collectives are done, so a failure may come after it.
+        On CUDA `step` returns before its transfers and collectives are done.
 
         Raises:
             PipelineError, JobFailedError: it has failed.
@@ -238,17 +231,17 @@ class PipelineRuntime:
                     of_bridges()
             except RuntimeError as error:
                 self._failure = f"{self._here()}: {line_of(error)}"
-        if self._failure is not None:
-            raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
+        self._require_working()
         if self._monitor is not None:
             self._monitor.check()
 
+    def _require_working(self) -> None:
+        if self._failure is not None:
+            raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
+
     def _run(self, program: Program, *, grad: bool, finish: Call | None = None, agree: str = "") -> None:
         if not self._one_step.acquire(blocking=False):
-            raise PipelineError(
-                f"step() or eval() was called while this runtime is in a step, at {self.where}: a runtime runs one "
-                "step at a time, so no stage, hook or other thread may start one inside it"
-            )
+            raise PipelineError(f"step() or eval() inside a step, at {self.where}: a runtime runs one step at a time")
         try:
             for sharded in self._bound.sharded.values():
                 sharded.begin()
@@ -275,8 +268,7 @@ class PipelineRuntime:
             self._one_step.release()
 
     def _start(self, program: Program, *, grad: bool) -> None:
-        if self._failure is not None:
-            raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
+        self._require_working()
         self._bound.begin(training=grad)
         if self._cold or self._patient:
             self._allow_compilation(program)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import frozen
 
-from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import DataEndedError, LossError, PlanMismatchError, StageInputError, StageOutputError
+from pipegrid.schedules.runtime.payloads import describe, tensors_of
 
 if TYPE_CHECKING:
     from pipegrid.schedules.runtime.slices import Slice
@@ -67,7 +67,7 @@ def payloads_of(
 ) -> Sequence[Payload]:
     """The payloads that a forward returned, one for each of ``edges``, in their order.
 
-    The payloads of edges that are ``declared`` are checked against the declaration, by their communicator.
+    The communicator checks those of ``declared`` edges.
 
     Raises:
         StageOutputError: another type than `Forwarded`, or a payload that is not made of tensors.
@@ -82,10 +82,8 @@ def payloads_of(
         if not edges:
             return ()
     if not isinstance(outputs, Mapping):
-        found = produced if outputs is None else outputs
-        what = "" if outputs is None else "outputs that are "
         raise StageOutputError(
-            f"the forward of stage {stage} returned {what}{_described(found)} for microbatch {microbatch}; return "
+            f"the forward of stage {stage} returned {describe(produced)} for microbatch {microbatch}; return "
             "Forwarded({edge: payload, ...}, loss), with a payload for each outgoing edge, or no edge and the loss"
         )
     if outputs.keys() != set(edges):
@@ -94,50 +92,32 @@ def payloads_of(
             f"{microbatch}; the plan has edges {sorted(map(str, edges))}"
         )
     for edge, payload in outputs.items():
-        if not isinstance(payload, (torch.Tensor, Packed)) and edge not in declared:
-            _check_payload(payload, edge, stage, microbatch)
+        if not isinstance(payload, torch.Tensor) and edge not in declared:
+            tensors_of(
+                f"the output of stage {stage} on edge {edge} for microbatch {microbatch}", payload, StageOutputError
+            )
     return [outputs[edge] for edge in edges]
 
 
-def _check_payload(payload: Any, edge: Edge, stage: int, microbatch: int | str) -> None:
-    if payload is None or isinstance(payload, torch.Tensor):
+def check_loss(loss: Any, stage: int, microbatch: int | str, *, what: str = "the loss") -> None:
+    """Raise LossError unless the loss is a real number that depends on parameters."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point and loss.requires_grad:
         return
-    if not isinstance(payload, (list, tuple, dict)):
-        raise StageOutputError(
-            f"the forward of stage {stage} returned {_described(payload)} on edge {edge} for microbatch {microbatch}; "
-            "a payload is made of tensors, None, and lists, tuples and dicts of them: send numbers as tensors"
-        )
-    for part in payload.values() if isinstance(payload, dict) else payload:
-        _check_payload(part, edge, stage, microbatch)
-
-
-def check_loss(loss: Any, stage: int, microbatch: int | str, *, scaled: bool = False) -> None:
-    """Raise unless the loss is a real number that depends on parameters.
-
-    Raises:
-        LossError: it is not. ``scaled``: the loss is the result of ``loss_scale``.
-    """
-    whose = f"loss_scale returned, for the loss of stage {stage}" if scaled else f"the loss of stage {stage}"
-    head = f"{whose} for microbatch {microbatch}{', ' if scaled else ' is '}"
-    if not isinstance(loss, torch.Tensor):
-        raise LossError(f"{head}{_described(loss)}; a loss is a tensor with one element that requires grad")
-    if loss.numel() != 1:
-        raise LossError(f"{head}a tensor of shape {tuple(loss.shape)}; a loss has one element: reduce it (mean or sum)")
-    if not loss.dtype.is_floating_point:
-        raise LossError(f"{head}a tensor of {loss.dtype}; a loss is a real number: a floating-point dtype")
-    if not loss.requires_grad:
-        raise LossError(
-            f"{head}a tensor that does not require grad: nothing would be learned from it. Was it detached, or "
-            "computed under no_grad? A stage without training has no loss; to evaluate, call eval()"
-        )
+    found = describe(loss)
+    if isinstance(loss, torch.Tensor):
+        found += f", {loss.dtype}, requires_grad={loss.requires_grad}"
+    raise LossError(
+        f"{what} of stage {stage} for microbatch {microbatch} is {found}; a loss is a tensor with one floating-point "
+        "element that requires grad. To evaluate, call eval()"
+    )
 
 
 def ended(stage: int, microbatch: int | str, num_microbatches: int, num_slices: int) -> DataEndedError:
     """The error for a ``StopIteration`` that leaves a stage's forward."""
-    slices = "" if num_slices == 1 else f", each in {num_slices} slices of their own"
+    each = "microbatch" if num_slices == 1 else f"of {num_slices} slices of a microbatch"
     return DataEndedError(
-        f"the iterator of stage {stage} ended at microbatch {microbatch} of {num_microbatches} (they count from 0): "
-        f"give the step as many microbatches as there are data{slices}, or restart the iterator before it"
+        f"the iterator of stage {stage} ended at microbatch {microbatch} of {num_microbatches} (they count from 0); a "
+        f"step takes one item for each {each}"
     )
 
 
@@ -147,17 +127,8 @@ def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> 
         return None
     return StageInputError(
         f"the forward of stage {stage} changes a tensor in place for microbatch {microbatch} that it received, or a "
-        "parameter: a gradient is collected there, so it must stay as it is. Compute a new tensor (x = x + 1 in place "
-        f"of x += 1, relu without inplace=True), or change x.clone(). Torch says: {error}"
+        f"parameter: a gradient is collected there. Compute a new tensor, or change x.clone(). Torch says: {error}"
     )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    short = text if len(text) <= 60 else f"{text[:57]}..."
-    return short if value is None else f"{type(value).__name__} {short}"
 
 
 def modules_of(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -216,13 +216,8 @@ class StageRunner:
         loss: torch.Tensor | None,
         part: Slice | None,
     ) -> None:
-        if loss is not None:
+        if loss is not None or not payloads:  # a last stage
             check_loss(loss, self.number, self._name(microbatch))
-        elif not payloads:
-            raise PlanMismatchError(
-                f"the forward of stage {self.number} returned no loss for microbatch {self._name(microbatch)}, and "
-                "nothing consumes its output; a last stage returns Forwarded({}, loss), or runs in eval()"
-            )
         roots: list[Sequence[Root | None]] = []
         for index in self._answered:
             payload = payloads[index]
@@ -251,9 +246,8 @@ class StageRunner:
             edges = ", ".join(str(queue.edge) for queue in self.gradients_in)
             raise StageOutputError(
                 f"stage {self.number} has parameters that require grad ({name}), but none of the outputs of its "
-                f"{self.num_microbatches} microbatches does, and edge {edges} is to carry gradients back: they would "
-                "be dropped, and nothing learned. Look for detach(), no_grad() or a reentrant checkpoint in the "
-                "forward; to train nothing here, freeze the parameters, or declare the edge with backward=False"
+                f"{self.num_microbatches} microbatches does, and edge {edges} carries gradients back: look for "
+                "detach() or no_grad(), or freeze the parameters"
             )
 
     def _require_splittable(self, path: Iterable[Node]) -> None:
@@ -278,7 +272,7 @@ class StageRunner:
         if before is not None and before() is tensor:
             raise StageOutputError(
                 f"stage {self.number} returned one tensor as the output of two microbatches, which is freed after the "
-                "first send; return a new one (output.clone()) for each microbatch, or set deallocate_outputs=False"
+                "first send; return output.clone(), or set deallocate_outputs=False"
             )
         self._outputs[id(tensor)] = weakref.ref(tensor)
 
@@ -345,9 +339,8 @@ class StageRunner:
             if live.part is None:
                 raise
             raise StageInputError(
-                f"stage {self.number} checkpoints activations, whose backward of slice {self._name(microbatch)} in "
-                "halves would recompute them twice; run a schedule with whole backwards, such as seq1f1b, or "
-                "checkpoint nothing that reads keys and values"
+                f"stage {self.number} checkpoints activations that read keys and values, and its backward of slice "
+                f"{self._name(microbatch)} in halves would recompute them twice; seq1f1b has whole backwards"
             ) from error
         for leaf, gradient in zip(read, found[len(inputs) :], strict=True):
             if gradient is not None:
@@ -381,16 +374,12 @@ class StageRunner:
             loss = live.loss
             if self.loss_scale is not None:
                 loss = self.loss_scale(loss)
-                check_loss(loss, self.number, self._name(microbatch), scaled=True)
+                check_loss(loss, self.number, self._name(microbatch), what="loss_scale(loss)")
             roots.append(get_gradient_edge(loss))
             gradients.append(torch.ones_like(loss))
         for box, ends in zip(self.gradients_in, live.roots, strict=True):
             payload = box.take(microbatch)
             arrived = (payload,) if isinstance(payload, torch.Tensor) else flatten(payload)
-            if len(arrived) != len(ends):
-                raise PlanMismatchError(
-                    f"edge {box.edge} carried {len(ends)} tensors forward, but {len(arrived)} gradients came back"
-                )
             for root, gradient in zip(ends, arrived, strict=True):
                 if root is None or gradient is None:
                     continue

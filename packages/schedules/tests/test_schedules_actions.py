@@ -77,15 +77,15 @@ def test_tokens(token, kind, stage, microbatch, edge, group, direction):
         ("3G7", "'G' is not a kind of action; the kinds are F, B, I, W, SEND_F"),
         ("3SEND_F7<4", "'3SEND_F7<4' points the wrong way; a SEND_F is written with '>'"),
         ("4RECV_F7>3", "a RECV_F is written with '<'"),
-        ("3F", "a F of stage 3 has no microbatch"),
-        ("3SEND_F7", "a SEND_F of stage 3 has no edge"),
-        ("3F7>4", "a F of stage 3 names edge 3>4, which it does not take"),
-        ("3F7@g", "a F of stage 3 names group g, which it does not take"),
-        ("3REDUCE7", "a REDUCE of stage 3 names microbatch 7, which it does not take"),
-        ("3COLLECTIVE7", "has no group"),
-        ("3COLLECTIVE>4@g", "a COLLECTIVE along edge 3>4 of stage 3 has no microbatch"),
-        ("4SEND_F7>3", "edge 4>3 of a SEND_F does not ascend"),
-        ("3SEND_F7>3", "edge 3>3 of a SEND_F does not ascend"),
+        ("3F", "3F: a F needs microbatch"),
+        ("3SEND_F7", "3SEND_F7: a SEND_F needs edge"),
+        ("3F7>4", "3F7>4: a F takes no edge"),
+        ("3F7@g", "3F7@g: a F takes no group"),
+        ("3REDUCE7", "3REDUCE7: a REDUCE takes no microbatch"),
+        ("3COLLECTIVE7", "3COLLECTIVE7: a COLLECTIVE needs group"),
+        ("3COLLECTIVE>4@g", "3COLLECTIVE>4@g: a COLLECTIVE needs microbatch"),
+        ("4SEND_F7>3", "a SEND_F of stage 4 names edge 4>3; edges ascend"),
+        ("3SEND_F7>3", "a SEND_F of stage 3 names edge 3>3; edges ascend"),
     ],
 )
 def test_a_bad_token_says_what_would_be_right(token, message):
@@ -97,7 +97,7 @@ def test_a_bad_token_says_what_would_be_right(token, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("F", 0, 0), "'F' is not a kind of action"),
+        (("G", 0, 0), "'G' is not a kind of action"),
         ((ActionKind.F, -1, 0), "stage of a F is -1; it must be an integer of at least 0"),
         ((ActionKind.F, True, 0), "stage of a F is True; it must be an integer of at least 0"),
         ((ActionKind.F, 0, -1), "microbatch of a F is -1; it must be an integer of at least 0"),
@@ -106,9 +106,18 @@ def test_a_bad_token_says_what_would_be_right(token, message):
             (ActionKind.SEND_F, 0, 0, (0, 1)),
             "edge of a SEND_F is (0, 1) (tuple); it must be an Edge",
         ),
-        ((ActionKind.SEND_F, 1, 0, Edge(0, 1)), "a SEND_F along edge 0>1 belongs to stage 0, not to stage 1"),
-        ((ActionKind.SEND_B, 0, 0, Edge(0, 1)), "a SEND_B along edge 0>1 belongs to stage 1, not to stage 0"),
-        ((ActionKind.COLLECTIVE, 2, 0, Edge(0, 1), "g"), "belongs to stage 0 or 1, not to stage 2"),
+        (
+            (ActionKind.SEND_F, 1, 0, Edge(0, 1)),
+            "a SEND_F of stage 1 names edge 0>1; edges ascend, and its end is stage 0",
+        ),
+        (
+            (ActionKind.SEND_B, 0, 0, Edge(0, 1)),
+            "a SEND_B of stage 0 names edge 0>1; edges ascend, and its end is stage 1",
+        ),
+        (
+            (ActionKind.COLLECTIVE, 2, 0, Edge(0, 1), "g"),
+            "a COLLECTIVE of stage 2 names edge 0>1; edges ascend, and its end is stage 0 or 1",
+        ),
         ((ActionKind.REDUCE, 0, None, None, "a b"), "group of a REDUCE is 'a b'; it must be a group name"),
     ],
 )

@@ -154,7 +154,7 @@ def test_edges_in_json():
         ('{"latency": {"1>0": 1}}', r"latency names the edge '1>0'"),
         ('{"F": 1' + "0" * 400 + "}", r"F is inf; a cost is finite"),
         ('{"F": ' + "9" * 5000 + "}", r"F is inf; a cost is finite"),
-        ("[" * 200_000, r"costs are no JSON \(line 1, column 1\): found .*; expected brackets that nest less deeply"),
+        ("[" * 200_000, r"costs are no JSON \(line 1, column 1\): found .*; expected JSON .brackets nest too deeply"),
     ],
 )
 def test_bad_json_is_refused(text, message):

@@ -79,7 +79,7 @@ MISTAKES = {
     "a placement on a string": (
         PlanError,
         lambda: compute_plan([[]], graph=1, placement=["0"], num_microbatches=1),
-        "placement\\[0\\]\\[0\\] is '0'; it must be an integer",
+        "placement\\[0\\] is '0'; it must be one position from 0, or several",
     ),
     "a chain of nothing": (ModuleGraphError, lambda: chain(0), "num_stages is 0; it must be an integer of at least 1"),
     "an action as text": (
@@ -92,8 +92,12 @@ MISTAKES = {
         lambda: compute_plan([Action(ActionKind.F, 0, 0)], graph=1, placement=[0], num_microbatches=1),
         "positions is .*; it must be a list with the steps of each position",
     ),
-    "a kind as text": (PlanError, lambda: Action("F", 0, 0), "'F' is not a kind of action; the kinds are F, B, I, W"),
-    "a group's position alone": (PlanError, lambda: Group("g", 0), "Group.positions is 0; it must be a list or tuple"),
+    "a kind that is none": (
+        PlanError,
+        lambda: Action("f", 0, 0),
+        "'f' is not a kind of action; the kinds are F, B, I, W",
+    ),
+    "a group of nothing": (PlanError, lambda: Group("g", []), "Group.positions is .*; it must be one position from 0"),
     "a generator that was not called": (PlanError, lambda: verify(gpipe), "plan is <function gpipe.*give a Plan, such"),
     "nothing to lower": (PlanError, lambda: lower(None), "plan is None; give a Plan"),
     "a word for receives": (PlanError, lambda: lower(PLAN, receives="now"), "receives is 'now'; .*'late' or 'early'"),
@@ -124,9 +128,9 @@ MISTAKES = {
     "a plan to write": (TimelineError, lambda: write_svg(PLAN, "x.svg"), "give timeline"),
     "no room": (TimelineError, lambda: ascii_timeline(timeline(PLAN), width=0), "width is 0; it must be an integer"),
     "no scale": (TimelineError, lambda: scaled(timeline(PLAN), 0, unit="s"), "factor is 0; "),
-    "a path for text": (PlanError, lambda: from_text(Path("plan.txt")), "give the plan's text itself"),
-    "a path for CSV": (PlanError, lambda: from_csv(Path("plan.csv")), "give the plan's text itself"),
-    "a path for JSON": (PlanError, lambda: from_json(Path("plan.json")), "give the JSON itself"),
+    "a path for text": (PlanError, lambda: from_text(Path("plan.txt")), "it must be the text itself"),
+    "a path for CSV": (PlanError, lambda: from_csv(Path("plan.csv")), "it must be the text itself"),
+    "a path for JSON": (PlanError, lambda: from_json(Path("plan.json")), "it must be the text itself"),
     "a generator to write": (PlanError, lambda: to_text(gpipe), "plan is <function gpipe.*give a Plan, such"),
     "a position too far": (
         PlanError,
@@ -136,7 +140,7 @@ MISTAKES = {
     "a stage too far": (
         PlanError,
         lambda: Plan(positions=[[]], graph=chain(1), placement=[1], num_microbatches=1),
-        "stage 0 is placed on position 1; the plan has positions 0..0",
+        "stage 0 is placed on position 1; the plan has 0..0",
     ),
 }
 

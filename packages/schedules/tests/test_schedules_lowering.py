@@ -262,7 +262,7 @@ def test_batches_match_one_to_one_between_positions():
         (
             forward_only(2, 2),
             {"tied": {"t": [0]}},
-            "group 't' ties stage 0, which is forward_only",
+            "group 't' ties stage 0; trained are none",
         ),
         (
             one_f_one_b(3, 2),

@@ -35,21 +35,23 @@ def test_plans_are_values():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": []}, "the plan has no positions"),
-        ({"positions": [[()]]}, "a batch is empty"),
+        ({"positions": []}, "stage 0 is placed on position 0; the plan has none"),
+        ({"positions": [[()]]}, "[] is no batch"),
         ({"positions": [["0F0"]]}, "step '0F0' is neither an Action nor a batch of Actions"),
         ({"positions": [[3]]}, "step 3 is neither an Action nor a batch of Actions"),
         ({"positions": [[("0F0",)]]}, "step ('0F0',) (tuple) is neither an Action nor a batch of Actions"),
-        ({"positions": [[(forward(0, 0), SEND)]]}, "0F0 is in a batch; only messages and collectives are batched"),
+        (
+            {"positions": [[(forward(0, 0), SEND)]]},
+            "[0F0 0SEND_F0>1] is no batch; messages and collectives are batched",
+        ),
         ({"placement": [0, 0]}, "the placement covers 2 stages and the graph has 1"),
-        ({"placement": [1]}, "stage 0 is placed on position 1; the plan has positions 0..0"),
-        ({"placement": [()]}, "stage 0 is placed on []; name one or more positions, each once"),
-        ({"placement": [(0, 0)]}, "stage 0 is placed on [0, 0]"),
+        ({"placement": [1]}, "stage 0 is placed on position 1; the plan has 0..0"),
+        ({"placement": [()]}, "placement[0] is () (tuple); it must be one position from 0, or several"),
         ({"num_microbatches": 0}, "Plan.num_microbatches is 0; it must be an integer of at least 1"),
         ({"num_microbatches": 2.0}, "num_microbatches is 2.0"),
-        ({"forward_only": [1]}, "forward_only names stage 1; the graph has stages 0..0"),
+        ({"forward_only": [1]}, "forward_only names stage 1; the graph has 0..0"),
         ({"groups": [Group("g", [1])]}, "group 'g' names position 1"),
-        ({"groups": [Group("g", [0]), Group("g", [0])]}, "group 'g' has the name of another group"),
+        ({"groups": [Group("g", [0]), Group("g", [0])]}, "group 'g': another group has g as well"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes, message):
@@ -74,7 +76,7 @@ def test_group_names_are_words(name):
 
 
 def test_a_group_has_members():
-    with pytest.raises(PlanError, match="name one or more, each once"):
+    with pytest.raises(PlanError, match="it must be one position from 0, or several"):
         Group("g", [])
 
 
@@ -84,13 +86,13 @@ def test_a_group_has_members():
         ([Group("g", [0, 1], edges=[Edge(0, 2)])], "group 'g' names edge 0>2; the graph has 0>1, 1>2"),
         (
             [Group("g", [0, 1], edges=[Edge(0, 1)]), Group("h", [0, 1], edges=[Edge(0, 1)])],
-            "group 'h' carries edge 0>1, as group 'g' does; choose one",
+            "group 'h': another group has 0>1 as well",
         ),
-        ([Group("g", [0, 1], tied=[3])], "group 'g' ties stage 3; the plan has stages 0..2"),
-        ([Group("g", [0, 1, 2], tied=[0, 1])], "group 'g' has positions [0, 1, 2] and ties stages of [0, 1] alone"),
-        ([Group("g", [0, 1], tied=[0, 2])], "group 'g' has positions [0, 1] and ties stages of [0, 2] alone"),
-        ([Group("g", [0], tied=[0, 2])], "group 'g' has positions [0] and its stages lie on [0, 2]; it needs all"),
-        ([Group("g", [0, 1], edges=[Edge(1, 2)])], "group 'g' has positions [0, 1] and its stages lie on [1, 2]"),
+        ([Group("g", [0, 1], tied=[3])], "group 'g' ties stage 3; trained are 0, 1, 2"),
+        ([Group("g", [0, 1, 2], tied=[0, 1])], "group 'g' has positions [0, 1, 2]; its tied stages lie on [0, 1]"),
+        ([Group("g", [0, 1], tied=[0, 2])], "group 'g' has positions [0, 1]; its tied stages lie on [0, 2]"),
+        ([Group("g", [0], tied=[0, 2])], "group 'g' has positions [0]; its tied stages lie on [0, 2]"),
+        ([Group("g", [0, 1], edges=[Edge(1, 2)])], "group 'g' has positions [0, 1]; its stages lie on [1, 2]"),
     ],
 )
 def test_a_group_fits_what_it_carries(groups, message):
@@ -102,6 +104,11 @@ def test_a_group_fits_what_it_carries(groups, message):
 def test_a_batch_of_one_is_that_action():
     plan = evolve(small(), positions=[[(SEND,), (forward(0, 0),)]])
     assert plan.positions == ((SEND, forward(0, 0)),)
+
+
+def test_positions_of_a_stage_and_of_a_group_are_a_set():
+    plan = small(placement=[(0, 0)], groups=[Group("g", [0, 0])])
+    assert plan == small(placement=[0], groups=[Group("g", 0)])
 
 
 def test_lanes_join_positions_and_are_created_in_one_order():

@@ -69,8 +69,8 @@ def test_a_slice_is_part_of_an_action(token, action):
 def test_a_slice_belongs_to_a_microbatch(token):
     with pytest.raises(PlanError):
         parse_action(token)
-    with pytest.raises(PlanError, match="of no microbatch"):
-        Action(ActionKind.REDUCE, 3, slice=1)
+    with pytest.raises(PlanError, match="a COLLECTIVE takes no slice"):
+        Action(ActionKind.COLLECTIVE, 3, group="g", slice=1)
 
 
 @pytest.mark.parametrize("make", SCHEDULES)
@@ -89,27 +89,29 @@ def test_slices_are_those_of_the_table_without_a_header_line():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("slices 3\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "line 1: 3 slices are declared and the table has 2"),
-        ("slices 2\n0: 0F0.0 0F0.1 0B0.1 0B0", "found '0B0'; expected a slice in 0..1 after the microbatch"),
-        ("slices 1\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "found '0F0.0'; expected a microbatch alone: there are no slices"),
-        ("slices 2\n0: 0F0.0 0F0.2 0B0.1 0B0.0", "found '0F0.2'; expected a slice in 0..1"),
-        ("modules a:1 b:1\nedges a>b\n0: 0F0.0 0F0.1\n1: 1F0.0 1F0.1", "slices are for a single module"),
+        ("slices 3\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "line 1: the table has actions of 2 of 3 slices"),
+        ("slices 2\n0: 0F0.0 0F0.1 0B0.1 0B0", "line 1: 0B0 names slice None; microbatches are cut into 2"),
+        ("slices 1\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "line 1: 0F0.0 names slice 0; microbatches are cut into 1"),
+        ("slices 2\n0: 0F0.0 0F0.2 0B0.1 0B0.0", "line 1: 0F0.2 names slice 2; microbatches are cut into 2"),
+        (
+            "modules a:1 b:1\nedges a>b\n0: 0F0.0 0F0.1\n1: 1F0.0 1F0.1",
+            "microbatches of modules a, b are cut into 2 slices; slices are for one",
+        ),
     ],
 )
 def test_a_wrong_slice_is_pointed_at(text, error):
     with pytest.raises(PlanError) as caught:
         from_text(text)
-    message = str(caught.value)
-    assert error in message or error.replace("found '0F0.0'", "") in message
+    assert error in str(caught.value)
 
 
 def test_a_plan_made_by_hand_names_slices_throughout_or_not_at_all():
     graph = ModuleGraph({"model": 1})
     whole = [[Action(F, 0, 0), Action(B, 0, 0)]]
     sliced = [[Action(F, 0, 0, slice=0), Action(B, 0, 0, slice=0)]]
-    with pytest.raises(PlanError, match=r"0F0 names no slice; microbatches are cut into 2"):
+    with pytest.raises(PlanError, match=r"0F0 names slice None; microbatches are cut into 2"):
         Plan(positions=whole, graph=graph, placement=[0], num_microbatches=1, num_slices=2)
-    with pytest.raises(PlanError, match=r"0F0\.0 names slice 0; microbatches are not cut"):
+    with pytest.raises(PlanError, match=r"0F0\.0 names slice 0; microbatches are cut into 1"):
         Plan(positions=sliced, graph=graph, placement=[0], num_microbatches=1)
 
 

@@ -238,30 +238,23 @@ def _takes(kind: ActionKind, *, along_edge: bool) -> tuple[set[str], set[str]]:
 
 
 def _check_fields(action: Action) -> None:
-    kind, edge = action.kind, action.edge
-    if not isinstance(kind, ActionKind):
-        raise PlanError(f"{shown(kind)} is not a kind of action; the kinds are {', '.join(ActionKind)}")
+    object.__setattr__(action, "kind", ActionKind(action.kind))
+    kind, stage = action.kind, action.stage
     for name, rule in _FIELDS.items():
         object.__setattr__(action, name, checked(getattr(action, name), rule, f"{name} of a {kind}", PlanError))
-    stage, named = action.stage, {name: getattr(action, name) for name in ("microbatch", "edge", "group")}
+    edge, named = action.edge, {name for name in _FIELDS if name != "stage" and getattr(action, name) is not None}
     needed, possible = _takes(kind, along_edge=edge is not None)
-    for name, value in named.items():
-        if value is None and name in needed:
-            raise PlanError(f"a {kind}{'' if edge is None else f' along edge {edge}'} of stage {stage} has no {name}")
-        if value is not None and name not in needed | possible:
-            raise PlanError(f"a {kind} of stage {stage} names {name} {value}, which it does not take")
-    if action.slice is not None and action.microbatch is None:
-        raise PlanError(f"a {kind} of stage {stage} names slice {action.slice} of no microbatch")
-    if edge is None:
-        return
-    if edge.source >= edge.destination:
-        raise PlanError(f"edge {edge} of a {kind} does not ascend; stages are numbered the way activations flow")
-    ends = [edge.source, edge.destination]
-    if kind in MESSAGES:
-        ends = [edge.source if kind.is_at_source else edge.destination]
-    if stage not in ends:
-        where = " or ".join(map(str, ends))
-        raise PlanError(f"a {kind} along edge {edge} belongs to stage {where}, not to stage {stage}")
+    possible |= {"slice"} & named if "microbatch" in named else set()
+    if not needed <= named <= needed | possible:
+        lacks, more = ", ".join(sorted(needed - named)), ", ".join(sorted(named - needed - possible))
+        raise PlanError(f"{action}: a {kind} {f'needs {lacks}' if lacks else f'takes no {more}'}")
+    if edge is not None:
+        ends = [edge.source, edge.destination]
+        if kind in MESSAGES:
+            ends = [edge.source if kind.is_at_source else edge.destination]
+        if edge.source >= edge.destination or stage not in ends:
+            where = " or ".join(map(str, ends))
+            raise PlanError(f"a {kind} of stage {stage} names edge {edge}; edges ascend, and its end is stage {where}")
 
 
 def forward(stage: int, microbatch: int) -> Action:

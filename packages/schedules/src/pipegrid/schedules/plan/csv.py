@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from attrs import evolve
+
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.parts import chain, step_text
+from pipegrid.schedules.plan.parts import Text, chain, step_text
 from pipegrid.schedules.plan.plan import Plan, header_lines, require_plan
-from pipegrid.schedules.plan.text import Reader, lines_of
-from pipegrid.schedules.plan.tokens import Token, tokens
-from pipegrid.topology.fields import Count, checked
+from pipegrid.schedules.plan.text import Reader
+from pipegrid.schedules.plan.tokens import Token
+from pipegrid.topology.fields import Count, checked_arguments
 
 _PEERLESS = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}", re.ASCII)
 _NEXT = {"SEND_F": (">", 1), "RECV_F": ("<", -1), "SEND_B": (">", -1), "RECV_B": ("<", 1)}
@@ -35,7 +37,8 @@ def to_csv(plan: Plan) -> str:
     return "\n".join([*header, *rows]) + "\n"
 
 
-def from_csv(text: str, *, num_microbatches: int | None = None, num_stages: int | None = None) -> Plan:
+@checked_arguments(PlanError)
+def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: Count | None = None) -> Plan:
     """Read CSV, one row per position, written by `to_csv` or by torch.
 
     ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
@@ -45,17 +48,15 @@ def from_csv(text: str, *, num_microbatches: int | None = None, num_stages: int 
         PlanSyntaxError: line and column, what was found, what was expected.
         PlanError: the parts contradict each other; the line where known.
     """
-    for name, size in (("num_microbatches", num_microbatches), ("num_stages", num_stages)):
-        checked(size, Count | None, name, PlanError)
     reader = Reader(num_stages=num_stages, num_microbatches=num_microbatches)
-    lines = lines_of(text)
+    lines = text.splitlines()
     while lines and not lines[-1].strip():
         lines.pop()  # an empty line in the middle is a position that does nothing; at the end it is no row
     for number, line in enumerate(lines, start=1):
         if line.startswith("#:"):
-            reader.add_header(tokens(line, line_number=number, start=2))
+            reader.add_header(Token(line[2:], number, 3))
         elif not line.startswith("#"):
-            reader.add_position(Token(str(len(reader.rows)), number, 1), _cells(line, number))
+            reader.add_position(_steps(line, number))
     return reader.plan(num_lines=len(lines) + 1)
 
 
@@ -81,22 +82,17 @@ def _is_implied_by_its_table(plan: Plan) -> bool:
     )
 
 
-def _cells(line: str, line_number: int) -> Iterator[Token]:
-    """The tokens of a row of CSV."""
+def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
+    """The steps of a row of CSV."""
     column = 1
     for cell in line.split(","):
-        pair = _OVERLAP.fullmatch(cell)
-        if pair is not None:
+        if (pair := _OVERLAP.fullmatch(cell)) is not None:
             for part in (1, 2):
-                yield Token(pair[part], line_number, column + pair.start(part))
-        elif "OVERLAP" in cell:
-            start = len(cell) - len(cell.lstrip())
-            raise Token(cell.strip(), line_number, column + start).error(
-                "a cell of its own for each step; a pair is written (4F5;3B0)OVERLAP_F_B"
-            )
+                word = Token(pair[part], line_number, column + pair.start(part))
+                yield word, [word]
         else:
-            for match in re.finditer(r"\S+", cell):
-                yield Token(_with_peer(match[0]), line_number, column + match.start())
+            for step, words in Token(cell, line_number, column).steps():
+                yield step, [evolve(word, text=_with_peer(word.text)) for word in words]
         column += len(cell) + 1
 
 

@@ -18,7 +18,7 @@ from attrs import frozen
 from pipegrid.schedules.errors import PlanError, PlanFieldError, PlanSyntaxError
 from pipegrid.schedules.plan.actions import Action, parse_action
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
-from pipegrid.schedules.plan.parts import Group, Step, as_step
+from pipegrid.schedules.plan.parts import Group, Step, Text, as_step
 from pipegrid.schedules.plan.plan import Plan, require_plan
 from pipegrid.schedules.plan.tokens import parse_edge
 from pipegrid.topology.fields import Count, checked, shown
@@ -83,25 +83,23 @@ def from_json(text: str) -> Plan:
         raise PlanFieldError(f"{error.path}: {error}", path=error.path) from None
 
 
-def load_json(text: Any) -> Any:
+def load_json(text: str) -> Any:
     """The document that ``text`` holds; an integer of more than 300 digits becomes a float.
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
         PlanError: ``text`` is not a string.
     """
-    if not isinstance(text, str):
-        raise PlanError(f"text is {shown(text)}; give the JSON itself, such as Path(...).read_text()")
+    checked(text, Text, "text", PlanError)
+    line, column, at, what = 1, 1, 0, "brackets nest too deeply"
     try:
         return json.loads(text, parse_int=_bounded_int)
     except json.JSONDecodeError as error:
-        found = repr(text[error.pos : error.pos + 12]) if error.pos < len(text) else "the end"
-        what = error.msg.removeprefix("Expecting ")
-        expected = f"a {'JSON ' if what == 'value' else ''}{what}" if what != error.msg else f"JSON ({error.msg})"
-        raise PlanSyntaxError(line=error.lineno, column=error.colno, found=found, expected=expected) from None
+        line, column, at, what = error.lineno, error.colno, error.pos, error.msg
     except RecursionError:
-        start = f"{text[:12]!r}..."
-        raise PlanSyntaxError(line=1, column=1, found=start, expected="brackets that nest less deeply") from None
+        pass
+    found = repr(text[at : at + 12]) if at < len(text) else "the end"
+    raise PlanSyntaxError(line=line, column=column, found=found, expected=f"JSON ({what})")
 
 
 def _bounded_int(text: str) -> int | float:
@@ -127,11 +125,9 @@ def _plan(document: _Document) -> Plan:
     count = checked(document.microbatches, Count, "microbatches", PlanError)
     graph = module_graph(document.modules, document.edges)
     actions = list(_actions(document.positions))
-    if not actions:
-        raise PlanFieldError("no position does anything", path="positions")
     slices = checked(document.slices, Count, "slices", PlanError)
-    check_extent((action for _, action in actions), graph, count, slices)
-    expected = expectation(graph, count, document.groups, slices)
+    check_extent([action for _, action in actions], graph, count, slices)
+    expected = expectation(graph, count, document.groups)
     for path, action in actions:
         if (instead := expected(action)) is not None:
             raise PlanFieldError(
@@ -165,33 +161,25 @@ def _converter() -> Converter:
 
     converter = Converter(forbid_extra_keys=True)
 
-    def step(value: Any, _: Any) -> Step:
-        return as_step(converter.structure(value, tuple[Action, ...])) if isinstance(value, list) else _action(value)
+    def action(value: Any, _: Any) -> Action:
+        return parse_action(_exactly(value, str))
 
-    converter.register_structure_hook(int, _integer)
-    converter.register_structure_hook(str, _string)
-    converter.register_structure_hook(Action, lambda value, _: _action(value))
-    converter.register_structure_hook(Edge, lambda value, _: parse_edge(_string(value)))
+    def step(value: Any, _: Any) -> Step:
+        return as_step(converter.structure(value, tuple[Action, ...])) if isinstance(value, list) else action(value, _)
+
+    converter.register_structure_hook(int, _exactly)
+    converter.register_structure_hook(str, _exactly)
+    converter.register_structure_hook(Action, action)
+    converter.register_structure_hook(Edge, lambda value, _: parse_edge(_exactly(value, str)))
     converter.register_structure_hook_func(lambda kind: kind == Step, step)
     return converter
 
 
-def _integer(value: Any, _: Any = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise PlanError(f"{shown(value)} is not an integer")
+def _exactly(value: Any, kind: type) -> Any:
+    """``value``, which is of ``kind``: nothing is converted."""
+    if type(value) is not kind:
+        raise PlanError(f"{shown(value)} is not {'an integer' if kind is int else 'a string'}")
     return value
-
-
-def _string(value: Any, _: Any = None) -> str:
-    if not isinstance(value, str):
-        raise PlanError(f"{shown(value)} is not a string")
-    return value
-
-
-def _action(value: Any) -> Action:
-    if not isinstance(value, str):
-        raise PlanError(f'{shown(value)} is not an action such as "3F7"')
-    return parse_action(value)
 
 
 def _fault_text(error: BaseException, kind: Any) -> str:

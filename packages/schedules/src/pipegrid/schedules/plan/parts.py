@@ -5,20 +5,36 @@ A *step* is one action, or a batch (a tuple) of messages and collectives that ar
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules.errors import PlanError, PlanFieldError
 from pipegrid.schedules.plan.actions import ALONE, Action, GroupName
-from pipegrid.topology.fields import Count, Index, checked, checked_fields, shown
+from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, index_of, instance, shown
 from pipegrid.transport.edge import Direction, Edge
 
 Step: TypeAlias = Action | tuple[Action, ...]
 """One action, or a batch of at least two communications that are issued together."""
+
+Text: TypeAlias = Annotated[str, instance(str, "the text itself, such as Path(...).read_text()")]
+"""The text of a plan; a path is a common mistake."""
+
+
+def _places(value: Any) -> tuple[int, ...]:
+    try:
+        places = {index_of(place) for place in ((value,) if index_of(value) is not None else value)}
+    except TypeError:  # no sequence
+        places = set()
+    if not places or any(place is None or place < 0 for place in places):
+        raise ValueError
+    return tuple(sorted(place for place in places if place is not None))
+
+
+Places: TypeAlias = Annotated[tuple[int, ...], Rule(_places, "one position from 0, or several")]
+"""Positions, ascending."""
 
 
 def ascending(value: Any) -> Any:
@@ -38,16 +54,9 @@ class Group:
     """
 
     name: GroupName
-    positions: tuple[Index, ...] = field(converter=ascending)
+    positions: Places = field(converter=ascending)
     edges: tuple[Edge, ...] = field(converter=ascending, default=())
     tied: tuple[Index, ...] = field(converter=ascending, default=())
-
-    def __attrs_post_init__(self) -> None:
-        if not self.positions or len(set(self.positions)) != len(self.positions):
-            raise PlanFieldError(
-                f"group {self.name!r} has positions {list(self.positions)}; name one or more, each once",
-                path="positions",
-            )
 
 
 def _direction_key(direction: Direction) -> str:
@@ -103,17 +112,11 @@ def as_step(step: Action | Iterable[Action]) -> Step:
     Raises:
         PlanError: something else, an empty batch, or a batch with a compute, a sharding action or a copy to the host.
     """
-    if type(step) is tuple:
-        batch = step
-    else:
-        batch = (step,) if isinstance(step, Action) or not isinstance(step, Iterable) else tuple(step)
-    for action in batch:
-        if type(action) is not Action:
-            raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
-        if action.kind in ALONE and len(batch) > 1:
-            raise PlanError(f"{action} is in a batch; only messages and collectives are batched")
-    if not batch:
-        raise PlanError("a batch is empty; leave it out")
+    batch = tuple(step) if isinstance(step, Iterable) else (step,)
+    if not all(type(action) is Action for action in batch):
+        raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
+    if len(batch) != 1 and (not batch or any(action.kind in ALONE for action in batch)):
+        raise PlanError(f"{step_text(batch)} is no batch; messages and collectives are batched, and nothing else")
     return batch[0] if len(batch) == 1 else batch
 
 
@@ -123,10 +126,7 @@ def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...],
     Raises:
         PlanError: something else.
     """
-    stages: Any = value
-    with contextlib.suppress(TypeError):  # left to the check
-        stages = [(places,) if isinstance(places, int) else ascending(places) for places in value]
-    placement: tuple[tuple[int, ...], ...] = checked(stages, tuple[tuple[Index, ...], ...], "placement", PlanError)
+    placement: tuple[tuple[int, ...], ...] = checked(value, tuple[Places, ...], "placement", PlanError)
     return placement
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from attrs import field, frozen
@@ -66,10 +66,8 @@ class Plan:
 
     def __attrs_post_init__(self) -> None:
         require_graph(self.graph)
-        if not self.positions:
-            raise PlanFieldError("the plan has no positions; it needs at least one", path="positions")
-        _check_placement(self)
-        _check_forward_only(self)
+        require_placed(self.placement, self.graph)
+        _check_stages(self)
         _check_groups(self)
         _check_slices(self)
 
@@ -230,111 +228,78 @@ def require_position(position: object, plan: Plan) -> None:
     Raises:
         PlanError: names the position and the range.
     """
-    if isinstance(position, bool) or not isinstance(position, int) or position not in range(plan.num_positions):
+    if position not in range(plan.num_positions):
         raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{plan.num_positions - 1}")
 
 
 # How the parts of a plan must fit each other
 
 
-def _check_placement(plan: Plan) -> None:
-    require_placed(plan.placement, plan.graph)
-    for stage, positions in enumerate(plan.placement):
-        if not positions or len(set(positions)) != len(positions):
-            raise PlanFieldError(
-                f"stage {stage} is placed on {list(positions)}; name one or more positions, each once",
-                path=f"placement[{stage}]",
-            )
-        if positions[-1] >= plan.num_positions:
-            raise PlanFieldError(
-                f"stage {stage} is placed on position {positions[-1]}; the plan has positions "
-                f"0..{plan.num_positions - 1}",
-                path=f"placement[{stage}]",
-            )
+def _check_known(what: str, named: Iterable[object], has: str, known: Collection[object], path: str) -> None:
+    for one in named:
+        if one not in known:
+            listed = f"0..{len(known) - 1}" if isinstance(known, range) and known else ", ".join(map(str, known))
+            raise PlanFieldError(f"{what} {one}; {has} {listed or 'none'}", path=path)
 
 
-def _check_forward_only(plan: Plan) -> None:
-    last = plan.graph.num_stages - 1
-    for stage in plan.forward_only:
-        if stage > last:
-            raise PlanFieldError(
-                f"forward_only names stage {stage}; the graph has stages 0..{last}", path="forward_only"
-            )
-    for stage in range(last + 1):
+def _check_stages(plan: Plan) -> None:
+    """Raise unless every stage lies on positions of the plan, and a gradient comes to each that is trained."""
+    positions, stages = range(plan.num_positions), range(plan.num_stages)
+    for stage, places in enumerate(plan.placement):
+        what = f"stage {stage} is placed on position"
+        _check_known(what, places, "the plan has", positions, f"placement[{stage}]")
+    _check_known("forward_only names stage", plan.forward_only, "the graph has", stages, "forward_only")
+    for stage in stages:
         after = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
-        if stage not in plan.forward_only and after and all(s in plan.forward_only for s in after):
+        if stage not in plan.forward_only and after and all(other in plan.forward_only for other in after):
             raise PlanFieldError(
                 f"stage {stage} is trained, but all stages that it feeds ({', '.join(map(str, after))}) are "
-                "forward_only, so no gradient comes back to it; make it forward_only too, or one of them not",
+                "forward_only, so no gradient comes back to it",
                 path="forward_only",
             )
 
 
 def _check_groups(plan: Plan) -> None:
-    names: set[str] = set()
-    carriers: dict[Edge, str] = {}
+    """Raise unless names and edges are of one group each, which has the positions of its stages."""
+    taken: set[object] = set()
+    trained = [stage for stage in range(plan.num_stages) if stage not in plan.forward_only]
+    positions, edges = range(plan.num_positions), plan.graph.stage_edges
     for number, group in enumerate(plan.groups):
-
-        def fault(text: str, part: str, number: int = number, name: str = group.name) -> PlanFieldError:
-            return PlanFieldError(f"group {name!r} {text}", path=f"groups[{number}].{part}")
-
-        if group.name in names:
-            raise fault("has the name of another group; every name must be unique", "name")
-        names.add(group.name)
-        if group.positions[-1] >= plan.num_positions:
-            raise fault(
-                f"names position {group.positions[-1]}; the plan has positions 0..{plan.num_positions - 1}", "positions"
-            )
-        for stage in group.tied:
-            if stage >= plan.num_stages:
-                raise fault(f"ties stage {stage}; the plan has stages 0..{plan.num_stages - 1}", "tied")
-            if stage in plan.forward_only:
-                raise fault(f"ties stage {stage}, which is forward_only and has no gradient to reduce", "tied")
-        for edge in group.edges:
-            if edge not in plan.graph.stage_edges:
-                known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
-                raise fault(f"names edge {edge}; the graph has {known}", "edges")
-            if carriers.setdefault(edge, group.name) != group.name:
-                raise fault(f"carries edge {edge}, as group {carriers[edge]!r} does; choose one", "edges")
-        holders = {place for stage in group.tied for place in plan.placement[stage]}
-        if holders and not holders.issuperset(group.positions):
-            raise fault(
-                f"has positions {list(group.positions)} and ties stages of {sorted(holders)} alone; a position without "
-                "a tied stage has nothing to reduce",
-                "positions",
-            )
+        what, path = f"group {group.name!r}", f"groups[{number}]"
+        _check_known(f"{what} names position", group.positions, "the plan has", positions, f"{path}.positions")
+        _check_known(f"{what} ties stage", group.tied, "trained are", trained, f"{path}.tied")
+        _check_known(f"{what} names edge", group.edges, "the graph has", edges, f"{path}.edges")
+        for own in (group.name, *group.edges):
+            if own in taken:
+                raise PlanFieldError(f"{what}: another group has {own} as well", path=f"{path}.name")
+            taken.add(own)
         ends = {stage for edge in group.edges for stage in (edge.source, edge.destination)}
-        needed = holders | {place for stage in ends for place in plan.placement[stage]}
-        if not needed.issubset(group.positions):
-            raise fault(
-                f"has positions {list(group.positions)} and its stages lie on {sorted(needed)}; it needs all of these",
-                "positions",
+        tied, joined = ({place for stage in stages for place in plan.placement[stage]} for stages in (group.tied, ends))
+        # A position without a tied stage has nothing to reduce; one beside those of an edge only joins the call.
+        if not tied | joined <= {*group.positions} <= (tied or {*group.positions}):
+            raise PlanFieldError(
+                f"{what} has positions {list(group.positions)}; its {'tied ' if tied else ''}stages lie on "
+                f"{sorted(tied or joined)}",
+                path=f"{path}.positions",
             )
 
 
 def _check_slices(plan: Plan) -> None:
+    """Raise unless microbatches are cut over a single module, and every action of one names a slice."""
     count = plan.num_slices
     if count > 1 and len(plan.graph.modules) > 1:
         raise PlanFieldError(
-            f"microbatches are cut into {count} slices over the modules {', '.join(plan.graph.order)}; slices are for "
-            "a single module",
+            f"microbatches of modules {', '.join(plan.graph.order)} are cut into {count} slices; slices are for one",
             path="slices",
         )
     if count == 1 and not _names_slices(plan):
         return
-    numbers = range(count)
-    for position in range(plan.num_positions):
-        for action in plan.actions(position):
-            if action.slice is None:
-                if count > 1 and action.microbatch is not None:
-                    raise PlanFieldError(
-                        f"{action} names no slice; microbatches are cut into {count}: write a slice of "
-                        f"0..{count - 1}, as in 0F0.{count - 1}",
-                        path="slices",
-                    )
-            elif count == 1 or action.slice not in numbers:
-                cut = f"cut into {count}, 0..{count - 1}" if count > 1 else "not cut into slices (num_slices is 1)"
-                raise PlanFieldError(f"{action} names slice {action.slice}; microbatches are {cut}", path="slices")
+    slices = range(count) if count > 1 else (None,)
+    for action in (action for position in range(plan.num_positions) for action in plan.actions(position)):
+        if action.microbatch is not None and action.slice not in slices:
+            raise PlanFieldError(
+                f"{action} names slice {action.slice}; microbatches are cut into {count}", path="slices"
+            )
 
 
 def _names_slices(plan: Plan) -> bool:

@@ -395,9 +395,9 @@ def test_a_completion_that_fails_after_a_step_fails_the_check():
     bridge = Bridge()
     runtime = PipelineRuntime(PLAN, {0: Stage()}, bridge)
     runtime.step()
-    bridge.waits.unasked.append((DeviceWork(ended=True), [0, 1]))
+    bridge.waits.pending.add([0, 1], DeviceWork(ended=True))
     runtime.check()
-    bridge.waits.unasked.append((DeviceWork(ended=True, error=RuntimeError("connection lost")), [0, 1]))
+    bridge.waits.pending.add([0, 1], DeviceWork(ended=True, error=RuntimeError("connection lost")))
     for _ in range(2):
         with pytest.raises(PipelineError, match="CompletionError: .*connection lost"):
             runtime.check()

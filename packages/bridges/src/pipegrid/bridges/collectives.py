@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +14,9 @@ from attrs import define, field
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.transport.backends import NcclTicket, lift_timeout
+from pipegrid.transport.collectives import PendingCollectives, abort_together
 from pipegrid.transport.streams import has_streams
+from pipegrid.transport.transfers import BACKSTOP_SECONDS
 
 _LOOK_SECONDS = 0.05  # how often a wait of the host looks whether its communicator has ended
 
@@ -26,12 +26,13 @@ _POLL_SECONDS = 0.0001
 def own_groups(
     specs: Iterable[GroupSpec], *, backend: str | None, deadline: float, timeout: timedelta | None = None
 ) -> dict[GroupSpec, dist.ProcessGroup]:
-    """Create and connect groups for waits of ``deadline`` seconds; ``timeout`` is the groups' own, by default as long.
+    """Create and connect groups for waits of ``deadline`` seconds; ``timeout`` is the groups' own, by default longer.
 
-    On a device torch's watchdog ends the process some time after a group's timeout, so that is put far beyond the
-    deadline, whose error comes first.
+    Past a group's own timeout gloo fails a collective as if a rank had died, and torch's watchdog ends a process with a
+    device: the error of the deadline must come first.
     """
-    groups = create_groups(specs, backend=backend, timeout=timeout or timedelta(seconds=deadline))
+    own = timeout or timedelta(seconds=deadline + BACKSTOP_SECONDS)
+    groups = create_groups(specs, backend=backend, timeout=own)
     for group in groups.values():
         if timeout is None and dist.get_backend(group) != "gloo":
             lift_timeout(group)
@@ -50,7 +51,8 @@ class CollectiveWaits:
         task: what did not happen where a wait fails, with {} for the other ranks.
         failure: an error beside the collectives that may be the cause; None while there is none.
         ended: why the communicator was ended.
-        unasked: collectives that a stream was ordered after, with their ranks: a wait returns for failed ones, too.
+        pending: collectives that a stream was ordered after, with their ranks.
+        lost: the first of those that failed, with its error.
         stuck: a wait failed, so that a collective may be under way that never ends unless it is aborted.
     """
 
@@ -61,7 +63,8 @@ class CollectiveWaits:
     task: str
     failure: Callable[[], object | None] = lambda: None
     ended: str | None = None
-    unasked: deque[tuple[Any, Sequence[int]]] = field(factory=deque)
+    pending: PendingCollectives[Sequence[int]] = field(factory=PendingCollectives)
+    lost: tuple[Sequence[int], RuntimeError] | None = None
     stuck: bool = False
 
     def end(self, reason: str) -> None:
@@ -98,13 +101,13 @@ class CollectiveWaits:
                     raise self.error(ranks, late)
             work.wait()
             if in_streams:
-                self.unasked.append((work, ranks))
+                self.pending.add(ranks, work)
             if self.ended is not None:  # NCCL calls an aborted collective done: its stream goes on, without the data
                 raise self.error(ranks, f"the communicator was ended here: {self.ended}")
         except RuntimeError as error:
             if isinstance(error, CompletionError):
                 raise
-            raise self._lost(ranks, error) from error
+            raise self._error_of_lost(ranks, error) from error
 
     def check(self) -> None:
         """Raise if a collective that was waited for on a device has ended with an error.
@@ -112,16 +115,12 @@ class CollectiveWaits:
         Raises:
             CompletionError: it has.
         """
-        while self.unasked:
-            work, ranks = self.unasked[0]
-            try:
-                if not NcclTicket((work,)).done():
-                    return
-            except RuntimeError as error:
-                raise self._lost(ranks, error) from error
-            self.unasked.popleft()
+        self.lost = self.lost or self.pending.failed()
+        if self.lost is not None:
+            ranks, error = self.lost
+            raise self._error_of_lost(ranks, error) from error
 
-    def _lost(self, ranks: Sequence[int], error: Exception) -> CompletionError:
+    def _error_of_lost(self, ranks: Sequence[int], error: Exception) -> CompletionError:
         return self.error(ranks, f"a rank died, or its connection was closed ({_first_line(error)})")
 
     def error(self, ranks: Sequence[int], cause: str) -> CompletionError:
@@ -175,22 +174,9 @@ def close_groups(
     destroy_groups(groups)
 
 
-def abort_groups(
-    groups: Iterable[dist.ProcessGroup], *, beside: Callable[[], None] = lambda: None, seconds: float = 2.0
-) -> None:
-    """End the collectives under way in all ``groups`` at once, while ``beside`` runs; wait for at most ``seconds``.
+def abort_groups(groups: Iterable[dist.ProcessGroup], *, beside: Callable[[], None] = lambda: None) -> None:
+    """End the collectives under way in all ``groups`` at once, while ``beside`` runs; wait for 2 s at most.
 
-    An abort may wait for kernels of groups that are not aborted yet, so each has a thread. Waits over gloo are short
-    ones, which look for themselves whether their communicator has ended.
+    Waits over gloo are short ones, which look for themselves whether their communicator has ended.
     """
-    threads = [
-        threading.Thread(target=group.abort, name="pipegrid-abort", daemon=True)
-        for group in groups
-        if dist.get_backend(group) != "gloo"
-    ]
-    for thread in threads:
-        thread.start()
-    beside()
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    abort_together([group for group in groups if dist.get_backend(group) != "gloo"], beside=beside)

@@ -151,7 +151,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
-    chunk = model[-1] if model and isinstance(model, (list, tuple)) else model
+    chunk = model[-1] if isinstance(model, (list, tuple)) and model else model
     inner = chunk
     while inner is not None and not all(isinstance(getattr(inner, name, None), list) for name in _BUFFERS):
         inner = getattr(inner, "module", None)

@@ -83,7 +83,7 @@ MISTAKES = {
         lambda: compile_layers(stage_of(), compile="halves"),
         "compile is 'halves'; it must be 'whole' or 'split'",
     ),
-    "no input": (CutError, lambda: run([None]), "stage 1 has received nothing; call set_input_tensor with the output"),
+    "no input": (CutError, lambda: run([None]), "stage 1 has received nothing; call set_input_tensor"),
     "modules without a name": (
         CutError,
         lambda: run({"images": torch.ones(1, 4)}),
@@ -97,7 +97,7 @@ MISTAKES = {
     "a stage for its ties": (
         CutError,
         lambda: tie(stage_of(), stage_of(), HyperCommGrid([1, 1], ["dp", "pp"], world_size=1)),
-        "ties is a Stage; give the ties of a stage, stage.ties",
+        "ties is a Stage; give stage.ties",
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -23,67 +23,44 @@ class Held:
     dtype: str
 
 
-def require_equal(outcome: str, what: str, values: Sequence[Any]) -> None:
-    """All values are equal.
+def require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: str = "") -> None:
+    """Ranks that have a value under the same name have the same value.
+
+    Args:
+        outcome: of a difference, the first words of its text.
+        of_ranks: the values of each rank, by name.
+        hint: the end of the text.
 
     Raises:
         CheckpointMismatchError: two differ.
     """
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise CheckpointMismatchError(
-                f"{outcome}: {what} must be equal on all ranks; it is {values[0]!r:.200} on rank 0 and "
-                f"{value!r:.200} on rank {rank}"
-            )
-
-
-def require_equal_replicas(outcome: str, sums: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> None:
-    """Ranks that hold the same box of a tensor hold the same values.
-
-    Args:
-        outcome: of a failure, the first words of its text.
-        sums: of each rank the checksums of its boxes.
-
-    Raises:
-        CheckpointMismatchError: two hold different ones: copies that have drifted apart, or plain tensors that are
-            shards of one.
-    """
-    known: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-    for rank, of_rank in enumerate(sums):
-        for box, checksum in of_rank.items():
-            other, first = known.setdefault(box, (rank, checksum))
-            if checksum != first:
+    known: dict[str, tuple[int, Any]] = {}
+    for rank, values in enumerate(of_ranks):
+        for name, value in values.items():
+            first, other = known.setdefault(name, (rank, value))
+            if value != other:
                 raise CheckpointMismatchError(
-                    f"{outcome}: ranks {other} and {rank} hold different values of {box[0]}, of which one is "
-                    "stored. Copies must be equal, and a shard of a tensor must be a DTensor; "
-                    "Checkpoints(replicas='first') stores the copy of the lowest rank"
+                    f"{outcome}: {name} must be equal on all ranks; it is {other!r:.200} on rank {first} and "
+                    f"{value!r:.200} on rank {rank}{hint}"
                 )
 
 
-def require_whole_names(outcome: str, tables: Sequence[Sequence[Held]]) -> None:
+def require_whole_names(outcome: str, tables: Sequence[Iterable[Held]]) -> None:
     """Every name is that of one tensor of the whole model: on one stage, or on several that are tied.
-
-    Args:
-        outcome: of a failure, the first words of its text.
-        tables: what each rank holds.
 
     Raises:
         CheckpointMismatchError: two stages of a module have a tensor with the same name, which is then local to each;
             or two ranks have different shapes or types of one tensor.
     """
-    known: dict[tuple[str, str], tuple[int, Held]] = {}
-    for rank, table in enumerate(tables):
-        for held in table:
-            other_rank, other = known.setdefault((held.module, held.name), (rank, held))
-            if held.stage != other.stage and not (held.tied and other.tied):
-                raise CheckpointMismatchError(
-                    f"{outcome}: module {held.module!r}: stage {other.stage} on rank {other_rank} and stage "
-                    f"{held.stage} on rank {rank} both have {held.name!r}, so the name is local to a stage. A "
-                    "checkpoint has names of the whole model: give names=whole_names(...), or "
-                    "ties=... where it is one parameter"
-                )
-            if (held.shape, held.dtype) != (other.shape, other.dtype):
-                raise CheckpointMismatchError(
-                    f"{outcome}: module {held.module!r}: {held.name!r} has shape {list(other.shape)} and dtype "
-                    f"{other.dtype} on rank {other_rank}, and {list(held.shape)} and {held.dtype} on rank {rank}"
-                )
+    forms = [
+        {
+            f"{held.name!r} of module {held.module!r}": (
+                "tied" if held.tied else f"stage {held.stage}",
+                list(held.shape),
+                held.dtype,
+            )
+            for held in table
+        }
+        for table in tables
+    ]
+    require_equal(outcome, forms, "; names are those of the whole model: give names=whole_names(...), or ties=...")

@@ -64,9 +64,9 @@ class Checkpoints:
         self._worker: threading.Thread | None = None
         atexit.register(_finish, weakref.ref(self))
         checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
-        settings = self._job.gather((self.keep, replicas))
-        agreement.require_equal(f"{self.directory} is not used", "keep and replicas", settings)
-        self._job.first(f"{self.directory} is not used", lambda: folder.clean(self.directory))
+        outcome = f"{self.directory} is not used"
+        agreement.require_equal(outcome, self._job.gather({"keep": self.keep, "replicas": replicas}))
+        self._job.first(outcome, lambda: folder.clean(self.directory))
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, the newest first."""

@@ -84,9 +84,7 @@ def reached() -> Iterator[None]:
     except RuntimeError as error:  # of the process group
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(
-            f"a rank of the job is gone, or does not save and load as the others do: {error}"
-        ) from error
+        raise CheckpointError(f"a rank of the job is gone, or does not save and load: {error}") from error
 
 
 def _told(error: Exception) -> tuple[type[CheckpointError], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from attrs import frozen
 
 from pipegrid.training.checkpoint import agreement
-from pipegrid.training.checkpoint.agreement import Held
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.saving import PLAN
 from pipegrid.training.checkpoint.state import optimizer, random_state
@@ -50,7 +49,7 @@ class LoadedCheckpoint:
 
 def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
     """As `Checkpoints.load`."""
-    agreement.require_equal("nothing is loaded", "the step", job.gather(step))
+    agreement.require_equal("nothing is loaded", job.gather({"the step": step}))
     names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.saved_in(directory)])
     if step is not None:
         there = [one for one, _ in names]
@@ -95,12 +94,15 @@ def verified(job: Job, path: Path) -> Manifest:
 
 def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]) -> LoadedCheckpoint:
     what = f"{path.name} is not loaded"
-    made: list[Inventory] = []
+    made: list[tuple[Inventory, optimizer.GroupOptions]] = []
     job.together(what, lambda: made.append(_fitting(state, found)))
-    inventory = made[0]
+    inventory, options = made[0]
     tables = job.gather(inventory.held)
     agreement.require_whole_names(what, tables)
-    _require_all_held(what, found, tables)
+    held = {f"model/{one.module}/{one.name}" for table in tables for one in table}
+    unused = [key for key in found.tensors if key.startswith("model/") and key not in held]
+    if unused:
+        raise CheckpointMismatchError(f"{what}: no rank has the tensors {_some(unused)} of the checkpoint")
     owners = inventory.owners
     targets, states = optimizer.prepared(state.optimizers, owners, found)
     same = tuple(stages_of(table) for table in tables) == found.ranks
@@ -113,7 +115,7 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
     with torch.no_grad():
         dcp.load(path, {**inventory.tensors(), **targets, **randoms}, job.group)
     optimizer.restore_states(states)
-    optimizer.restore_groups(state.optimizers, owners, found.groups)
+    optimizer.restore_groups(options)
     if state.scaler is not None and found.scaler is not None:
         state.scaler.load_state_dict(from_plain(found.scaler))
     data = from_plain(found.data)
@@ -135,34 +137,21 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
     )
 
 
-def _fitting(state: TrainingState, found: Manifest) -> Inventory:
-    """What the state has, all of which the checkpoint can fill; its parameter groups as well."""
+def _fitting(state: TrainingState, found: Manifest) -> tuple[Inventory, optimizer.GroupOptions]:
+    """What the state has, all of which the checkpoint can fill, and the options of its parameter groups."""
     inventory = Inventory(state)
     for held in inventory.held:
         entry = found.tensors.get(f"model/{held.module}/{held.name}")
-        if entry is None:
+        stored = None if entry is None else (entry.dtype, list(entry.shape))
+        if stored != (held.dtype, list(held.shape)):
+            there = stored or _some(key for key in found.tensors if key.startswith(f"model/{held.module}/"))
             raise CheckpointMismatchError(
-                f"stage {held.stage} of module {held.module!r} has {held.name!r}, and the checkpoint has not; it has "
-                f"{_some(key.split('/', 2)[2] for key in found.tensors if key.startswith(f'model/{held.module}/'))}"
+                f"stage {held.stage} of module {held.module!r} has {held.name!r} as {(held.dtype, list(held.shape))}, "
+                f"and the checkpoint has {there}"
             )
-        if (entry.shape, entry.dtype) != (held.shape, held.dtype):
-            raise CheckpointMismatchError(
-                f"{held.name!r} of module {held.module!r} has shape {list(held.shape)} and dtype {held.dtype}, and in "
-                f"the checkpoint {list(entry.shape)} and {entry.dtype}"
-            )
-    optimizer.require_groups(state.optimizers, inventory.owners, found.groups)
-    return inventory
+    return inventory, optimizer.group_options(state.optimizers, inventory.owners, found.groups)
 
 
-def _require_all_held(what: str, found: Manifest, tables: Sequence[Sequence[Held]]) -> None:
-    held = {f"model/{one.module}/{one.name}" for table in tables for one in table}
-    unused = [key for key in found.tensors if key.startswith("model/") and key not in held]
-    if unused:
-        raise CheckpointMismatchError(
-            f"{what}: no rank has the tensors {_some(key.removeprefix('model/') for key in unused)} of the checkpoint"
-        )
-
-
-def _some(names: Any) -> str:
-    listed = list(names)
+def _some(names: Iterable[str]) -> str:
+    listed = [name.removeprefix("model/") for name in names]
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} others" if len(listed) > 3 else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,38 +44,39 @@ class Saver:
         self._agree(shot, what)
         shot.snapshot.wait()
         if self._replicas == "equal":
-            agreement.require_equal_replicas(what, self._job.gather(shot.checksums()))
-        made: list[Path] = []
-        try:
-            path = self._begin(step, made, what)
+            agreement.require_equal(
+                what,
+                self._job.gather(shot.checksums()),
+                "; a shard of a tensor must be a DTensor, and replicas='first' stores one of unequal copies",
+            )
+        with ExitStack() as undo:
+            path = self._begin(step, undo, what)
             self._write_files(path, shot, what)
             self._job.first(what, lambda: folder.publish(path, step))
-        except BaseException:
-            for aside in made:
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
+            undo.pop_all()
         self._job.first(f"step {step} is saved, but older ones remain", self._prune)
 
     def _agree(self, shot: Shot, what: str) -> None:
         """Compare what must be equal, before the first byte."""
-        told = self._job.gather((shot.step, shot.data, hash((shot.held, repr(shot.settings)))))
-        agreement.require_equal(what, "the step", [step for step, *_ in told])
-        agreement.require_equal(what, "the data position", [data for _, data, _ in told if data is not None])
-        hashes = [digest for *_, digest in told]
+        position = {} if shot.data is None else {"the data position": shot.data}
+        told = self._job.gather(({"the step": shot.step} | position, hash((shot.held, repr(shot.settings)))))
+        agreement.require_equal(what, [values for values, _ in told])
+        hashes = [digest for _, digest in told]
         if hashes == self._agreed:
             return
         tables = self._job.gather((shot.held, shot.settings))
-        for at, thing in enumerate(("the plan", "the grids", "the layout")):
-            agreement.require_equal(what, thing, [settings[at] for _, settings in tables])
+        settings = ("the plan", "the grids", "the layout")
+        agreement.require_equal(what, [dict(zip(settings, values, strict=True)) for _, values in tables])
         agreement.require_whole_names(what, [held for held, _ in tables])
         self._agreed = hashes
 
-    def _begin(self, step: int, made: list[Path], what: str) -> Path:
-        """A folder aside, which every rank sees."""
+    def _begin(self, step: int, undo: ExitStack, what: str) -> Path:
+        """A folder aside, which every rank sees; ``undo`` removes it."""
 
         def begin() -> str:
-            made.append(folder.begin(self._directory, step))
-            return made[0].name
+            made = folder.begin(self._directory, step)
+            undo.callback(shutil.rmtree, made, ignore_errors=True)
+            return made.name
 
         path = self._directory / self._job.first(what, begin)
         self._job.together(what, lambda: _require_seen(path))
@@ -116,10 +118,7 @@ def _require_seen(path: Path) -> None:
     until = time.monotonic() + _SEEN_WITHIN
     while not path.is_dir():
         if time.monotonic() > until:
-            raise CheckpointError(
-                f"{path.parent} is not the directory of the first rank, which has made {path.name} in it; all ranks "
-                "share one directory"
-            )
+            raise CheckpointError(f"{path} of the first rank does not exist here; all ranks share one directory")
         time.sleep(0.05)
 
 

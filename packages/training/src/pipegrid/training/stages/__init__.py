@@ -4,7 +4,7 @@ from pipegrid.training.stages.assignment import Assignment, Tie, assign
 from pipegrid.training.stages.compile import compile_layers
 from pipegrid.training.stages.dropout import DropoutMasks
 from pipegrid.training.stages.names import Names, find_names
-from pipegrid.training.stages.slices import sequence_slices
+from pipegrid.training.stages.slice_batches import sequence_slices
 from pipegrid.training.stages.stage import Stage, cut
 from pipegrid.training.stages.ties import tie, ties_of
 

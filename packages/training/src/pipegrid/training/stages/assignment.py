@@ -97,8 +97,8 @@ def assign(model: nn.Module, layout: PipelineParallelLayerLayout, names: Names) 
     for earlier, later in pairwise(ordered):
         if stage_of_layer[earlier] > stage_of_layer[later]:
             raise CutError(
-                f"layout {layout.short_text()} has layer {later} on stage {stage_of_layer[later]}, before {earlier} on "
-                f"stage {stage_of_layer[earlier]}; layers run in the order {', '.join(kinds)}"
+                f"layout {layout.short_text()} has {later} on an earlier stage than {earlier}; layers run in the order "
+                f"{', '.join(kinds)}"
             )
     places = _Places(names, tuple(kinds.values()), stage_of_layer, layout)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -123,7 +123,7 @@ def _kinds(layout: PipelineParallelLayerLayout, lists: Mapping[str, tuple[str, .
     if len(found) > 1:
         raise CutError(
             f"layout {layout.short_text()} has layers of the kinds {', '.join(map(str, found))}, and the model has one "
-            "list of layers; use one kind, or give names=Names(layers={kind: list, ...})"
+            "list of layers; give names=Names(layers={kind: list, ...})"
         )
     return {found[0] if found else LayerType.decoder: lists[ONLY]}
 
@@ -166,10 +166,7 @@ class _Places:
             beside = (i + 1 for i, path in enumerate(self._paths) if within(name, [_parent(path)]))
             passed = next(beside, len(self._paths))
         elif any(within(path, [_parent(name)]) or not _parent(name) for path in self._paths):
-            raise CutError(
-                f"{name} is a parameter beside the layers, and registration does not tell whether it is used before or "
-                f"after them; name it in Names(embedding=...) or Names(head=...)"
-            )
+            raise CutError(f"{name} is beside the layers; name it in Names(embedding=...) or Names(head=...)")
         if passed == 0:
             return self._first
         if passed == len(self._lists):

@@ -19,10 +19,7 @@ ONLY: Final = "layers"
 def _by_kind(layers: str | Mapping[str, str]) -> Mapping[str, str]:
     by_kind = {ONLY: layers} if isinstance(layers, str) else layers
     if not isinstance(by_kind, Mapping):
-        raise CutError(
-            f"Names.layers is {shown(layers)}; it must be the dotted name of a list of layers, or a dict of such names "
-            "by kind of layer"
-        )
+        raise CutError(f"Names.layers is {shown(layers)}; it must be the dotted name of a list of layers, or a dict")
     return MappingProxyType(dict(by_kind))
 
 
@@ -75,17 +72,16 @@ def find_names(model: nn.Module) -> Names:
     """The first row of the table whose lists of layers the model has.
 
     Raises:
-        CutError: none; the text has the names that were looked for, and the lists that the model has.
+        CutError: none; the text has the lists that the model has.
     """
     lists = {name for name, _ in _lists(model)}
     for names in TABLE:
         if set(names.layers.values()) <= lists:
             return names
-    wanted = ", ".join(" with ".join(names.layers.values()) for names in TABLE)
     there = ", ".join(f"{name} ({len(list(part.children()))})" for name, part in _lists(model)) or "none"
     raise CutError(
-        f"{type(model).__name__} has its layers under none of the names {wanted}; its lists of modules are: {there}. "
-        "Give names=Names(layers=...)"
+        f"{type(model).__name__} has its layers under no name of Hugging Face's; its lists of modules are: {there}; "
+        "give names=Names(layers=...)"
     )
 
 
@@ -114,8 +110,7 @@ def layers_of(model: nn.Module, path: str) -> tuple[str, ...]:
     lists = dict(_lists(model))
     if path not in lists:
         raise CutError(
-            f"{type(model).__name__} has no list of modules {path!r}; its lists are {', '.join(lists) or 'none'}. Give "
-            "names=Names(layers=...)"
+            f"{type(model).__name__} has no list of modules {path!r}; its lists are {', '.join(lists) or 'none'}"
         )
     return tuple(f"{path}.{key}" for key, _ in lists[path].named_children())
 

@@ -104,39 +104,29 @@ def cut(
         raise CutError(f"stage is {stage!r}; a rank has each of its stages once")
     if output is not None and not callable(output):
         raise CutError(f"output is {shown(output)}; give a function from what the model returns to what is sent")
-    for number in stages:
-        if number >= len(layout.stages):
-            raise CutError(
-                f"stage is {number}; layout {layout.short_text()} has the stages 0..{len(layout.stages) - 1}"
-            )
+    if max(stages, default=0) >= len(layout.stages):
+        raise CutError(f"stage is {stage}; layout {layout.short_text()} has the stages 0..{len(layout.stages) - 1}")
 
     def assigned(whole: nn.Module) -> Assignment:
         assignment = assign(whole, layout, find_names(whole) if names is None else given_names(whole, names))
         for number in stages:
             if not allow_empty and not assignment.parameters(number):
                 raise CutError(
-                    f"stage {number} of layout {layout.short_text()} has no parameters, so its optimizer has nothing "
-                    "to train; move a layer to it, or pass allow_empty=True"
+                    f"stage {number} of layout {layout.short_text()} has no parameters; move a layer to it, or pass "
+                    "allow_empty=True"
                 )
         return assignment
 
     if not isinstance(model, nn.Module):
         model = build(model, lambda whole: {name for n in stages for name in assigned(whole).parameters(n)})
     assignment = assigned(model)
-    _require_values(model, assignment, stages)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and assignment.stage_of_parameter[name] in stages:
+            raise CutError(f"{name} is on the meta device; pass a function that makes the model on a CPU")
     made = [
         Stage(model, assignment, number, module=module, output=output, config=config, carry=carry) for number in stages
     ]
     return made if several else made[0]
-
-
-def _require_values(model: nn.Module, assignment: Assignment, stages: Sequence[int]) -> None:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_meta and assignment.stage_of_parameter[name] in stages:
-            raise CutError(
-                f"{name} is on the meta device and has no values; pass a function that makes the model on a CPU, "
-                "cut(lambda: Model(config), ...): it keeps the parameters of the stage only"
-            )
 
 
 class Stage(nn.Module):
@@ -178,7 +168,11 @@ class Stage(nn.Module):
         self.current_slice: Slice | None = None
         self._output, self.assignment = output, assignment
         self._flow = _Flow.of(whole, assignment, number)
-        self._carry = _carried_names(carry, whole, self._flow.accepted)
+        self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
+        for name in self._carry:
+            if name not in self._flow.accepted:
+                takes = ", ".join(self._flow.accepted)
+                raise CutError(f"carry has {name!r}, and the forward of {type(whole).__name__} takes {takes}")
         self.train(model.training)
 
     @property
@@ -221,14 +215,11 @@ class Stage(nn.Module):
             if self.module not in received:
                 raise CutError(
                     f"stage {self.number} has received from {', '.join(map(repr, received))}, and its own module is "
-                    f"{self.module!r}; give cut(..., module=...) the module's name in the graph"
+                    f"{self.module!r}; give cut(..., module=...)"
                 )
             received = received[self.module]
         if received is None and not self.is_first:
-            raise CutError(
-                f"stage {self.number} has received nothing; call set_input_tensor with the output of stage "
-                f"{self.number - 1} first (the step functions do)"
-            )
+            raise CutError(f"stage {self.number} has received nothing; call set_input_tensor, as the step functions do")
         carried: tuple[Any, ...] = ()
         if self._carry:
             kwargs, args = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}, ()
@@ -286,14 +277,6 @@ class Stage(nn.Module):
         return False
 
 
-def _carried_names(carry: Sequence[str], whole: nn.Module, accepted: Sequence[str]) -> tuple[str, ...]:
-    names = (carry,) if isinstance(carry, str) else tuple(carry)
-    for name in names:
-        if name not in accepted:
-            raise CutError(f"carry has {name!r}, and the forward of {type(whole).__name__} takes {', '.join(accepted)}")
-    return names
-
-
 class _Flow:
     """What is sent between stages, and how a forward begins and ends on a stage.
 
@@ -322,10 +305,7 @@ class _Flow:
         if assignment.held(number) and not flow.last:
             flow.leaves = whole.get_submodule(assignment.held(number)[-1])
         if encoders and "encoder_outputs" not in flow.accepted:
-            raise CutError(
-                f"{type(whole).__name__} has an encoder and a decoder, and its forward takes no encoder_outputs; "
-                "decoder stages need it to skip the encoder"
-            )
+            raise CutError(f"{type(whole).__name__} has an encoder, and its forward takes no encoder_outputs")
         return flow
 
     def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -100,12 +100,10 @@ class ForeignPart(Foreign):
         """
         if not self.earlier:
             if self.run.left is None:
-                raise CutError(
-                    f"{self.name} is placed after the layers and runs before them; name it in Names(embedding=...)"
-                )
+                raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")
             raise Leave
         if self.run.entered:
-            raise CutError(f"{self.name} is placed before the layers and runs after them; name it in Names(head=...)")
+            raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
         device = self.run.hidden().device
         with torch.no_grad():
             made = self.__dict__["ghost"](*mapped(_to_meta, args), **mapped(_to_meta, kwargs))

@@ -59,7 +59,7 @@ def tie(
         TyingError: as `tie_parameters`.
     """
     if isinstance(ties, nn.Module):
-        raise CutError(f"ties is a {type(ties).__name__}; give the ties of a stage, stage.ties, or ties_of(...)")
+        raise CutError(f"ties is a {type(ties).__name__}; give stage.ties, or ties_of(...)")
     own = {stage.number: stage for stage in ([stages] if isinstance(stages, Stage) else stages)}
     first = 0 if graph is None or module is None else graph.stage(module, 0)
     made = []
@@ -75,8 +75,8 @@ def tie(
             continue
         if len({id(copy) for copy in copies.values()}) > 1:
             raise CutError(
-                f"{each.name} is on the stages {sorted(copies)} of this rank as {len(copies)} parameters; cut all "
-                "stages of a rank in one call, cut(model, layout, [0, 3]), which shares it"
+                f"{each.name} is {len(copies)} parameters on the stages {sorted(copies)} of this rank; cut them in one "
+                "call, cut(model, layout, [0, 3])"
             )
         places = tuple(dict.fromkeys(placement[stage] for stage in each.stages))
         if len(places) > 1:

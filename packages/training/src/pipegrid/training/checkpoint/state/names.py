@@ -63,13 +63,10 @@ def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dic
         layers: by the path of a list of layers, the global id of each of its layers.
 
     Raises:
-        CheckpointError: a list has another number of layers, or does not exist.
+        CheckpointError: a list has another number of layers.
     """
     for path, ids in layers.items():
-        try:
-            held = len(list(stage.get_submodule(path).children()))
-        except AttributeError:
-            raise CheckpointError(f"{type(stage).__name__} has no list of layers {path!r}") from None
+        held = len(list(stage.get_submodule(path).children()))
         if held != len(ids):
             raise CheckpointError(f"{path} has {held} layers, and {len(ids)} global ids: {list(ids)}")
 
@@ -100,8 +97,7 @@ def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[
     if len(listed) == 1 and grids is not None and module in grids:
         return {grids[module].coords(resolve_rank()).get("pp", 0): listed[0]}
     raise CheckpointError(
-        f"module {module!r} has {len(listed)} stages on this rank without numbers; pass them by number, "
-        f"stages={{{module!r}: {{0: ..., 3: ...}}}}"
+        f"module {module!r} has {len(listed)} stages on this rank without numbers; pass {{0: ..., 3: ...}}"
     )
 
 
@@ -121,8 +117,8 @@ def slots_of(
     extra = sorted(name for name in saved if name.endswith("_extra_state"))
     if extra:
         raise CheckpointError(
-            f"module {module!r} stage {number} has {extra[0]} in its state_dict, and a checkpoint would lose it: "
-            "parameters and buffers are stored. Make it a buffer, or keep it in TrainingState(data=...)"
+            f"module {module!r} stage {number} has {extra[0]} in its state_dict, and a checkpoint would lose it; make "
+            "it a buffer"
         )
     tied = {own: tie.name for tie in ties for at, own in zip(tie.stages, tie.names, strict=True) if at == number}
     by_id: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
@@ -195,7 +191,7 @@ class TrainingState:
         found: list[Slot] = []
         for module, held in self.stages.items():
             if "/" in module:
-                raise CheckpointError(f"a module is called {module!r}; names of modules have no '/'")
+                raise CheckpointError(f"a module is called {module!r}; names have no '/'")
             for number, stage in numbered(module, held, self.grids).items():
                 ties = self.ties.get(module, getattr(stage, "ties", ()))
                 found.extend(slots_of(module, number, stage, self.names.get(stage), ties))

@@ -36,8 +36,7 @@ def owner_of(parameter: Tensor, owners: Owners, number: int) -> tuple[str, str]:
         return owners[id(parameter)]
     except KeyError:
         raise CheckpointError(
-            f"optimizer {number} has a parameter of shape {list(parameter.shape)} that is in no stage of this rank; "
-            "an optimizer's parameters must be those of the stages"
+            f"optimizer {number} has a parameter of shape {list(parameter.shape)} that is in no stage of this rank"
         ) from None
 
 
@@ -78,7 +77,7 @@ def merged(of_ranks: Sequence[Sequence[GroupEntry]]) -> tuple[GroupEntry, ...]:
         for name in group.parameters:
             if found[place_of.setdefault(name, at)].options != group.options:
                 raise CheckpointMismatchError(
-                    f"the optimizers of two ranks have different options for {name[1]} of module {name[0]!r}: "
+                    f"two ranks have different options for {name[1]} of module {name[0]!r}: "
                     f"{found[place_of[name]].options} and {group.options}"
                 )
             names[at][name] = None
@@ -88,27 +87,18 @@ def merged(of_ranks: Sequence[Sequence[GroupEntry]]) -> tuple[GroupEntry, ...]:
     )
 
 
-def require_groups(optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]) -> None:
-    """Every parameter group can be restored.
+GroupOptions = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Parameter groups, each with the options that it was saved with."""
+
+
+def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]) -> GroupOptions:
+    """The saved options of every parameter group: those of its parameters.
+
+    A group without parameters on this rank has those of the saved group in the same place.
 
     Raises:
         CheckpointMismatchError: a parameter that no saved optimizer had, or a group of parameters with two options.
     """
-    _options(optimizers, owners, saved)
-
-
-def restore_groups(optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]) -> None:
-    """Give every parameter group the options that its parameters were saved with.
-
-    A group without parameters on this rank takes those of the saved group in the same place.
-    """
-    for group, options in _options(optimizers, owners, saved):
-        group.update({option: from_plain(value) for option, value in options.items()})
-
-
-def _options(
-    optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     of_name = {name: group for group in saved for name in group.parameters}
     found = []
     for number, optimizer in enumerate(optimizers):
@@ -116,6 +106,12 @@ def _options(
             entry = _saved_group(group, number, index, owners, of_name, saved)
             found.append((group, {} if entry is None else entry.options))
     return found
+
+
+def restore_groups(options: GroupOptions) -> None:
+    """Give every parameter group the options that it was saved with."""
+    for group, saved in options:
+        group.update({option: from_plain(value) for option, value in saved.items()})
 
 
 def _saved_group(
@@ -129,19 +125,13 @@ def _saved_group(
     names = [owner_of(parameter, owners, number) for parameter in group["params"]]
     if not names:
         return next((one for one in saved if (one.optimizer, one.index) == (number, index)), None)
-    unknown = [name for name in names if name not in of_name]
-    if unknown:
-        module, parameter_name = unknown[0]
-        raise CheckpointMismatchError(
-            f"{parameter_name} of module {module!r} is in group {index} of optimizer {number}, and the checkpoint has "
-            "no options for it"
-        )
-    first = of_name[names[0]]
+    first = of_name.get(names[0])
     for name in names:
-        if of_name[name].options != first.options:
+        own = of_name.get(name)
+        if own is None or first is None or own.options != first.options:
             raise CheckpointMismatchError(
-                f"group {index} of optimizer {number} has {names[0][1]} and {name[1]}, which were saved with different "
-                f"options: {first.options} and {of_name[name].options}; make groups that differ so"
+                f"group {index} of optimizer {number} has {names[0][1]}, saved with the options "
+                f"{first and first.options}, and {name[1]}, saved with {own and own.options}"
             )
     return first
 

@@ -44,10 +44,14 @@ class Shot:
     settings: tuple[str | None, Any, Any]
     held: tuple[Held, ...]
 
-    def checksums(self) -> dict[tuple[str, tuple[int, ...]], int]:
-        """Of all that is equal on replicas: parameters and optimizer states. A buffer may be its rank's own."""
+    def checksums(self) -> dict[str, int]:
+        """By key and offset, of all that is equal on replicas: parameters and optimizer states, not buffers."""
         buffers = {f"model/{one.module}/{one.name}" for one in self.held if not one.parameter}
-        return {box: checksum for box, checksum in self.snapshot.checksums().items() if box[0] not in buffers}
+        return {
+            f"the checksum of {key} at {offset}": checksum
+            for (key, offset), checksum in self.snapshot.checksums().items()
+            if key not in buffers
+        }
 
 
 class Inventory:

@@ -36,10 +36,7 @@ def to_plain(value: Any, what: str) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
             return dict(items)
         return {"$dict": [[to_plain(key, f"a key of {what}"), item] for key, item in items]}
-    raise CheckpointError(
-        f"{what} is {shown(value)}; a checkpoint holds numbers, strings, bytes, tensors, and lists, tuples and dicts "
-        "of them"
-    )
+    raise CheckpointError(f"{what} is {shown(value)}; a checkpoint holds plain data and tensors")
 
 
 def from_plain(value: Any) -> Any:

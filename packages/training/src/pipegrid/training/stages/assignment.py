@@ -73,7 +73,8 @@ def as_layout(layout: str | PipelineParallelLayerLayout) -> PipelineParallelLaye
     """A layout of one stage per pp rank, where the layout is a string."""
     if isinstance(layout, PipelineParallelLayerLayout):
         return layout
-    return PipelineParallelLayerLayout(layout, PipelineParallelLayerLayout.get_num_stages_from_str(layout))
+    stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout) if isinstance(layout, str) else 1
+    return PipelineParallelLayerLayout(layout, stages)  # which raises for what is no layout
 
 
 def assign(model: nn.Module, layout: PipelineParallelLayerLayout, names: Names) -> Assignment:

@@ -76,7 +76,7 @@ MISTAKES = {
         lambda: cut(Model, "Et|tttL", 0, names=Names("blocks")),
         "Model has no list of modules 'blocks'; its lists are layers",
     ),
-    "too many layers": (CutError, lambda: cut(Model, "Et*5|tL", 0), "has 6 decoder layers, the model 4; remove 2"),
+    "too many layers": (CutError, lambda: cut(Model, "Et*5|tL", 0), "has 6 decoder layers, the model 4"),
     "a key for an output": (CutError, lambda: stage_of(output="logits"), "output is 'logits'; give a function from"),
     "a way to compile that is none": (
         CutError,

@@ -33,7 +33,7 @@ def test_a_silent_store_is_not_a_silent_peer():
     """Where members of a group meet, a stopped host of the store says nothing of the other end."""
     spec = GroupSpec((0, 1), "transport/0>1/data", shared=False)
     with (
-        pytest.raises(P2PPeerError, match=r"rank 0 could not open lanes: .* did not answer"),
+        pytest.raises(P2PPeerError, match=r"rank 0 could not open lanes .* did not answer"),
         opening._meeting({spec: [LaneSpec(0, 1)]}, 0, 3.0),
     ):
         raise GroupStoreError("the store of the default process group did not answer")
@@ -139,15 +139,15 @@ class TestOpening:
     def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
         with pytest.raises(LaneSpecError, match="lane 0>1 is given twice"):
             open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
-        with pytest.raises(LaneSpecError, match="lane 0>2 has rank 2, but the world has 2 ranks"):
+        with pytest.raises(LaneSpecError, match="lane 0>2 .* has a rank beyond the world of 2"):
             open_lanes([LaneSpec(0, 2)])
-        with pytest.raises(LaneSpecError, match="standing gives shapes for"):
+        with pytest.raises(LaneSpecError, match="is in standing only"):
             open_lanes([THERE], standing={BACK: torch.ones(1)})
 
     @pytest.mark.ranks(1)
     @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "meta"), ("mpi", None)])
     def test_backend_and_device_must_go_together(self, ranks, backend, device):
-        with pytest.raises(P2PConfigError, match="gloo moves CPU tensors and nccl CUDA tensors"):
+        with pytest.raises(P2PConfigError, match="does not move tensors of"):
             open_lanes([LaneSpec(0, 0)], backend=backend, device=device)
 
     @pytest.mark.ranks(2)
@@ -163,12 +163,6 @@ class TestOpening:
             dist.get_process_group_ranks(group)
         with pytest.raises(P2PLaneDeadError, match="was closed on rank"):
             lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
-
-    @pytest.mark.ranks(1)
-    @pytest.mark.parametrize("device", ["gpu0", 3.5, "cpu:x"])
-    def test_a_device_is_one(self, ranks, device):
-        with pytest.raises(P2PConfigError, match=f"the device is {device!r}, which torch does not know"):
-            open_lanes([LaneSpec(0, 0)], device=device)
 
     @pytest.mark.ranks(2)
     def test_lanes_that_nothing_holds_any_more_say_so(self, ranks):

@@ -55,18 +55,12 @@ class TestFlatten:
         [
             (3.0, "contains a float"),
             (["text"], "contains a str"),
-            ({(1, 2): None}, r"the key \(1, 2\)"),
-            ({True: None}, "the key True"),
+            ({(1, 2): None}, r"a dict with keys \[\(1, 2\)\]"),
+            ({True: None}, r"a dict with keys \[True\]"),
             ([{"a": {1, 2}}], "contains a set"),
-            (
-                Output(None, None),
-                r"Output, a subclass of tuple .* send tuple\(value\) or value\._asdict\(\), and make",
-            ),
-            (
-                [OrderedDict(x=None)],
-                r"OrderedDict, a subclass of dict .* send dict\(value\), and make the OrderedDict",
-            ),
-            (torch.Size([2]), r"a Size, a subclass of tuple .* send tuple\(value\)"),
+            (Output(None, None), r"contains a Output; it must consist of .* \(not subclasses"),
+            ([OrderedDict(x=None)], "contains a OrderedDict; it must consist of"),
+            (torch.Size([2]), "contains a Size; it must consist of"),
         ],
     )
     def test_says_what_is_no_payload(self, payload, text):
@@ -92,23 +86,20 @@ class TestSendable:
             self.check(tensor)
 
     @pytest.mark.parametrize(
-        ("tensor", "text"),
-        [
-            (torch.ones(2, dtype=torch.complex64).conj(), r"conjugate view.*send tensor\.resolve_conj\(\)"),
-            (torch.ones(1, dtype=torch.complex64).conj().imag, r"negative view.*send tensor\.resolve_neg\(\)"),
-        ],
+        "tensor",
+        [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(1, dtype=torch.complex64).conj().imag],
         ids=["conjugate", "negative"],
     )
-    def test_views_that_change_values_are_refused_with_the_remedy(self, tensor, text):
+    def test_views_that_change_values_are_refused_with_the_remedy(self, tensor):
         assert tensor.is_contiguous()
-        with pytest.raises(P2PPayloadError, match=text):
+        with pytest.raises(P2PPayloadError, match=r"conjugate or negative view.*send an explicit copy"):
             self.check(tensor)
         self.check(tensor.resolve_conj().resolve_neg())
 
     @pytest.mark.filterwarnings("ignore:.*quantiz.*:")
     def test_quantized_tensors_are_refused_with_the_remedy(self):
         tensor = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
-        with pytest.raises(P2PPayloadError, match=r"quantized tensor.*send tensor\.int_repr\(\)"):
+        with pytest.raises(P2PPayloadError, match=r"Tensor of torch\.quint8 whose memory differs from its values"):
             self.check(tensor)
         self.check(tensor.int_repr())
 
@@ -195,15 +186,15 @@ class TestWithoutMemory:
         view = tensor[offset:]
         self.check(view)
         tensor.untyped_storage().resize_(0)
-        with pytest.raises(P2PPayloadError, match="without memory: its storage was freed"):
+        with pytest.raises(P2PPayloadError, match=r"of shape \[\d\] without memory: it was freed"):
             self.check(view)
 
     def test_a_fake_tensor(self):
-        with FakeTensorMode(), pytest.raises(P2PPayloadError, match="or it is a fake tensor"):
+        with FakeTensorMode(), pytest.raises(P2PPayloadError, match="or is a fake tensor"):
             self.check(torch.ones(4))
 
     def test_an_uninitialized_parameter(self):
-        with pytest.raises(P2PPayloadError, match="uninitialized parameter, which has no shape yet"):
+        with pytest.raises(P2PPayloadError, match="UninitializedParameter of .* whose memory differs from its values"):
             self.check(torch.nn.LazyLinear(2).weight)
 
     def test_a_tensor_of_no_elements_needs_none(self):

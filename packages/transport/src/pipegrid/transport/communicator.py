@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -74,17 +75,13 @@ class P2PCommunicator:
         specs = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
         standing = None
         if tensor_shape is not None:
-            if not is_single_shape(tensor_shape):
+            dtype, mode = self.config.pipeline_dtype, self.config.shape_mode
+            if not is_single_shape(tensor_shape) or dtype is None or mode not in ("agreed", "given"):
                 raise P2PConfigError(
-                    f"tensor_shape is {tensor_shape!r}; it must be one shape, a sequence of sizes of at least 0"
+                    f"tensor_shape is {tensor_shape!r}, pipeline_dtype {dtype} and shapes {mode!r}; a fixed "
+                    "shape needs all three"
                 )
-            if self.config.pipeline_dtype is None or self.config.shape_mode not in ("agreed", "given"):
-                raise P2PConfigError(
-                    f"tensor_shape {tuple(tensor_shape)} fixes the messages, which needs pipeline_dtype (it is "
-                    f"{self.config.pipeline_dtype}) and shapes that do not vary (they are {self.config.shape_mode!r})"
-                )
-            example = torch.empty(tuple(tensor_shape), dtype=self.config.pipeline_dtype, device="meta")
-            standing = dict.fromkeys(specs, example)
+            standing = dict.fromkeys(specs, torch.empty(tuple(tensor_shape), dtype=dtype, device="meta"))
         self.lanes = open_lanes(specs, config=self.config, backend=backend, device=self._device, standing=standing)
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
 
@@ -164,41 +161,27 @@ class P2PCommunicator:
         Raises:
             P2PUsageError: there is no such edge, it does not touch this rank, or its lane was not opened.
         """
-        try:
-            found = self._of_edge.get((edge, direction))
-        except TypeError:  # unhashable, as a list in the place of an edge is
-            found = None
+        found = self._of_edge.get((edge, direction))
         if found is None:
             found = self._of_edge[edge, direction] = self._find(edge, direction)
         return found
 
     def _find(self, edge: Edge, direction: Direction) -> Lane:
-        if not isinstance(edge, Edge):
-            raise P2PUsageError(f"the edge is {edge!r}; it must be an Edge such as Edge(0, 1)")
-        stages = None if self._placement is None else len(self._placement)
-        if edge.destination != edge.source + 1 or edge.source < 0 or (stages and edge.destination >= stages):
-            many = "" if stages is None else f" of {stages}"
-            raise P2PUsageError(
-                f"edge {edge} does not lead from a stage{many} to the next one; this pipeline is a chain"
-            )
-        source, destination = self._rank_of(edge.source), self._rank_of(edge.destination)
-        spec = direction_lane(source, destination, direction)
+        last = math.inf if self._placement is None else len(self._placement) - 1
+        if not isinstance(edge, Edge) or edge.destination != edge.source + 1 or not 0 <= edge.source < last:
+            raise P2PUsageError(f"the edge is {edge}; it must be an Edge of this pipeline, such as Edge(0, 1)")
+        spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
-            rule = f"edge {edge} runs between ranks {source} and {destination}; this is rank {self.rank}"
-            if self.rank in spec.pair:
-                rule = f"edge {edge} has {spec.label} traffic that is not in the communicator's traffic argument"
-            raise P2PUsageError(rule)
+            raise P2PUsageError(
+                f"edge {edge} needs lane {spec}, which rank {self.rank} is no end of, or traffic= left out"
+            )
         return self.lanes[spec]
 
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % self.total_stages if self._placement is None else self._placement[stage]]
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them.
-
-        Raises:
-            P2PUsageError: there is no such edge, or it does not touch this rank.
-        """
+        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
         ranks = set()
         for edge in edges:
             ends = self._rank_of(edge.source), self._rank_of(edge.destination)
@@ -420,8 +403,7 @@ class P2PCommunicator:
         if lane is None:
             spec = self._spec(name)
             raise P2PUsageError(
-                f"the placement {self._placement} has no {spec.label} traffic from rank {spec.source} to "
-                f"{spec.destination}, or traffic= left it out; use isend and irecv with an edge"
+                f"the placement {self._placement} has no lane {spec}, or traffic= left it out; use isend and irecv"
             )
         return lane.irecv(value, attended=True) if name in _RECEIVES else lane.isend(value)
 
@@ -457,15 +439,10 @@ class P2PCommunicator:
         if self._takes_any_receive:
             return
         if self.config.pipeline_dtype is None:
-            subject = "pipeline_dtype" if flag == "recv_prev" else "dtype"
-            raise P2PConfigError(
-                f"{subject} must be provided if {flag} is True: set pipeline_dtype in the config, or "
-                f"variable_seq_lengths=True to agree on dtypes at run time"
-            )
+            raise P2PConfigError(f"pipeline_dtype must be provided if {flag} is True, or variable_seq_lengths=True")
         if shapes is None:
             raise P2PUsageError(
-                f"tensor_shape must be specified if {flag} is True. "
-                f"Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
+                f"tensor_shape must be specified if {flag} is True: (seq_length, micro_batch_size, hidden_size)"
             )
 
     @cached_property
@@ -492,7 +469,4 @@ def _group(given: Any) -> ProcessGroup:
     group = dist.group.WORLD if given is None else given
     if isinstance(group, ProcessGroup):
         return group
-    raise P2PConfigError(
-        f"pp_group is {given!r}; it must be a process group that this rank ({dist.get_rank()}) is in, or None for the "
-        f"world; torch gives ranks outside a new group another object: make the communicator on its members only"
-    )
+    raise P2PConfigError(f"pp_group is {given!r}; it must be None or a group that this rank {dist.get_rank()} is in")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 from attrs import frozen
 
-from pipegrid.topology.fields import Count, Rule, checked_fields, integer
+from pipegrid.topology.fields import Count, Rule, checked_fields, instance, integer
 from pipegrid.transport.errors import P2PConfigError
 
 ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
@@ -36,40 +36,22 @@ LONGEST_SECONDS = 365 * 24 * 3600  # beyond a year, clocks that count nanosecond
 MOST_AHEAD = 1024  # each costs a buffer and a posted transfer for good
 
 
-def is_seconds(value: Any) -> bool:
-    """Whether a value is a valid deadline."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_SECONDS
-
-
 def _seconds(value: Any) -> float:
-    if not is_seconds(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_SECONDS:
         raise ValueError
-    seconds: float = value
-    return seconds
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):  # a config is often another library's object, and "no" would be true
-        raise ValueError  # noqa: TRY004 -- the rule of a field
     return value
 
 
 def _dtype(value: Any) -> Any:
-    if value is not None:
-        import torch  # a dtype exists, so torch does
+    import torch  # a dtype exists, so torch does
 
-        if not isinstance(value, torch.dtype):
-            raise ValueError
+    if not isinstance(value, torch.dtype):
+        raise ValueError  # noqa: TRY004 -- the rule of a field
     return value
 
 
-def _timers(value: Any) -> Any:
-    if value is not None and not callable(value):
-        raise ValueError
-    return value
-
-
-Flag: TypeAlias = Annotated[bool, Rule(_flag, "True or False")]
+# A config is often another library's object, and "no" would be true.
+Flag: TypeAlias = Annotated[bool, instance(bool, "True or False")]
 Deadline: TypeAlias = Annotated[float, Rule(_seconds, f"seconds above 0 and of at most {LONGEST_SECONDS} (a year)")]
 
 
@@ -106,13 +88,13 @@ class P2PConfig:
             GPUs without NCCL. On a group whose backend for CUDA is gloo this is always so.
     """
 
-    pipeline_dtype: Annotated[Any, Rule(_dtype, "a torch.dtype or None")] = None
+    pipeline_dtype: Annotated[Any, Rule(_dtype, "a torch.dtype or None")] | None = None
     variable_seq_lengths: Flag = False
     batch_p2p_comm: Flag = True
     batch_p2p_sync: Flag = False
     overlap_p2p_comm: Flag = False
     virtual_pipeline_model_parallel_size: Count | None = None
-    timers: Annotated[Any, Rule(_timers, "callable or None")] = None
+    timers: Annotated[Any, instance(Callable, "callable or None")] | None = None
     shapes: ShapeMode | None = None
     communicators: Communicators = "separate"
     strict: Flag = False
@@ -124,10 +106,7 @@ class P2PConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.variable_seq_lengths and self.shapes in ("given", "agreed"):
-            raise P2PConfigError(
-                f"shapes is {self.shapes!r}, which fixes them, but variable_seq_lengths is True; "
-                f"use shapes='header' or 'manifest', or leave it out"
-            )
+            raise P2PConfigError(f"shapes is {self.shapes!r}, which fixes them, but variable_seq_lengths is True")
 
     @property
     def shape_mode(self) -> ShapeMode:
@@ -138,22 +117,12 @@ class P2PConfig:
 
 
 def as_config(config: Any) -> P2PConfig:
-    """``config`` itself where it is a `P2PConfig`, else its attributes of the same names; None is the default.
-
-    Raises:
-        P2PConfigError: an attribute has an invalid value, or ``config`` has no attributes to read.
-    """
-    if config is None:
-        return P2PConfig()
+    """``config`` itself where it is a `P2PConfig`, else its attributes of the same names; None is the default."""
     if isinstance(config, P2PConfig):
         return config
-    if isinstance(config, Mapping):
-        raise P2PConfigError(f"the config is a {type(config).__name__}; give P2PConfig(**config)")
-    if isinstance(config, (type, str, bytes, int, float, complex, list, tuple, set, frozenset)):
-        raise P2PConfigError(
-            f"the config is {config!r}; give a P2PConfig, or an object with some of its attributes (or None)"
-        )
+    names = [one.name for one in attrs.fields(P2PConfig) if hasattr(config, one.name)]
     if getattr(config, "use_ring_exchange_p2p", False):
-        raise P2PConfigError("use_ring_exchange_p2p is True, but torch.distributed has no ring exchange; set it False")
-    names = (attribute.name for attribute in attrs.fields(P2PConfig))
-    return P2PConfig(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        raise P2PConfigError("use_ring_exchange_p2p is True, but torch.distributed has no ring exchange")
+    if config is not None and not names:
+        raise P2PConfigError(f"the config is {config!r:.80}; it must be None or have some of P2PConfig's attributes")
+    return P2PConfig(**{name: getattr(config, name) for name in names})

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from attrs import define
 from torch import Tensor
 
-from pipegrid.transport.config import LONGEST_SECONDS, is_seconds
+from pipegrid.topology.fields import checked
+from pipegrid.transport.config import Deadline
 from pipegrid.transport.errors import P2PUsageError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Transfer:
             P2PUsageError: called inside the batch() that the transfer is part of, or an invalid timeout.
         """
         if timeout is not None:
-            _require_seconds(timeout)
+            timeout = checked(timeout, Deadline, "the timeout of a wait", P2PUsageError)
         self.lane.transfers.wait_for(self, timeout)
 
     def is_completed(self) -> bool:
@@ -143,7 +144,7 @@ class Transfer:
     def synchronize(self, timeout: float | None = None) -> None:
         """Like `wait`, and hold the host until the transfer is done."""
         if timeout is not None:
-            _require_seconds(timeout)
+            timeout = checked(timeout, Deadline, "the timeout of a wait", P2PUsageError)
         self.lane.transfers.synchronize(self, timeout)
 
     def on_done(self, callback: Callable[[Any], None]) -> None:
@@ -201,7 +202,7 @@ class ReceiveTransfer(Transfer):
         """
         self.lane.transfers.wait_for(self, None)
         if self.released:
-            raise P2PUsageError(f"{self!r} was released, its buffers may hold another message; use it before release()")
+            raise P2PUsageError(f"{self!r} was released: its buffers may hold another message")
         if not self._built:
             self.build()
         return self._payload
@@ -221,11 +222,3 @@ class ReceiveTransfer(Transfer):
         self.released = self._built = True
         self._payload = None
         self.tensors = ()
-
-
-def _require_seconds(timeout: Any) -> None:
-    if not is_seconds(timeout):
-        raise P2PUsageError(
-            f"the timeout of a wait is {timeout!r}; give seconds above 0 and of at most {LONGEST_SECONDS} (a year), "
-            f"None for the lane's deadline, or ask is_completed()"
-        )

@@ -60,14 +60,9 @@ class BoundedCalls:
         self._finalizer = weakref.finalize(self, self._calls.put, None)
 
     def call(self, what: str, action: Callable[[], T]) -> T:
-        """The result of ``action``.
-
-        Raises:
-            P2PPeerError: it took longer than the deadline, or the connection was lost.
-            P2PLaneDeadError: after `end`.
-        """
+        """The result of ``action``; `P2PPeerError` past the deadline or without a connection."""
         if not self._finalizer.alive:
-            raise P2PLaneDeadError("the communicator was closed on this rank; build another for further steps")
+            raise P2PLaneDeadError("the communicator was closed on this rank")
         if self._stuck:
             raise P2PPeerError(self._stuck)
         outcome: list[Any] = []
@@ -86,13 +81,12 @@ class BoundedCalls:
         self._calls.put(run)
         if not done.wait(self._seconds):
             self._stuck = (
-                f"no answer from the store for {self._seconds:.3g} s {what}; the process that hosts it is stopped or "
-                f"unreachable"
+                f"no answer from the store for {self._seconds:.3g} s {what}; look at the process that hosts it"
             )
             raise P2PPeerError(self._stuck)
         value, error = outcome[0]
         if error is not None:
-            raise P2PPeerError(f"the store was lost {what}; look at the process that hosts it ({error})") from error
+            raise P2PPeerError(f"the store was lost {what} ({error})") from error
         result: T = value
         return result
 
@@ -173,9 +167,6 @@ class Handshake:
 
         Returns:
             what each neighbour runs in this step, of those that have come to it and run something else.
-
-        Raises:
-            P2PPeerError: the store did not answer by the deadline, or was lost.
         """
         return self.calls.call("before a step", lambda: self._begin(what))
 

@@ -166,12 +166,7 @@ class ShapeContract:
         if signature != announced:
             raise P2PMismatchError(
                 f"message {sequence} of lane {self._lane} is {signature}, but {announced} was announced to rank "
-                f"{self._lane.destination}; "
-                + (
-                    "shapes that change need variable_seq_lengths=True, or renew() on both sides between two messages"
-                    if self.standing
-                    else "send what the manifest says, in its order"
-                )
+                f"{self._lane.destination}; shapes that change need variable_seq_lengths=True, or renew() on both sides"
             )
         return False
 
@@ -192,27 +187,14 @@ class ShapeContract:
             return
         if announced is None and len(self._table) > ahead:
             announced = self._table[ahead]
-        if announced is None:
-            if self._mode == "manifest":
-                raise P2PUsageError(
-                    f"message {sequence} of lane {self._lane} is in no manifest; call announce() with the shapes of "
-                    f"all messages of the step before the first of them is sent"
-                )
-            return
-        lost = [
-            index
-            for index, (spec, told) in enumerate(zip(signature.tensors, announced.gradients, strict=False))
-            if spec.requires_grad and not told
-        ]
-        if lost:
+        if announced is None and self._mode == "manifest":
+            raise P2PUsageError(f"message {sequence} of lane {self._lane} is in no manifest; call announce() before it")
+        told = () if announced is None else announced.gradients
+        lost = [spec.requires_grad and not wanted for spec, wanted in zip(signature.tensors, told, strict=False)]
+        if any(lost):
             raise P2PUsageError(
-                f"in message {sequence} of lane {self._lane}, {signature}, tensor {lost[0]} requires grad, but it was "
-                f"announced to rank {self._lane.destination} without, which would send no gradient back; "
-                + (
-                    "call renew() on both sides before other parameters are frozen or unfrozen"
-                    if self.standing
-                    else "announce it with a tensor that requires grad"
-                )
+                f"in message {sequence} of lane {self._lane}, {signature}, tensor {lost.index(True)} requires grad, "
+                f"but was announced to rank {self._lane.destination} without; call renew() on both sides"
             )
 
     def announce(self, signatures: Sequence[Signature], *, standing: bool) -> None:

@@ -19,7 +19,6 @@ from pipegrid.topology import (
     GroupCreationTimeoutError,
     GroupSpec,
     GroupStoreError,
-    WorldSizeUnknownError,
     create_groups,
     destroy_groups,
 )
@@ -124,56 +123,31 @@ def open_lanes(
 
 
 def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> list[LaneSpec]:
-    ordered = sorted(specs)
-    for first, second in itertools.pairwise(ordered):
-        if first == second:
-            raise LaneSpecError(f"lane {first} is given twice; give lanes between the same ranks different labels")
-    world = dist.get_world_size()
-    for spec in ordered:
-        if spec.pair[1] >= world:
-            raise LaneSpecError(
-                f"lane {spec} has rank {spec.pair[1]}, but the world has {world} ranks; "
-                f"start more processes or place the lane lower"
-            )
-    unknown = [str(spec) for spec in standing if spec not in set(ordered)]
-    if unknown:
-        raise LaneSpecError(f"standing gives shapes for {unknown}, which are not among the lanes to open")
+    ordered, world = sorted(specs), dist.get_world_size()
+    twice = [first for first, second in itertools.pairwise(ordered) if first == second]
+    wrong = [*twice, *(spec for spec in ordered if spec.pair[1] >= world), *(standing.keys() - set(ordered))]
+    if wrong:
+        raise LaneSpecError(
+            f"lane {wrong[0]} is given twice, has a rank beyond the world of {world}, or is in standing only"
+        )
     return ordered
 
 
 def resolve_device(
     backend: str | None, device: torch.device | str | None, group: dist.ProcessGroup | None = None
 ) -> tuple[str, torch.device]:
-    """The backend that moves payloads, and the device where they live, from the backends of the group.
-
-    Raises:
-        P2PConfigError: the group has no backend for the device, or the two do not go together.
-    """
+    """The backend that moves payloads, and the device where they live, from the backends of the group."""
     offered = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if device is None:
         gpu = current_device() if (backend or offered.get("cuda")) == "nccl" else None
         device = gpu or torch.device("cpu")
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise P2PConfigError(
-            f"the device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
-        ) from error
+    device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = current_device() or device
-    if backend is None:
-        backend = offered.get(device.type)
-        if backend is None:
-            raise P2PConfigError(
-                f"lanes for device {device} need a backend, but the default group offers {offered}; initialise it "
-                f"with one for {device.type}, or name the backend"
-            )
+    backend = backend or offered.get(device.type, "none")
     served = ("cpu", "cuda") if backend == "gloo" else dist.Backend.backend_capability.get(backend, ())
     if device.type not in served or not dist.is_backend_available(backend):
-        raise P2PConfigError(
-            f"backend {backend!r} with device {device}: gloo moves CPU tensors and nccl CUDA tensors; give the "
-            f"device that belongs to the backend"
-        )
+        raise P2PConfigError(f"backend {backend!r} does not move tensors of {device}; the group offers {offered}")
     return backend, device
 
 
@@ -243,19 +217,13 @@ def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds:
     """Failures of group creation, as errors of lanes."""
     try:
         yield
-    except GroupStoreError as error:  # which says nothing of the peer
-        raise P2PPeerError(f"rank {rank} could not open lanes: {error}") from error
-    except GroupCreationTimeoutError as error:
-        # It names the group, by its label.
-        spec, bundle = next((item for item in groups.items() if repr(item[0].label) in str(error)), None) or next(
-            iter(groups.items())
-        )
-        raise _not_opened(bundle[0], rank, spec.ranks[1 - spec.ranks.index(rank)], seconds) from error
-    except WorldSizeUnknownError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, GroupCreationTimeoutError) and not isinstance(error, GroupStoreError):
+            named = [spec for spec in groups if repr(spec.label) in str(error)]
+            spec = [*named, *groups][0]
+            raise _not_opened(groups[spec][0], rank, spec.ranks[1 - spec.ranks.index(rank)], seconds) from error
         lanes = ", ".join(str(lane) for bundle in groups.values() for lane in bundle)
-        raise P2PPeerError(f"a rank was lost while rank {rank} opened lanes {lanes}: {error}") from error
+        raise P2PPeerError(f"rank {rank} could not open lanes {lanes}: {error}") from error
 
 
 def _not_opened(spec: LaneSpec, rank: int, peer: int, seconds: float) -> P2PTimeoutError:
@@ -295,7 +263,7 @@ def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None, decla
     try:
         theirs = json.loads(wire.exchange(json.dumps(told).encode(), index, timedelta(seconds=seconds)))
         wire.expect_end_notice()
-        _require_same(told, theirs, spec, rank, peer)
+        _require_same(told, theirs, f"ranks {rank} and {peer} open lane {spec}")
         token = torch.zeros(1, dtype=torch.uint8, device=lane.device)
         (ticket,) = lane.mover.start([(rank == spec.source, [token], index, 0)])
         ticket.hold(timedelta_of(start + seconds - time.monotonic()))
@@ -307,13 +275,10 @@ def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None, decla
         raise P2PPeerError(f"rank {peer} was lost while rank {rank} opened lane {spec} with it: {error}") from error
 
 
-def _require_same(here: dict[str, str], there: dict[str, str], spec: LaneSpec, rank: int, peer: int) -> None:
+def _require_same(here: dict[str, str], there: dict[str, str], what: str) -> None:
     different = {key: (here[key], there.get(key)) for key in here if here[key] != there.get(key)}
     if different:
-        raise P2PMismatchError(
-            f"ranks {rank} and {peer} open lane {spec} with different settings (here, there): {different}; "
-            f"give both the same"
-        )
+        raise P2PMismatchError(f"{what} with different settings (here, there): {different}")
 
 
 def _shortened(text: str) -> str:

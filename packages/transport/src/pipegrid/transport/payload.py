@@ -41,8 +41,8 @@ def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """The tensors of ``payload`` in order, and the tree of their places.
 
     Raises:
-        P2PPayloadError: something other than a tensor, None, list, tuple or dict with string or integer keys; an
-            instance of a subclass of these, such as a named tuple; or more than 100 levels.
+        P2PPayloadError: something other than a tensor, None, list, tuple or dict with string or integer keys; a
+            subclass of these, such as a named tuple, which the receiver could not rebuild; or more than 100 levels.
     """
     if isinstance(payload, Tensor):
         return [payload], 0
@@ -57,29 +57,16 @@ def _flatten(payload: Any, tensors: list[Tensor], levels: int) -> Tree:
     if payload is None:
         return None
     if levels == 0:
-        raise P2PPayloadError(f"a payload has more than {_DEEPEST} levels, or contains itself; send a flatter one")
+        raise P2PPayloadError(f"a payload has more than {_DEEPEST} levels, or contains itself")
     if type(payload) in (list, tuple):
         kind = "list" if type(payload) is list else "tuple"
         return kind, tuple(_flatten(part, tensors, levels - 1) for part in payload)
-    if type(payload) is dict:
-        for key in payload:
-            if type(key) not in (str, int):
-                raise P2PPayloadError(
-                    f"a dict in a payload has the key {key!r}; keys must be strings or integers, which the receiver "
-                    f"can rebuild"
-                )
+    if type(payload) is dict and {str, int}.issuperset(map(type, payload)):
         return "dict", tuple((key, _flatten(part, tensors, levels - 1)) for key, part in payload.items())
-    for plain in (list, tuple, dict):
-        if isinstance(payload, plain):
-            name = plain.__name__
-            remedy = f"{name}(value)" + (" or value._asdict()" if hasattr(payload, "_asdict") else "")
-            raise P2PPayloadError(
-                f"a payload contains a {type(payload).__name__}, a subclass of {name} that the receiver cannot "
-                f"rebuild; send {remedy}, and make the {type(payload).__name__} there"
-            )
+    keys = f" with keys {list(payload)!r:.80}" if type(payload) is dict else ""
     raise P2PPayloadError(
-        f"a payload contains a {type(payload).__name__}; it must consist of tensors, None, and lists, tuples and dicts "
-        f"of them"
+        f"a payload contains a {type(payload).__name__}{keys}; it must consist of tensors, None, and lists, tuples and "
+        "dicts (not subclasses, keys strings or integers) of them"
     )
 
 
@@ -111,52 +98,27 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None, lane: object) -> None:
-    """Raise for a tensor that a lane cannot send as it is.
+    """Raise `P2PPayloadError` for a tensor whose memory is not its values, in order, on ``device`` and of ``dtype``.
 
-    Raises:
-        P2PPayloadError: another device, an uninitialized parameter, a quantized dtype, a conjugate or negative view, a
-            sparse or non-contiguous layout, a tensor without memory (freed or fake), or a floating-point dtype other
-            than ``dtype`` (None allows any).
+    ``dtype`` is that of floating-point tensors; None allows any.
     """
     if tensor.device != device:
+        raise P2PPayloadError(f"lane {lane} moves tensors of device {device}, got one of {tensor.device}")
+    if is_lazy(tensor) or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise P2PPayloadError(
-            f"lane {lane} moves tensors of device {device}, got one of {tensor.device}; move it with "
-            f".to({str(device)!r}) before sending"
+            f"lane {lane} got a {type(tensor).__name__} of {tensor.dtype} whose memory differs from its values (a "
+            "conjugate or negative view, a quantized tensor, an uninitialized parameter); send an explicit copy"
         )
-    if is_lazy(tensor):
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous():
         raise P2PPayloadError(
-            f"lane {lane} got an uninitialized parameter, which has no shape yet; run its module once before sending"
-        )
-    if tensor.is_quantized:
-        raise P2PPayloadError(
-            f"lane {lane} got a quantized tensor ({tensor.dtype}), whose scale would not arrive with it; send "
-            f"tensor.int_repr() and the scale, or tensor.dequantize()"
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        view, remedy = ("conjugate", "conj") if tensor.is_conj() else ("negative", "neg")
-        raise P2PPayloadError(
-            f"lane {lane} got a {view} view, whose memory differs from its values; send tensor.resolve_{remedy}(), "
-            f"an explicit copy"
-        )
-    plain = tensor.layout is torch.strided and not tensor.is_nested
-    if not (plain and tensor.is_contiguous()):
-        shape = "that varies" if tensor.is_nested else list(tensor.shape)
-        raise P2PPayloadError(
-            f"lane {lane} got a tensor of shape {shape} that is not contiguous (layout {tensor.layout}, "
-            f"strides {list(tensor.stride()) if plain else 'none'}); "
-            f"send tensor.contiguous(), an explicit copy"
+            f"lane {lane} got a tensor that is not contiguous ({tensor.layout}); send tensor.contiguous(), a copy"
         )
     if not _has_memory(tensor):
         raise P2PPayloadError(
-            f"lane {lane} got a tensor of shape {list(tensor.shape)} without memory: its storage was freed (as a "
-            f"sharded parameter's is after use, or an output that was deallocated), or it is a fake tensor; send it "
-            f"before it is freed, or gather it again"
+            f"lane {lane} got a tensor of shape {list(tensor.shape)} without memory: it was freed, or is a fake tensor"
         )
     if dtype is not None and tensor.dtype is not dtype and tensor.dtype.is_floating_point:
-        raise P2PPayloadError(
-            f"lane {lane} got a tensor of {tensor.dtype}, but pipeline_dtype is {dtype}; convert it before sending, "
-            f"or use variable_seq_lengths, which agrees on dtypes as well"
-        )
+        raise P2PPayloadError(f"lane {lane} got a tensor of {tensor.dtype}, but pipeline_dtype is {dtype}")
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -216,18 +178,13 @@ class ExpectedShape:
 
     @classmethod
     def of(cls, shapes: Any) -> ExpectedShape:
-        """The expectation of the ``shapes`` of a receive.
-
-        Raises:
-            P2PUsageError: neither a shape nor a list or tuple of shapes and None.
-        """
+        """The expectation of the ``shapes`` of a receive."""
         if is_single_shape(shapes):
             return cls(True, (tuple(map(operator.index, shapes)),))
         if isinstance(shapes, (list, tuple)) and all(shape is None or is_single_shape(shape) for shape in shapes):
             return cls(False, tuple(None if shape is None else tuple(map(operator.index, shape)) for shape in shapes))
         raise P2PUsageError(
-            f"the shapes of a receive are {shapes!r}; give one shape (a sequence of sizes of at least 0) or a list "
-            f"of shapes, with None where no tensor comes"
+            f"the shapes of a receive are {shapes!r}; they must be one shape, or a list of shapes (None for no tensor)"
         )
 
     def __str__(self) -> str:

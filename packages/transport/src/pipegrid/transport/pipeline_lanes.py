@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipegrid.topology.fields import index_of
+from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import LaneSpecError, P2PUsageError
 from pipegrid.transport.spec import LaneSpec
 
 
 def direction_lane(source_stage_rank: int, destination_stage_rank: int, direction: Direction) -> LaneSpec:
-    """The lane of an edge between stages on these global ranks: gradients travel against the edge.
-
-    Raises:
-        P2PUsageError: ``direction`` is not a `Direction`.
-    """
+    """The lane of an edge between stages on these global ranks: gradients travel against the edge."""
     if direction is Direction.FORWARD:
         return LaneSpec(source_stage_rank, destination_stage_rank, "forward")
     if direction is Direction.BACKWARD:
@@ -25,20 +21,11 @@ def direction_lane(source_stage_rank: int, destination_stage_rank: int, directio
 
 
 def placed(placement: Any, count: int) -> tuple[int, ...]:
-    """A checked placement: the index of each stage in the ``count`` ranks of the pipeline.
-
-    Raises:
-        LaneSpecError: fewer than two stages, or an index outside the range.
-    """
-    stages = (
-        () if isinstance(placement, str) or not isinstance(placement, Sequence) else tuple(map(index_of, placement))
-    )
-    indices = tuple(index for index in stages if index is not None and 0 <= index < count)
-    if len(stages) < 2 or len(indices) < len(stages):
-        raise LaneSpecError(
-            f"the placement {placement!r} must give each of two or more stages an index from 0 to {count - 1}"
-        )
-    return indices
+    """A checked placement: the index of each of two or more stages in the ``count`` ranks of the pipeline."""
+    stages: tuple[int, ...] = checked(placement, tuple[Index, ...], "placement", LaneSpecError)
+    if len(stages) < 2 or max(stages) >= count:
+        raise LaneSpecError(f"placement is {placement!r}; it must give two or more stages an index below {count} each")
+    return stages
 
 
 def pipeline_lanes(
@@ -53,9 +40,6 @@ def pipeline_lanes(
         ranks: the ranks of the pipeline, in order.
         placement: the index in ``ranks`` of each stage; None is cyclic, with the way from the last rank to the first.
         traffic: the edges and directions that a plan uses; None is all of them.
-
-    Raises:
-        LaneSpecError: see `placed`; or ``traffic`` has an edge between stages that the placement does not have.
     """
     count = len(ranks)
     stages = tuple(range(count)) if placement is None else placed(placement, count)

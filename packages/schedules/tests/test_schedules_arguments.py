@@ -91,7 +91,6 @@ WRONG = {
     "module": [None, 3, True, "x", [], {}, object(), torch.ones(2), nn.Linear],
     "modules": [None, 3, True, "x", b"x", [3], [None], {"a": 3}, object(), torch.ones(2), nn.Linear, print],
     "groups": [None, 3, True, "x", [], object(), torch.ones(2), print],
-    "group": [3, True, "x", [], {}, object(), torch.ones(2), dist.ProcessGroup, print],
     "communicator": [3, True, "x", [], {}, object(), torch.ones(2), PLAN, SimpleNamespace(total_stages=None)],
     "monitor": [3, True, "x", [], {}, object(), torch.ones(2), Monitor, print],
     "list": NO_LIST,
@@ -188,14 +187,12 @@ CALLS = {
         microbatch_group_size_per_vp_stage=("count", 2),
     ),
     "get_tensor_shapes": Call(
-        public.get_tensor_shapes,
+        lambda **arguments: public.get_tensor_shapes(tp_group=None, cp_group=None, **arguments),
         StepArgumentError,
         seq_length=("count", 4),
         micro_batch_size=("count", 1),
         decoder_seq_length=("maybe count", None),
         config=("other", SimpleNamespace(hidden_size=4, sequence_parallel=True)),
-        tp_group=("maybe group", None),
-        cp_group=("maybe group", None),
     ),
     "step_plan": Call(
         lambda **arguments: public.step_plan(num_microbatches=2, **arguments),

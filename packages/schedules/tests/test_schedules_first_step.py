@@ -66,39 +66,48 @@ def frozen():
 
 
 BEFORE = {
-    "no function": (lambda: step(5), r"forward_step_func is 5; give a function f\(data_iterator, model\)"),
+    "no function": (
+        lambda: step(5),
+        r"forward_step_func is 5, .* as f\(data_iterator, model\): 5 is not a",
+    ),
     "a function of one argument": (
         lambda: step(lambda model: None),
-        r"forward_step_func takes \(model\); it is called as f\(data_iterator, model\)",
+        r"forward_step_func is .*as f\(data_iterator, model\): too many positional",
     ),
     "a function of three": (
         lambda: step(lambda iterator, model, args: None),
-        r"forward_step_func takes \(iterator, model, args\); it is called as f\(data_iterator, model\)",
+        r"forward_step_func is .*as f\(data_iterator, model\): missing a required argument: 'args'",
     ),
     "no microbatches": (lambda: step(num_microbatches=0), "num_microbatches is 0; it must be an integer of at least 1"),
     "microbatches by /": (lambda: step(num_microbatches=8 / 4), "num_microbatches is 2.0; it must be an integer"),
-    "a model without config": (lambda: step(model=nn.Linear(2, 2)), "model Linear has no `config`"),
+    "a model without config": (
+        lambda: step(model=nn.Linear(2, 2)),
+        "`config` of model Linear is None; it must be",
+    ),
     "a dict for a config": (
         lambda: step(model=Model({"deadline": 5})),
-        r"the config of model Model is {'deadline': 5} \(dict\), and settings are its attributes; give PipelineConfig",
+        r"the `config` of model Model is {'deadline': 5} \(dict\); .* as attributes, such as PipelineConfig",
     ),
     "two models": (lambda: step(model=[Model(), Model()]), "model is a list of 2: without interleaving a rank has one"),
     "batches for an iterator": (
         lambda: step(data_iterator=[1, 2]),
         "data_iterator is a list of 2: without interleaving",
     ),
-    "no communicator": (pipelined, "p2p_communicator is needed: there is no global parallel state"),
+    "no communicator": (
+        pipelined,
+        "p2p_communicator is None, without .* pass P2PCommunicator",
+    ),
     "a name for a communicator": (
         lambda: pipelined(p2p_communicator="nccl"),
-        "p2p_communicator is 'nccl', which has no number 'total_stages'",
+        "p2p_communicator is 'nccl', without the numbers total_stages and current_stage",
     ),
     "one model interleaved": (
         lambda: interleaved(model=Model()),
-        "model is Model; interleaving takes a list of at least",
+        "model is Model.*; interleaving takes a list of at least",
     ),
     "one iterator interleaved": (
         lambda: interleaved(data_iterator=batches()),
-        "data_iterator is list_iterator and model a list of 2 chunks; pass one iterator for each chunk",
+        "runs 2 stages of module 'model', and data_iterator is list_iterator; give a list",
     ),
     "microbatches that do not fit": (
         lambda: interleaved(num_microbatches=3),
@@ -149,7 +158,7 @@ INSIDE = {
     "a loss alone": (
         LossError,
         lambda: losing(lambda output: output.sum()),
-        r"the loss function returned a tensor of shape \(\); expected \(loss, info\)",
+        r"the loss function returned a tensor of shape \(\); expected \(loss, num_tokens, info\)",
     ),
     "a loss that is no scalar": (
         LossError,
@@ -164,9 +173,9 @@ INSIDE = {
     "a loss without gradient": (
         LossError,
         lambda: losing(lambda output: (output.sum().detach(), {})),
-        "the loss of microbatch 0 on stage 0 does not depend on a tensor that requires grad; call with forward_only",
+        "the loss of stage 0 for microbatch 0 is .*requires_grad=False; .*forward_only=True",
     ),
-    "a frozen model": (LossError, lambda: step(model=frozen()), "does not depend on a tensor that requires grad"),
+    "a frozen model": (LossError, lambda: step(model=frozen()), "is .*requires_grad=False; a loss is a tensor"),
     "too few batches": (
         DataEndedError,
         lambda: step(data_iterator=batches(1)),

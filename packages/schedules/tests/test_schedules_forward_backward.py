@@ -384,36 +384,32 @@ def call(**changes):
 
 def test_bad_arguments_are_named(network, memory_communicator):
     communicator = memory_communicator(network, 2, 0)
-    with pytest.raises(StepArgumentError, match="p2p_communicator is needed: there is no global parallel state"):
+    with pytest.raises(StepArgumentError, match="p2p_communicator is None, without"):
         call()
-    with pytest.raises(AnnouncedShapesError, match="the config has no hidden_size; set it"):
+    with pytest.raises(StepArgumentError, match="config.hidden_size is None; it must be"):
         call(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))
     with pytest.raises(StepArgumentError, match="num_microbatches is 0; it must be an integer of at least 1"):
         call(p2p_communicator=communicator, num_microbatches=0)
     with pytest.raises(StepArgumentError, match="model is a list of 2: without interleaving a rank has one chunk"):
         call(p2p_communicator=communicator, model=[nn.Linear(1, 1), nn.Linear(1, 1)])
-    with pytest.raises(ValueError, match="Linear has no `config`"):
+    with pytest.raises(ValueError, match="`config` of model Linear is None"):
         call(p2p_communicator=communicator, model=nn.Linear(1, 1))
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
     both = memory_communicator(network, 2, 0, graph, (0, 1))
     with pytest.raises(StepArgumentError, match=r"runs the modules \['images', 'language'\]; give model as a dict"):
         call(p2p_communicator=both)
     one, other = (build(Case(ModuleGraph({"model": 1}), 4))[0] for _ in range(2))
-    with pytest.raises(StepArgumentError, match=r"model has entries for \['images'\], but this rank runs"):
+    with pytest.raises(StepArgumentError, match=r"model has entries for \['images'\]; this rank runs"):
         call(p2p_communicator=both, model={"images": one})
-    with pytest.raises(StepArgumentError, match=r"data_iterator has entries for \['audio'\], but this rank runs"):
+    with pytest.raises(StepArgumentError, match=r"data_iterator has entries for \['audio'\]; this rank runs"):
         call(p2p_communicator=both, model={"images": one, "language": one}, data_iterator={"audio": iter(())})
     other.config = PipelineConfig(deadline=1.0)
     with pytest.raises(StepArgumentError, match="the models on this rank have different configs"):
         call(p2p_communicator=both, model={"images": one, "language": other})
-    with pytest.raises(
-        StepArgumentError, match=r"holds the stages \[\('images', 0\), \('images', 1\)\], several of one"
-    ):
+    with pytest.raises(StepArgumentError, match=r"holds the stages \[\('images', 0\), \('images', 1\)\]; a step"):
         call(p2p_communicator=memory_communicator(network, 2, 0, ModuleGraph({"images": 2, "text": 1}), (0, 1)))
-    with pytest.raises(StepArgumentError, match="holds no stage of any module"):
+    with pytest.raises(StepArgumentError, match=r"holds the stages \[\]; a step function"):
         call(p2p_communicator=memory_communicator(network, 2, 0, graph, ()))
-    with pytest.raises(StepArgumentError, match=r"this rank has stages \[7\], but the communicator's graph has"):
-        call(p2p_communicator=memory_communicator(network, 2, 0, graph, (7,)))
 
 
 @pytest.mark.parametrize("bad", [0, -3, "2", 2.0, None, True])
@@ -424,12 +420,12 @@ def test_a_number_of_microbatches_is_an_integer(bad, network, memory_communicato
 
 def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network, memory_communicator):
     communicator = memory_communicator(network, 2, 0)
-    with pytest.raises(StepArgumentError, match=r"forward_step_func is 5; give a function f\(data_iterator, model\)"):
+    with pytest.raises(StepArgumentError, match=r"forward_step_func is 5, .* as f\(data_iterator, model\)"):
         call(p2p_communicator=communicator, forward_step_func=5)
     name = "num_microbatches_with_partial_activation_checkpoints"
     part = build(Case(ModuleGraph({"model": 1}), 4, config=PipelineConfig(**{name: 1})))[0]
     with pytest.raises(
-        StepArgumentError, match=rf"{name} is set, .* third argument .* but it takes \(iterator, model\)"
+        StepArgumentError, match=r"as f\(data_iterator, model, checkpoint_activations_microbatch\): too many"
     ):
         call(p2p_communicator=communicator, model=part, forward_step_func=lambda iterator, model: None)
     part.config = SimpleNamespace(**{name: "a"})
@@ -441,7 +437,7 @@ def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network, 
 def test_one_more_forward_in_flight_is_had_from_interleaving_alone(network, memory_communicator):
     config = PipelineConfig(overlap_moe_expert_parallel_comm=True)
     part = build(Case(ModuleGraph({"model": 1}), 4, config=config))[0]
-    with pytest.raises(StepArgumentError, match="needs one more microbatch in flight, which only interleaving has"):
+    with pytest.raises(StepArgumentError, match="overlap_moe_expert_parallel_comm is set, which only interleaving has"):
         call(p2p_communicator=memory_communicator(network, 2, 0), model=part)
 
 
@@ -455,7 +451,7 @@ def test_the_step_function_follows_the_pipeline_size():
             get_forward_backward_func(pp_size=bad)
         with pytest.raises(StepArgumentError, match=f"^vp_size is {bad!r}; it must be an integer of at least 1$"):
             get_forward_backward_func(pp_size=2, vp_size=bad)
-    with pytest.raises(StepArgumentError, match="pg_collection is a SimpleNamespace without a `pp` group, .* pass pp_"):
+    with pytest.raises(StepArgumentError, match="size is unknown.*Pass pp_size=.* with a `pp` group"):
         get_forward_backward_func(pg_collection=SimpleNamespace(dp=None))
     with pytest.raises(StepArgumentError, match="Pass pp_size"):
         get_forward_backward_func()

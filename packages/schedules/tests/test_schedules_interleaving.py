@@ -282,12 +282,12 @@ def call(network, memory_communicator, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"p2p_communicator": None}, "p2p_communicator is needed"),
-        ({"adjust_tensor_shapes_fn": print}, "the config has no hidden_size"),
-        ({"model": nn.Linear(1, 1)}, "model is Linear; interleaving takes a list of at least two chunks"),
-        ({"model": [nn.Linear(1, 1)]}, "model is a list of 1; interleaving takes"),
-        ({"data_iterator": [None]}, "data_iterator is a list of 1 and model a list of 2 chunks"),
-        ({"data_iterator": iter(())}, "data_iterator is .*iterator and model a list of 2 chunks"),
+        ({"p2p_communicator": None}, "p2p_communicator is None, without"),
+        ({"adjust_tensor_shapes_fn": print}, "config.hidden_size is None; it must"),
+        ({"model": nn.Linear(1, 1)}, "model is Linear.*; interleaving takes a list of at least two chunks"),
+        ({"model": [nn.Linear(1, 1)]}, "model is .Linear.*list.; interleaving takes"),
+        ({"data_iterator": [None]}, "2 stages of module 'model', and data_iterator is a list of 1; give"),
+        ({"data_iterator": iter(())}, "2 stages of module 'model', and data_iterator is .*iterator; give"),
         ({"num_microbatches": 1}, "1 microbatches in groups of 2 over 2 ranks: .* ranks <= group size <= microbatches"),
         ({"num_microbatches": 3}, "3 microbatches in groups of 2 over 2 ranks: .* a last group that is full"),
         ({"config": PipelineConfig(microbatch_group_size_per_vp_stage=5)}, "4 microbatches in groups of 5"),
@@ -319,7 +319,7 @@ def test_a_graph_of_modules_is_refused(network, memory_communicator):
 def test_the_communicators_chunks_are_those_of_the_model(network, memory_communicator):
     communicator = memory_communicator(network, 2, 0)
     communicator.virtual_pipeline_model_parallel_size = 3
-    with pytest.raises(StepArgumentError, match="virtual_pipeline_model_parallel_size=3, but model is a list of 2"):
+    with pytest.raises(StepArgumentError, match="runs 3 stages of module 'model', and model is a list of 2"):
         call(network, memory_communicator, p2p_communicator=communicator)
 
 

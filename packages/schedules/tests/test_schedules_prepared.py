@@ -96,7 +96,7 @@ def test_the_second_call_constructs_nothing(constructions, monkeypatch):
     made = dict(constructions)
     assert made["PipelineRuntime"] == made["PreparedStep"] == 1
     with monkeypatch.context() as patch:
-        for name in ("gradient_policy", "required_ties", "require_autocast", "prepared_step", "StageSettings"):
+        for name in ("gradient_policy", "required_ties", "prepared_step", "StageSettings"):
             patch.setattr(step, name, None)
         assert alone(model) == first
     alone(model, forward_only=True)
@@ -224,7 +224,7 @@ def _count_tokens(model):
         (_mark_partial, "nothing sums it over tp"),
         (_mark_tied, "is tied as 'embedding', which config.tied_parameters does not have"),
         (_autocast_to_float64, "autocast_dtype is torch.float64"),
-        (_overlap_experts, "needs one more microbatch in flight"),
+        (_overlap_experts, "which only interleaving has"),
         (_count_tokens, "nothing sums and divides them"),
     ],
 )

@@ -177,7 +177,7 @@ def test_schedules_and_graphs_without_slices_are_named():
     with pytest.raises(StepArgumentError, match="num_slices=2 without a schedule"):
         get_forward_backward_func(2, num_slices=2)
     graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
-    with pytest.raises(PlanError, match="slices are for a single module"):
+    with pytest.raises(PlanError, match="cut into 2 slices; slices are for one"):
         step_plan(graph, 4, schedule="seq1f1b", num_slices=2)
     assert step_plan(chain(2), 4, schedule="seq1f1b", num_slices=2).num_slices == 2
 

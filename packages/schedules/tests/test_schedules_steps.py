@@ -103,14 +103,18 @@ def test_tokens_are_counted_wide_enough_to_be_added_up_and_do_not_widen_the_loss
         (
             (torch.ones(()), torch.ones(3), "info"),
             None,
-            r"counted a tensor of shape \(3,\) as num_tokens; return their",
+            r"counted a tensor of shape \(3,\) as num_tokens; it must be one",
         ),
         ((torch.ones(()), "3", "info"), None, "counted '3' as num_tokens"),
-        (torch.ones(()), None, r"returned a tensor of shape \(\); expected \(loss, info\)"),
+        (torch.ones(()), None, r"returned a tensor of shape \(\); expected \(loss, num_tokens, info\)"),
         ((torch.ones(()),), None, "returned a tuple of 1"),
         ((torch.ones(3), "info"), None, r"the loss is a tensor of shape \(3,\); a loss is a tensor with one element"),
         ((1.0, "info"), None, "the loss is 1.0"),
-        ((torch.ones(()), "info"), PipelineConfig(calculate_per_token_loss=True), "without a number of tokens"),
+        (
+            (torch.ones(()), "info"),
+            PipelineConfig(calculate_per_token_loss=True),
+            "returned a tuple of 2; expected \\(loss, num_tokens, info\\)",
+        ),
     ],
 )
 def test_what_cannot_be_a_loss_is_named(result, config, text):

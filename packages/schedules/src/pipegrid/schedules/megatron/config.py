@@ -150,32 +150,20 @@ def config_of(model: Any) -> Any:
     Raises:
         StepArgumentError: neither the model nor anything it wraps has a ``config``, or it is a dict.
     """
-    inner = model
-    while inner is not None:
-        config = getattr(inner, "config", None)
-        if isinstance(config, Mapping):
-            raise StepArgumentError(
-                f"the config of model {type(model).__name__} is {shown(config)}, and settings are its attributes; give "
-                "PipelineConfig(...), or a config object of your framework"
-            )
-        if config is not None:
-            return config
-        inner = getattr(inner, "module", None)
-    raise StepArgumentError(
-        f"model {type(model).__name__} has no `config`, nor does anything it wraps; give the model a config attribute, "
-        "for example pipegrid.schedules.PipelineConfig(pipeline_dtype=torch.bfloat16)"
-    )
+    config = unwrapped_attribute(model, "config")
+    if config is None or isinstance(config, Mapping):
+        raise StepArgumentError(
+            f"the `config` of model {type(model).__name__} is {shown(config)}; it must be an object with the settings "
+            "as attributes, such as PipelineConfig(pipeline_dtype=torch.bfloat16)"
+        )
+    return config
 
 
 def unwrapped_attribute(model: Any, name: str) -> Any:
-    """Attribute ``name`` of a model or of the first module it wraps that has it; None where none does."""
-    inner = model
-    while inner is not None:
-        found = getattr(inner, name, _MISSING)
-        if found is not _MISSING:
+    """Attribute ``name`` of a model or of the first module it wraps that has one; None where none does."""
+    while model is not None:
+        found = getattr(model, name, None)
+        if found is not None:
             return found
-        inner = getattr(inner, "module", None)
+        model = getattr(model, "module", None)
     return None
-
-
-_MISSING = object()

@@ -58,40 +58,20 @@ def get_pp_rank_microbatches(
 
 
 def require_communicator(communicator: Any) -> Any:
-    """``communicator``, if it has this rank's stage in a chain or its stages in a graph.
-
-    Raises:
-        StepArgumentError: None, or it has neither.
-    """
-    if communicator is None:
+    """``communicator``, if it has this rank's stage in a chain or its stages in a graph, else StepArgumentError."""
+    chain = ("total_stages", "current_stage")
+    in_chain = all(index_of(getattr(communicator, name, None)) is not None for name in chain)
+    if not in_chain and not (hasattr(communicator, "graph") and hasattr(communicator, "stages")):
         raise StepArgumentError(
-            "p2p_communicator is needed: there is no global parallel state to make one from. Pass "
-            "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
-        )
-    missing = [
-        name for name in ("total_stages", "current_stage") if index_of(getattr(communicator, name, None)) is None
-    ]
-    if missing and not (hasattr(communicator, "graph") and hasattr(communicator, "stages")):
-        raise StepArgumentError(
-            f"p2p_communicator is {shown(communicator)}, which has no number {missing[0]!r}; pass a P2PCommunicator or "
-            "a MultiModulePipelineCommunicator"
+            f"p2p_communicator is {shown(communicator)}, without the numbers {' and '.join(chain)}; there is no global "
+            "state: pass P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
         )
     return communicator
 
 
-def size_of(name: str, group: Any) -> int:
-    """Number of ranks of a group; None is one rank.
-
-    Raises:
-        StepArgumentError: an object without a size.
-    """
-    if group is None:
-        return 1
-    size = getattr(group, "size", None)
-    ranks = index_of(size()) if callable(size) and not isinstance(group, type) else None
-    if ranks is None or ranks < 1:
-        raise StepArgumentError(f"{name} is {shown(group)}; pass a process group, or None for one rank")
-    return ranks
+def size_of(group: Any) -> int:
+    """Number of ranks of a group; None is one rank."""
+    return 1 if group is None else int(group.size())
 
 
 def _distance_to_loss(communicator: Any) -> int:
@@ -135,13 +115,13 @@ def convert_schedule_table_to_order(
     if num_warmup_microbatches > len(schedule_table):
         raise StepArgumentError(
             f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {len(schedule_table)} "
-            "forwards in all; the warmup of get_pp_rank_microbatches is at most that"
+            "forwards in all"
         )
     for place, entry in enumerate(schedule_table):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or entry[1] not in range(num_model_chunks):
             raise StepArgumentError(
                 f"entry {place} of schedule_table is {entry!r}; it must be (microbatch, chunk) with a chunk of "
-                f"0..{num_model_chunks - 1}: make the table with get_schedule_table, for the same num_model_chunks"
+                f"0..{num_model_chunks - 1}"
             )
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
@@ -185,8 +165,7 @@ def get_tensor_shapes(
     decoder_seq_length = checked(decoder_seq_length, Count | None, "decoder_seq_length", StepArgumentError)
     hidden_size = checked(getattr(config, "hidden_size", None), Count, "config.hidden_size", StepArgumentError)
     sequence = seq_length if decoder_seq_length is None else decoder_seq_length
-    cp, tp = size_of("cp_group", cp_group), size_of("tp_group", tp_group)
-    tp = tp if getattr(config, "sequence_parallel", False) else 1
+    cp, tp = size_of(cp_group), size_of(tp_group) if getattr(config, "sequence_parallel", False) else 1
     if sequence % (cp * tp):
         raise StepArgumentError(
             f"a sequence of {sequence} tokens does not divide over cp {cp} x sequence-parallel tp {tp} ranks; "

@@ -14,7 +14,7 @@ from attrs import frozen
 from pipegrid.schedules.errors import LossError, StepArgumentError
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
-from pipegrid.schedules.runtime import describe
+from pipegrid.schedules.runtime import describe, flatten
 
 
 @frozen(eq=False)
@@ -139,37 +139,26 @@ def run_model(
     """
     if set_input_tensor is not None:
         set_input_tensor(input_tensor if isinstance(input_tensor, (list, dict)) else [input_tensor])
-    elif input_tensor is not None and any(item is not None for item in _values(input_tensor)):
+    elif any(tensor is not None for tensor in flatten(input_tensor)):
         raise StepArgumentError(
-            f"{type(model).__name__} has no set_input_tensor(input_tensor), but this stage receives an activation; "
-            "define it (it is called before each forward with the received activation)"
+            f"{type(model).__name__} has no set_input_tensor(input_tensor), by which a stage receives its activation"
         )
     if context is None:
         result = forward_step_func(data_iterator, model, *extra)
     else:
         with context():
             result = forward_step_func(data_iterator, model, *extra)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:  # a tensor with a first axis of 2 unpacks as well
-        raise _wrong_result(describe(result))
+    pair = isinstance(result, (tuple, list)) and len(result) == 2  # a tensor with a first axis of 2 unpacks as well
+    if not pair or not (callable(result[1]) or (result[1] is None and not is_last_stage)):
+        found = f"({describe(result[0])}, {describe(result[1])})" if pair else describe(result)
+        raise StepArgumentError(
+            f"forward_step_func returned {found}; it returns (output, loss_func), and the last stage calls "
+            "loss_func(output)"
+        )
     output, loss_func = result
-    if not callable(loss_func) and (is_last_stage or loss_func is not None):
-        raise _wrong_result(f"({describe(output)}, {describe(loss_func)})")
     if is_last_stage and isinstance(output, WithLoss):
         raise LossError("a last stage returned WithLoss; its loss_func(output) returns the sum of all losses")
     return output, loss_func
-
-
-def _wrong_result(found: str) -> StepArgumentError:
-    return StepArgumentError(
-        f"forward_step_func returned {found}; it returns (output, loss_func), and loss_func is called with the output "
-        "on the last stage: return model(...), loss_func"
-    )
-
-
-def _values(payload: Any) -> list[Any]:
-    if isinstance(payload, dict):
-        return list(payload.values())
-    return list(payload) if isinstance(payload, (list, tuple)) else [payload]
 
 
 def forward_step_calc_loss(
@@ -242,31 +231,23 @@ def scaled_loss(
 
     ``cp_size``: default that of ``cp_group``.
     """
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
+    if not isinstance(result, tuple) or len(result) not in ((3,) if per_token else (2, 3)):
         raise LossError(
-            f"the loss function returned {describe(result)}; expected (loss, info) or (loss, num_tokens, info), or "
-            "any object with collect_non_loss_data=True"
+            f"the loss function returned {describe(result)}; expected (loss, num_tokens, info), or without "
+            "calculate_per_token_loss (loss, info), or any object with collect_non_loss_data=True"
         )
     loss = result[0]
     if isinstance(loss, (int, float)) and not torch.is_grad_enabled():  # an evaluation differentiates nothing
         loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         where = "" if vp_stage is None else f" on chunk {vp_stage}"
-        raise LossError(
-            f"the loss{where} is {describe(loss)}; a loss is a tensor with one element: reduce it (mean or sum) in "
-            "the loss function"
-        )
+        raise LossError(f"the loss{where} is {describe(loss)}; a loss is a tensor with one element")
     if len(result) == 3:
         num_tokens = _tokens(result[1])
         if not per_token:
             # Weights are counted in float64, which must not widen the loss.
             loss = (loss / _tokens_per_rank(num_tokens, loss, config, cp_group) / num_microbatches).to(loss.dtype)
         return loss, num_tokens.detach(), result[2]
-    if per_token:
-        raise LossError(
-            "calculate_per_token_loss is set, but the loss function returned (loss, info) without a number of tokens; "
-            "return (sum over tokens, num_tokens, info)"
-        )
     if cp_size is None:
         cp_size = 1 if cp_group is None else cp_group.size()
     return loss * (cp_size / num_microbatches), None, result[1]
@@ -289,13 +270,8 @@ def _tokens_per_rank(
 
 def _tokens(counted: Any) -> torch.Tensor:
     """A number of tokens in a dtype of exact sums: int64 for integers, float64 for weighted counts."""
-    if not isinstance(counted, (int, float, torch.Tensor)) or (
-        isinstance(counted, torch.Tensor) and counted.numel() != 1
-    ):
-        raise LossError(
-            f"the loss function counted {describe(counted)} as num_tokens; return their number, or the sum of their "
-            "weights: an int, a float or a tensor with one element"
-        )
+    if not isinstance(counted, (int, float, torch.Tensor)) or torch.as_tensor(counted).numel() != 1:
+        raise LossError(f"the loss function counted {describe(counted)} as num_tokens; it must be one number")
     whole = isinstance(counted, int) if not isinstance(counted, torch.Tensor) else not counted.is_floating_point()
     return torch.as_tensor(counted, dtype=torch.int64 if whole else torch.float64).reshape(())
 
@@ -304,27 +280,15 @@ def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.
     """A function that makes the autocast context of each forward of ``model``; None without autocast.
 
     Raises:
-        StepArgumentError: as `require_autocast`.
+        StepArgumentError: a dtype outside autocast's, which torch would ignore.
     """
     if not option(config, "enable_autocast"):
         return None
-    device, dtype = require_autocast(config, model)
-    return partial(torch.autocast, device, dtype=dtype)
-
-
-def require_autocast(config: Any, model: torch.nn.Module) -> tuple[str, torch.dtype | None]:
-    """The device type and the dtype (None: the device's default) of a forward under autocast.
-
-    Raises:
-        StepArgumentError: ``enable_autocast`` with a dtype outside autocast's, which torch would ignore.
-    """
-    parameter = next(model.parameters(), None)
-    device = "cpu" if parameter is None else parameter.device.type
-    dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")
-    if option(config, "enable_autocast") and dtype not in (None, torch.float16, torch.bfloat16):
+    dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")  # None: the device's default
+    if dtype not in (None, torch.float16, torch.bfloat16):
         name = "autocast_dtype" if option(config, "autocast_dtype") else "pipeline_dtype"
         raise StepArgumentError(
-            f"enable_autocast is set and {name} is {dtype}; autocast computes in torch.float16 or torch.bfloat16: set "
-            "config.autocast_dtype to one of them, or enable_autocast=False"
+            f"enable_autocast is set and {name} is {dtype}; autocast computes in torch.float16 or torch.bfloat16"
         )
-    return device, dtype
+    parameter = next(model.parameters(), None)
+    return partial(torch.autocast, "cpu" if parameter is None else parameter.device.type, dtype=dtype)

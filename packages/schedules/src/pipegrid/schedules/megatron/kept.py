@@ -37,6 +37,7 @@ class StepArguments(NamedTuple):
 
     Attributes:
         kind: the step function, or the name of its schedule.
+        sizes: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
     """
 
     kind: str
@@ -44,9 +45,17 @@ class StepArguments(NamedTuple):
     num_microbatches: int
     forward_only: bool
     collect_non_loss_data: bool
-    seq_length: int | None = None
-    micro_batch_size: int | None = None
-    decoder_seq_length: int | None = None
+    sizes: tuple[int | None, int | None, int | None] = (None, None, None)
+
+
+class Inputs(NamedTuple):
+    """The arguments that may be other objects in each call."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    first_val_step: bool | None
+    pg_collection: Any
 
 
 @frozen(eq=False)

@@ -77,8 +77,7 @@ class Place:
         by_module = value if isinstance(value, Mapping) else dict.fromkeys(held, value)
         if set(by_module) != set(held):
             raise StepArgumentError(
-                f"{name} has entries for {sorted(by_module)}, but this rank runs the modules {sorted(held)}; give one "
-                "entry for each of them"
+                f"{name} has entries for {sorted(by_module)}; this rank runs the modules {sorted(held)}"
             )
         found: dict[int, Any] = {}
         for module, stages in held.items():
@@ -108,8 +107,7 @@ def place_of(communicator: Any, *, several: bool = False, num_chunks: int = 1) -
     The stages of a pipeline of one module are those of its communicator's placement, or ``num_chunks`` on each rank.
 
     Raises:
-        StepArgumentError: the communicator has no stages; or this rank holds no stage, several of one module, or one
-            outside the graph.
+        StepArgumentError: the communicator has no stages; or this rank holds no stage, or several of one module.
     """
     require_communicator(communicator)
     graph = getattr(communicator, "graph", None)
@@ -128,17 +126,10 @@ def place_of(communicator: Any, *, several: bool = False, num_chunks: int = 1) -
         collectives=tuple(getattr(communicator, "collective_edges", ())),
         frozen=tuple(getattr(communicator, "frozen_modules", ())),
     )
-    if not place.stages:
-        raise StepArgumentError("this rank holds no stage of any module; do not call a step function on it")
-    if any(not 0 <= stage < graph.num_stages for stage in place.stages):
+    if not place.stages or (not several and len(place.modules) != len(place.stages)):
         raise StepArgumentError(
-            f"this rank has stages {list(place.stages)}, but the communicator's graph has 0..{graph.num_stages - 1}"
-        )
-    if not several and len(place.modules) != len(place.stages):
-        names = [graph.module_of(stage) for stage in place.stages]
-        raise StepArgumentError(
-            f"this rank holds the stages {names}, several of one module; this step function runs one stage of each. "
-            "Name a schedule that has several: get_forward_backward_func(schedule=...)"
+            f"this rank holds the stages {[graph.module_of(stage) for stage in place.stages]}; a step function runs "
+            "one of each module, or several with get_forward_backward_func(schedule=...)"
         )
     return place
 

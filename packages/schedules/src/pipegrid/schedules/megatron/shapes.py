@@ -20,7 +20,7 @@ from pipegrid.topology.fields import Count, checked
 
 
 class AnnouncedShapesError(ValueError):
-    """``adjust_tensor_shapes_fn`` returns no shapes, or the config has no ``hidden_size`` to adjust."""
+    """``adjust_tensor_shapes_fn`` returned no shapes."""
 
 
 @frozen
@@ -62,13 +62,9 @@ def announced_shapes(
     """Shapes from ``adjust(receive_shapes, send_shapes)``, applied to `get_tensor_shapes`.
 
     Raises:
-        AnnouncedShapesError: the config has no ``hidden_size``, or ``adjust`` does not return two lists of shapes.
+        AnnouncedShapesError: ``adjust`` does not return two lists of shapes.
+        StepArgumentError: as `get_tensor_shapes`.
     """
-    if option(config, "hidden_size") is None and not option(config, "variable_seq_lengths"):
-        raise AnnouncedShapesError(
-            "adjust_tensor_shapes_fn adjusts the shapes (sequence, batch, hidden), and the config has no hidden_size; "
-            "set it"
-        )
     shapes = get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -121,9 +117,8 @@ class ExpectedShape:
         raise StageOutputError(
             f"stage {stage} sends a tensor of shape {tuple(tensors[0].shape)} for microbatch {microbatch}, but "
             f"seq_length, micro_batch_size and config.hidden_size make it {shapes}"
-            f"{'' if self.exact else ', or an even share of the sequence'}; return that, or correct the sizes. For "
-            "microbatches of different lengths set config.variable_seq_lengths; for activations of another form leave "
-            "config.hidden_size None"
+            f"{'' if self.exact else ', or an even share of the sequence'}. For other lengths set "
+            "config.variable_seq_lengths, for activations of another form config.hidden_size=None"
         )
 
     def _fits(self, tokens: int, sequence: int) -> bool:

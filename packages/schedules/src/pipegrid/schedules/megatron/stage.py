@@ -172,7 +172,7 @@ class MegatronStage:
         )
         if self.outgoing:
             return self._passed_on(settings, received, output, microbatch)
-        return self._with_loss(call, output, loss_func, microbatch, part)
+        return self._with_loss(call, output, loss_func, part)
 
     def _passed_on(self, settings: StageSettings, received: Any, output: Any, microbatch: int) -> Forwarded:
         """The result of a forward whose output goes to other stages."""
@@ -186,9 +186,7 @@ class MegatronStage:
         outputs = dict.fromkeys(self.outgoing, output) if self._one_module else self._by_edge(output, microbatch)
         return Forwarded(outputs, own_loss)
 
-    def _with_loss(
-        self, call: StageCall, output: Any, loss_func: Callable[..., Any], microbatch: int, part: Slice | None
-    ) -> Forwarded:
+    def _with_loss(self, call: StageCall, output: Any, loss_func: Callable[..., Any], part: Slice | None) -> Forwarded:
         """The result of a last stage: the scaled loss; the loss function's info goes to `infos`."""
         settings = call.settings
         if settings.collect_non_loss_data:
@@ -198,8 +196,7 @@ class MegatronStage:
         if part is not None and not settings.per_token and isinstance(result, tuple) and len(result) == 3:
             raise LossError(
                 "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
-                "tokens of all its slices. Set calculate_per_token_loss, for the mean over all tokens of the step; or "
-                "return (loss, info) with the slice's share, its sum divided by the tokens of the microbatch"
+                "tokens of all its slices. Set calculate_per_token_loss, or return (loss, info) with the slice's share"
             )
         loss, num_tokens, info = scaled_loss(
             result,
@@ -214,11 +211,6 @@ class MegatronStage:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
         if settings.forward_only:
             return Forwarded({})
-        if not loss.requires_grad:
-            raise LossError(
-                f"the loss of microbatch {microbatch} on stage {self.stage} does not depend on a tensor that requires "
-                "grad; call with forward_only=True to evaluate"
-            )
         return Forwarded({}, loss if settings.loss_factor == 1.0 else loss * settings.loss_factor)
 
     def _own_loss(self, settings: StageSettings, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
@@ -227,9 +219,8 @@ class MegatronStage:
             return None
         if settings.per_token:
             raise LossError(
-                f"stage {self.stage} returned WithLoss for microbatch {microbatch}, a mean, and with "
-                "calculate_per_token_loss gradients are divided by the tokens of the job: a mean beside sums would be "
-                "divided as well. Leave calculate_per_token_loss False"
+                f"stage {self.stage} returned WithLoss for microbatch {microbatch}: with calculate_per_token_loss "
+                "gradients are divided by the tokens of the job, and so would be this mean"
             )
         cp = 1 if settings.cp_group is None else settings.cp_group.size()
         return loss * (settings.loss_factor * cp / settings.num_microbatches)

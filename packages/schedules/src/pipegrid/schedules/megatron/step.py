@@ -16,8 +16,8 @@ from pipegrid.schedules.gradients.policy import GradientPolicy, gradient_policy
 from pipegrid.schedules.gradients.reduce import GradientReduction
 from pipegrid.schedules.gradients.replicas import require_equal_replicas
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
-from pipegrid.schedules.megatron.forward import numbered_modules, require_autocast
-from pipegrid.schedules.megatron.kept import Derived, StepArguments, StepCall, forget_call, keep, kept_call
+from pipegrid.schedules.megatron.forward import numbered_modules
+from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments, StepCall, forget_call, keep, kept_call
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.megatron.prepared import PreparedStep, forget, prepared_step
@@ -25,7 +25,7 @@ from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, a
 from pipegrid.schedules.megatron.stage import StageCall, StageSettings
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import Hook
-from pipegrid.topology.fields import Count, checked
+from pipegrid.topology.fields import Count, checked, shown
 
 
 def single(value: Any, name: str) -> Any:
@@ -33,26 +33,16 @@ def single(value: Any, name: str) -> Any:
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
-        raise StepArgumentError(
-            f"{name} is a list of {len(value)}: without interleaving a rank has one chunk; pass one, not several"
-        )
+        raise StepArgumentError(f"{name} is a list of {len(value)}: without interleaving a rank has one chunk")
     return value[0]
 
 
-def run_step(
-    derive: Callable[[], Derived],
-    arguments: StepArguments,
-    *,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Any,
-    first_val_step: bool | None,
-    pg_collection: Any,
-) -> list[Any]:
+def run_step(derive: Callable[[], Derived], arguments: StepArguments, inputs: Inputs) -> list[Any]:
     """Run one step. What an earlier call with the same arguments has derived is used again, else ``derive`` is called.
 
     The config is the first model's.
     """
+    forward_step_func, data_iterator, model, first_val_step, pg_collection = inputs
     kept = kept_call(arguments, model, pg_collection)
     if kept is None:
         derived = derive()
@@ -159,40 +149,26 @@ def _step_call(
 
 
 def _require_compatible(derived: Derived, arguments: StepArguments, config: Any) -> None:
-    """Raise for arguments and options of the config that exclude each other.
-
-    Raises:
-        StepArgumentError: names them.
-    """
+    """Raise StepArgumentError for arguments and options of the config that exclude each other."""
     if option(config, "overlap_moe_expert_parallel_comm") and not derived.interleaved:
-        raise StepArgumentError(
-            "config.overlap_moe_expert_parallel_comm needs one more microbatch in flight, which only interleaving "
-            "has: use forward_backward_pipelining_with_interleaving with two chunks or more, or unset it"
-        )
-    for model in derived.models.values():
-        require_autocast(config, model)
+        raise StepArgumentError("config.overlap_moe_expert_parallel_comm is set, which only interleaving has")
     if arguments.collect_non_loss_data and not arguments.forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
 
 
 def _require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
-    """Raise for a model, or an option, that does not work with slices.
-
-    Raises:
-        StepArgumentError: names it.
-    """
+    """Raise StepArgumentError for a model, or an option, that does not work with slices."""
     for name in (_CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
         value = option(config, name)
         if value is not None and value is not False:
             raise StepArgumentError(
-                f"config.{name} is set, which counts whole microbatches, and num_slices is above 1; unset one of them"
+                f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
             )
     for stage, model in models.items():
         if not numbered_modules(model, "current_slice"):
             raise StepArgumentError(
-                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice: its attention would "
-                "see no earlier slice. Set current_slice = None on each attention module, and keep keys and values "
-                "with it; on any module of a stage without attention"
+                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
+                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
             )
 
 
@@ -244,32 +220,19 @@ _FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def _require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
     """Raise unless the function accepts two arguments, or three with partial activation checkpoints."""
-    if not callable(forward_step_func):
-        raise StepArgumentError(
-            f"forward_step_func is {forward_step_func!r}; give a function f(data_iterator, model) that returns "
-            "(output, loss_func)"
-        )
-    arguments = (None, None, True) if checkpoints else (None, None)
+    arguments = ("data_iterator", "model", "checkpoint_activations_microbatch")[: 3 if checkpoints else 2]
     function = getattr(forward_step_func, "__func__", forward_step_func)  # a bound method is a new object each time
     with contextlib.suppress(TypeError):  # a callable without weak references
         if _FITTING.get(function) == len(arguments):
             return
     try:
-        signature = inspect.signature(forward_step_func)
-    except (TypeError, ValueError):  # a callable in C without a signature
+        inspect.signature(forward_step_func).bind(*arguments)
+    except ValueError:  # a callable in C without a signature
         return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        if len(arguments) == 2:
-            raise StepArgumentError(
-                f"forward_step_func takes {signature}; it is called as f(data_iterator, model) and returns "
-                "(output, loss_func)"
-            ) from None
+    except TypeError as error:
         raise StepArgumentError(
-            f"config.{_CHECKPOINTS} is set, so forward_step_func needs a "
-            f"third argument (whether to checkpoint a microbatch), but it takes {signature}; add "
-            "checkpoint_activations_microbatch, or unset the option"
+            f"forward_step_func is {shown(forward_step_func)}, and this config calls it as f({', '.join(arguments)}): "
+            f"{error}"
         ) from None
     with contextlib.suppress(TypeError):
         _FITTING[function] = len(arguments)
@@ -279,9 +242,7 @@ def require_one_config(models: Mapping[int, Any]) -> None:
     """Raise StepArgumentError unless all models on this rank have the same config."""
     first, *others = [config_of(model) for model in models.values()]
     if any(other is not first and other != first for other in others):
-        raise StepArgumentError(
-            "the models on this rank have different configs; a step has one: use the same PipelineConfig for all"
-        )
+        raise StepArgumentError("the models on this rank have different configs; a step has one")
 
 
 def message_shapes(
@@ -292,9 +253,7 @@ def message_shapes(
     All ``models`` are chunks of one module, and ``collection`` has its process groups.
     """
     sizes: dict[str, Any] = {
-        "seq_length": arguments.seq_length,
-        "micro_batch_size": arguments.micro_batch_size,
-        "decoder_seq_length": arguments.decoder_seq_length,
+        **dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), arguments.sizes, strict=True)),
         "config": config_of(next(iter(models.values()))),
         "tp_group": getattr(collection, "tp", None),
         "cp_group": getattr(collection, "cp", None),

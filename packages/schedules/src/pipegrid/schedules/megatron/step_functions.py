@@ -14,10 +14,11 @@ from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import require_communicator, size_of
-from pipegrid.schedules.megatron.kept import Derived, StepArguments
+from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments
 from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.megatron.step import message_shapes, require_one_config, run_step, single
+from pipegrid.schedules.runtime import describe
 from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Count, checked, checked_arguments
 
@@ -49,28 +50,18 @@ def get_forward_backward_func(
         return partial(forward_backward_with_schedule, schedule=known.name, num_slices=num_slices)
     if num_slices > 1:
         raise StepArgumentError(f"num_slices={num_slices} without a schedule; name one with slices, such as 'seq1f1b'")
-    if pp_size is None and pg_collection is not None:
-        if not hasattr(pg_collection, "pp"):
-            raise StepArgumentError(
-                f"pg_collection is a {type(pg_collection).__name__} without a `pp` group, so the pipeline size is "
-                "unknown; pass pp_size=... (of several modules: the communicator's total_stages)"
-            )
-        pp_size = size_of("pg_collection.pp", pg_collection.pp)
+    if pp_size is None and hasattr(pg_collection, "pp"):
+        pp_size = size_of(pg_collection.pp)
     if pp_size is None:
         raise StepArgumentError(
-            "the pipeline size is unknown: there is no global parallel state. Pass pp_size=..., or pg_collection=... "
-            "with its `pp` group"
+            "the pipeline size is unknown: there is no global parallel state. Pass pp_size=... (of several modules the "
+            "communicator's total_stages), or a pg_collection with a `pp` group"
         )
     if vp_size is not None and vp_size > 1:
         if pp_size == 1:
-            raise StepArgumentError(
-                f"vp_size={vp_size} with pp_size=1: chunks of one rank run in sequence anyway; use vp_size=1 and one "
-                "model"
-            )
+            raise StepArgumentError(f"vp_size={vp_size} with pp_size=1; one rank has no chunks to interleave")
         return forward_backward_pipelining_with_interleaving
-    if pp_size == 1:
-        return forward_backward_no_pipelining
-    return forward_backward_pipelining_without_interleaving
+    return forward_backward_no_pipelining if pp_size == 1 else forward_backward_pipelining_without_interleaving
 
 
 def forward_backward_no_pipelining(
@@ -107,15 +98,8 @@ def forward_backward_no_pipelining(
             _of_one_stage,
         )
 
-    return run_step(
-        derive,
-        StepArguments("one stage", None, num_microbatches, forward_only, collect_non_loss_data),
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        first_val_step=first_val_step,
-        pg_collection=pg_collection,
-    )
+    arguments = StepArguments("one stage", None, num_microbatches, forward_only, collect_non_loss_data)
+    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
 
 
 def _of_one_stage(data_iterator: Any) -> dict[int, Any]:
@@ -178,8 +162,8 @@ def forward_backward_pipelining_without_interleaving(
         place = place_of(p2p_communicator)
         if adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
             raise StepArgumentError(
-                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each. Remove it: "
-                "neighbours agree on the shapes of messages by themselves"
+                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
+                "agree on shapes without it"
             )
         models = _models(place, model)
         return Derived(
@@ -191,25 +175,11 @@ def forward_backward_pipelining_without_interleaving(
             keep=adjust_tensor_shapes_fn is None,
         )
 
+    sizes = seq_length, micro_batch_size, decoder_seq_length
     arguments = StepArguments(
-        "one stage of each module",
-        p2p_communicator,
-        num_microbatches,
-        forward_only,
-        collect_non_loss_data,
-        seq_length,
-        micro_batch_size,
-        decoder_seq_length,
+        "one stage of each module", p2p_communicator, num_microbatches, forward_only, collect_non_loss_data, sizes
     )
-    return run_step(
-        derive,
-        arguments,
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        first_val_step=first_val_step,
-        pg_collection=pg_collection,
-    )
+    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
 
 
 def _proof_at(place: Place, schedule: str, num_slices: int = 1) -> Callable[[Ties, int, Sharding], Proof]:
@@ -302,25 +272,11 @@ def forward_backward_with_schedule(
             None if num_slices > 1 else _shapes_at(place, arguments, models, pg_collection),
         )
 
+    sizes = seq_length, micro_batch_size, decoder_seq_length
     arguments = StepArguments(
-        f"schedule {schedule}, {num_slices} slices",
-        p2p_communicator,
-        num_microbatches,
-        forward_only,
-        collect_non_loss_data,
-        seq_length,
-        micro_batch_size,
-        decoder_seq_length,
+        f"{schedule}.{num_slices}", p2p_communicator, num_microbatches, forward_only, collect_non_loss_data, sizes
     )
-    return run_step(
-        derive,
-        arguments,
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        first_val_step=first_val_step,
-        pg_collection=pg_collection,
-    )
+    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -358,53 +314,42 @@ def forward_backward_pipelining_with_interleaving(
     """
 
     def derive() -> Derived:
-        require_communicator(p2p_communicator)
-        if getattr(p2p_communicator, "graph", None) is not None:
+        if getattr(require_communicator(p2p_communicator), "graph", None) is not None:
             raise StepArgumentError(
-                "p2p_communicator serves a graph of modules, and the interleaved step has a single module: use "
-                "get_forward_backward_func(schedule='interleaved_1f1b'), which runs it over the graph"
+                "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
+                "interleaves them"
             )
-        chunks = _chunks(model, p2p_communicator)
         ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage
-        config = config_of(chunks[0])
-        group_size = checked_option(config, "microbatch_group_size_per_vp_stage")
-        if group_size is None:
-            group_size = ranks
+        configured = getattr(p2p_communicator, "virtual_pipeline_model_parallel_size", None)
+        chunks = configured or (len(model) if isinstance(model, Sequence) else 1)
+        if chunks < 2:
+            raise StepArgumentError(
+                f"model is {describe(model)}; interleaving takes a list of at least two chunks. With one, use "
+                "forward_backward_pipelining_without_interleaving"
+            )
+        place = Place(one_module(ranks * chunks), tuple(range(here, ranks * chunks, ranks)))
+        models = place.by_stage(model, "model")
+        config = config_of(models[here])
+        group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
         _require_group_size(group_size, ranks, checked(num_microbatches, Count, "num_microbatches", StepArgumentError))
         receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
         extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
-        models = {chunk * ranks + here: part for chunk, part in enumerate(chunks)}
-        collection = None if pg_collection is None else collection_of(pg_collection, "model")
         return Derived(
             lambda ties, count, sharding: interleaved_proof(
-                ranks, len(models), count, group_size, receives, ties, extra_warmup, sharding
+                ranks, chunks, count, group_size, receives, ties, extra_warmup, sharding
             ),
             models,
-            partial(_by_chunk, tuple(models)),
-            shapes=message_shapes(adjust_tensor_shapes_fn, models, arguments, collection),
+            partial(_by_stage, place, one_each=False),
+            shapes=_shapes_at(place, arguments, models, pg_collection, adjust_tensor_shapes_fn),
             interleaved=True,
             keep=adjust_tensor_shapes_fn is None,
         )
 
+    sizes = seq_length, micro_batch_size, decoder_seq_length
     arguments = StepArguments(
-        "interleaved",
-        p2p_communicator,
-        num_microbatches,
-        forward_only,
-        collect_non_loss_data,
-        seq_length,
-        micro_batch_size,
-        decoder_seq_length,
+        "interleaved", p2p_communicator, num_microbatches, forward_only, collect_non_loss_data, sizes
     )
-    return run_step(
-        derive,
-        arguments,
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        first_val_step=first_val_step,
-        pg_collection=pg_collection,
-    )
+    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
 
 
 def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
@@ -412,40 +357,11 @@ def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
     model = single(model, "model")
     if len(place.stages) > 1 and not isinstance(model, Mapping):
         raise StepArgumentError(
-            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them, "
-            "and data_iterator as a dict or as one iterator for all"
+            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
         )
     models = place.by_stage(model, "model")
     require_one_config(models)
     return models
-
-
-def _chunks(model: Any, communicator: Any) -> Sequence[Any]:
-    """The model of each chunk."""
-    if not isinstance(model, Sequence) or len(model) < 2:
-        found = f"a list of {len(model)}" if isinstance(model, Sequence) else type(model).__name__
-        raise StepArgumentError(
-            f"model is {found}; interleaving takes a list of at least two chunks. With one, use "
-            "forward_backward_pipelining_without_interleaving"
-        )
-    configured = getattr(communicator, "virtual_pipeline_model_parallel_size", None)
-    if configured is not None and configured != len(model):
-        raise StepArgumentError(
-            f"the communicator was made with virtual_pipeline_model_parallel_size={configured}, but model is a list of "
-            f"{len(model)} chunks"
-        )
-    return model
-
-
-def _by_chunk(stages: Sequence[int], data_iterator: Any) -> dict[int, Any]:
-    """The data iterator of each stage, from a list with one for each chunk; None: no chunk needs data."""
-    iterators = [None] * len(stages) if data_iterator is None else data_iterator
-    if not isinstance(iterators, Sequence) or len(iterators) != len(stages):
-        found = f"a list of {len(iterators)}" if isinstance(iterators, Sequence) else type(iterators).__name__
-        raise StepArgumentError(
-            f"data_iterator is {found} and model a list of {len(stages)} chunks; pass one iterator for each chunk"
-        )
-    return dict(zip(stages, iterators, strict=True))
 
 
 def _require_group_size(group_size: int, ranks: int, num_microbatches: int) -> None:
@@ -454,6 +370,5 @@ def _require_group_size(group_size: int, ranks: int, num_microbatches: int) -> N
         raise StepArgumentError(
             f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step needs "
             "ranks <= group size <= microbatches, and a last group that is full or has at least as many microbatches "
-            "as ranks. Change num_microbatches or config.microbatch_group_size_per_vp_stage, or run the plan of "
-            "interleaved_1f1b with PipelineRuntime, which has no such limit"
+            "as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
         )

@@ -108,7 +108,7 @@ def check_loss(loss: Any, stage: int, microbatch: int | str, *, what: str = "the
         found += f", {loss.dtype}, requires_grad={loss.requires_grad}"
     raise LossError(
         f"{what} of stage {stage} for microbatch {microbatch} is {found}; a loss is a tensor with one floating-point "
-        "element that requires grad. To evaluate, call eval()"
+        "element that requires grad. To evaluate, call eval(), or a step function with forward_only=True"
     )
 
 

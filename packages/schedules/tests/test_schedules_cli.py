@@ -162,7 +162,7 @@ def test_compare_refuses_unknown_names():
             "v_half has 2 chunks per position",
         ),
         (["show", "1f1b", "--pp", "0", "--microbatches", "2"], "num_positions is 0"),
-        (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BAD"], "'G' is not a cost"),
+        (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BAD"], "they must be a JSON object"),
         (["verify", "TABLE"], "line 1, column 8: found"),
         (["verify", "no-such-file"], "no-such-file"),
         (["verify", "BYTES"], "bytes.txt is not UTF-8 text: byte 0xff at offset 3"),
@@ -170,7 +170,10 @@ def test_compare_refuses_unknown_names():
         (["verify", "DEEP"], "expected JSON (brackets nest too deeply)"),
         (["verify", "LONG"], "microbatches: inf is not an integer"),
         (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "DEEP"], "brackets nest too deeply"),
-        (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "NULL"], "F is None; a cost is a number"),
+        (
+            ["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "NULL"],
+            "F is None; it must be a finite number",
+        ),
         (["show", "greedy", "--pp", "2", "--microbatches", "2", "--chunks", "0"], "num_chunks is 0"),
         (["show", "greedy", "--pp", "2", "--microbatches", "2", "--chunks", "-1"], "num_chunks is -1"),
         (

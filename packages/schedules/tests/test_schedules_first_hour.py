@@ -57,9 +57,9 @@ MISTAKES = {
     "chunks of a V": (PlanError, lambda: find_schedule("zero_bubble_v").plan(2, 4, 3), "zero_bubble_v has 2 chunks"),
     "a dict as graph": (PlanError, lambda: multi_module_1f1b({"a": 1}, 2), "graph is {'a': 1}.*give a ModuleGraph"),
     "an unknown module": (
-        PlanError,
+        ModuleGraphError,
         lambda: multi_module_1f1b(GRAPH, 2, forward_only=["vision"]),
-        "forward_only names module 'vision'; the graph has enc, llm",
+        "there is no module 'vision'; the graph has .*'enc', 'llm'",
     ),
     "a name for a list of names": (
         PlanError,
@@ -116,7 +116,7 @@ MISTAKES = {
         lambda: simulate(PLAN, Costs(F=[1, 2, 3])),
         "F is given for 3 stages",
     ),
-    "a dict for costs": (CostsError, lambda: simulate(PLAN, {"F": 1}), "costs is .*{'F': 1}.*give Costs"),
+    "a dict for costs": (CostsError, lambda: simulate(PLAN, {"F": 1}), "costs is .*{'F': 1}.*it must be Costs"),
     "costs without work": (CostsError, lambda: u_shape(2, 2, costs=Costs(F=0, I=0, W=0)), "no stage takes any time"),
     "a schedule to compare": (
         PlanError,

@@ -211,17 +211,17 @@ def test_the_list_scheduler_never_locks_itself_in(problem):
         (
             lambda: greedy(Costs(), num_positions=4, num_microbatches=2, num_stages=3),
             PlanError,
-            r"3 stages cannot occupy 4 positions",
+            r"3 stages lie on 3 positions; num_positions is 4",
         ),
         (
             lambda: greedy(Costs(), num_positions=3, num_microbatches=2, num_stages=2, placement=(0, 1)),
             PlanError,
-            r"2 stages cannot occupy 3 positions",
+            r"2 stages lie on 2 positions; num_positions is 3",
         ),
         (
             lambda: greedy(Costs(), num_positions=3, num_microbatches=2, num_stages=3, placement=(0, 1, 1)),
             PlanError,
-            r"the placement has 2 positions and num_positions is 3",
+            r"3 stages lie on 2 positions; num_positions is 3",
         ),
         (
             lambda: greedy(Costs(), num_positions=2, num_microbatches=2, num_stages=2, graph=chain(3)),

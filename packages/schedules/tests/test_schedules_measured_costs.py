@@ -87,7 +87,7 @@ def test_halves_of_a_whole_backward_are_what_is_asked_for():
     assert pytest.approx((2.0, 1.0)) == Costs.from_recording(recording).I
     found = Costs.from_recording(recording, input_share=0.75)
     assert (pytest.approx((3.0, 1.5)), pytest.approx((1.0, 0.5))) == (found.I, found.W)
-    with pytest.raises(CostsError, match=r"input_share is 1.5; it is a share of a backward, from 0 to 1"):
+    with pytest.raises(CostsError, match=r"input_share is 1.5; it must be a share from 0 to 1"):
         Costs.from_recording(recording, input_share=1.5)
     with pytest.raises(CostsError, match="no rank recorded stage 1"):
         Costs.from_recording(Recording(recording.plan, recording.tracks[:1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -97,8 +98,8 @@ def what_if(
     )
 
 
-def _most(cost: float | tuple[float, ...]) -> float:
-    return max(cost) if isinstance(cost, tuple) else cost
+def _most(cost: float | Sequence[float]) -> float:
+    return max(cost) if isinstance(cost, Sequence) else cost
 
 
 def _scaled(costs: Costs, factor: float) -> Costs:

@@ -13,7 +13,11 @@ from pipegrid.schedules.generators.looped import (
     interleaved_zero_bubble,
     looped_bfs,
 )
-from pipegrid.schedules.generators.multi_module import module_stages, multi_module_1f1b, multi_module_1f1b_order
+from pipegrid.schedules.generators.multi_module import (
+    frozen_stages,
+    multi_module_1f1b,
+    multi_module_1f1b_order,
+)
 from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
 from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.schedules.generators.sliced import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
@@ -32,12 +36,12 @@ __all__ = [
     "find_schedule",
     "fitting_schedules",
     "forward_only",
+    "frozen_stages",
     "gpipe",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
     "looped_bfs",
     "looped_placement",
-    "module_stages",
     "multi_module_1f1b",
     "multi_module_1f1b_order",
     "one_f_one_b",

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators.multi_module import module_stages, multi_module_1f1b
+from pipegrid.schedules.generators.multi_module import frozen_stages, multi_module_1f1b
 from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.schedules.generators.shapes import Order, looped_placement
 from pipegrid.schedules.plan import (
@@ -28,7 +28,7 @@ from pipegrid.schedules.plan import (
     require_graph,
     require_placed,
 )
-from pipegrid.topology.fields import Count, Name, checked, checked_arguments
+from pipegrid.topology.fields import Count, checked_arguments
 
 ANY_GRAPH = "1f1b"
 """The schedule that needs no chain, and takes any number of stages on a position."""
@@ -106,25 +106,19 @@ def schedule_for(
 
     Raises:
         PlanError: no such schedule, a graph or a placement that it does not fit, or slices in one without them.
+        ModuleGraphError: a frozen module that does not exist.
     """
     require_graph(graph)
     known = find_schedule(name)
-    frozen: tuple[str, ...] = checked(forward_only, tuple[Name, ...], "forward_only", PlanError)
-    if not known.trains:
-        raise PlanError(
-            f"{known.name} runs no backward; evaluate with a schedule that trains: it runs its forwards alone"
-        )
     require_slices(known, num_slices)
     if known.name == ANY_GRAPH:
-        return multi_module_1f1b(graph, num_microbatches, placement=placement, forward_only=frozen)
-    if len(graph.sinks) != 1:
-        raise PlanError(
-            f"{known.name} is a schedule of one chain, and the modules {', '.join(graph.sinks)} all end the graph; "
-            f"only {ANY_GRAPH} runs such a graph"
-        )
+        return multi_module_1f1b(graph, num_microbatches, placement=placement, forward_only=forward_only)
+    if not known.trains:
+        raise PlanError(f"{known.name} runs no backward; evaluation runs the forwards of a schedule that trains")
     places = as_placement(range(graph.num_stages) if placement is None else placement)
     require_placed(places, graph)
-    return _Around(known, graph, num_microbatches, places, frozen, num_slices).plan()
+    around = _Around(known, graph, num_microbatches, places, frozen_stages(graph, forward_only), num_slices)
+    return around.plan()
 
 
 class _Around:
@@ -136,17 +130,19 @@ class _Around:
         graph: ModuleGraph,
         num_microbatches: int,
         placement: tuple[tuple[int, ...], ...],
-        frozen: tuple[str, ...],
+        frozen: frozenset[int],
         num_slices: int,
     ) -> None:
         self._known, self._graph, self._count, self._placement = known, graph, num_microbatches, placement
-        self._num_slices = num_slices
-        (self._main,) = graph.sinks
-        # A topological order has the one sink last.
+        self._frozen, self._num_slices = frozen, num_slices
+        self._fed = {edge.source: edge.destination for edge in graph.stage_edges}
+        if len(graph.sinks) > 1 or len(self._fed) < len(graph.stage_edges):
+            raise PlanError(
+                f"{known.name} is a schedule of one chain, and the graph of {', '.join(graph.order)} branches; only "
+                f"{ANY_GRAPH} runs such a graph"
+            )
+        self._main = graph.order[-1]  # a topological order has the one sink last
         self._first = graph.stage(self._main, 0)
-        if self._main in frozen:
-            raise PlanError(f"forward_only names {self._main!r}, the module with the loss; a step must train it")
-        self._frozen = frozenset(stage for name in frozen for stage in module_stages(graph, name))
         self._held: dict[int, list[int]] = {}
         for stage, positions in enumerate(placement):
             for position in positions:
@@ -158,7 +154,7 @@ class _Around:
         for stage in reversed(range(self._graph.num_stages)):
             position = self._placement[stage][0]
             if position not in orders:
-                of_stage[stage] = self._one_ahead(stage, of_stage[self._fed(stage)])
+                of_stage[stage] = self._one_ahead(stage, of_stage[self._fed[stage]])
             else:
                 of_stage[stage] = [action for action in orders[position] if action.stage == stage]
         for position, stages in self._held.items():
@@ -202,32 +198,16 @@ class _Around:
     def _schedule(self, num_positions: int, held: Mapping[int, tuple[int, ...]]) -> Plan:
         """The schedule of the main module alone, where its stages are placed for it."""
         name, depth = self._known.name, self._graph.depth(self._main)
-        chunks, rest = divmod(depth - (name == U_SHAPE), num_positions)
-        if rest or chunks < 1 or not _fits(self._known, chunks):
-            raise PlanError(
-                f"{name} does not run the {depth} stages of {self._main!r} on {num_positions} positions; "
-                f"stage_places({name!r}, {num_positions}) has as many as it runs"
-            )
+        chunks = max(1, (depth - (name == U_SHAPE)) // num_positions)
+        needed = list(stage_places(name, num_positions, chunks))
         schedule = _chain(self._known, num_positions, self._count, chunks, self._num_slices)
         if set(schedule.stages_at) != set(held.values()):
-            needed = list(stage_places(name, num_positions, chunks))
             raise PlanError(
                 f"{name} needs the stages of {self._main!r} on the pp ranks {needed}, and positions hold "
                 f"{sorted(held.values())} of them; make the communicator with "
                 f"stage_placement={{{self._main!r}: stage_places({name!r}, {num_positions}, {chunks})}}"
             )
         return schedule
-
-    def _fed(self, stage: int) -> int:
-        """The one stage that ``stage`` feeds."""
-        fed = [edge.destination for edge in self._graph.stage_edges if edge.source == stage]
-        if len(fed) != 1:
-            module, _ = self._graph.module_of(stage)
-            raise PlanError(
-                f"{self._known.name} is a schedule of one chain, and module {module!r} feeds {len(fed)} others; only "
-                f"{ANY_GRAPH} runs such a graph"
-            )
-        return fed[0]
 
     def _one_ahead(self, stage: int, fed: Sequence[Action]) -> Order:
         """The order of ``stage``: that of the stage it feeds, with its forwards one microbatch ahead."""

@@ -47,11 +47,7 @@ def multi_module_1f1b(
         exist.
     """
     require_graph(graph)
-    frozen: tuple[str, ...] = checked(forward_only, tuple[Name, ...], "forward_only", PlanError)
-    for name in frozen:
-        if name not in graph.order:
-            raise PlanError(f"forward_only names module {name!r}; the graph has {', '.join(graph.order)}")
-    without = {stage for name in frozen for stage in module_stages(graph, name)}
+    without = frozen_stages(graph, forward_only)
     places = as_placement(range(graph.num_stages) if placement is None else placement)
     require_placed(places, graph)
     held: dict[int, list[int]] = {}
@@ -74,6 +70,12 @@ def module_stages(graph: ModuleGraph, name: str) -> range:
     """The stages of a module."""
     first = graph.stage(name, 0)
     return range(first, first + graph.depth(name))
+
+
+def frozen_stages(graph: ModuleGraph, forward_only: Iterable[str]) -> frozenset[int]:
+    """The stages of the modules named in ``forward_only``."""
+    names = checked(forward_only, tuple[Name, ...], "forward_only", PlanError)
+    return frozenset(stage for name in names for stage in module_stages(graph, name))
 
 
 def multi_module_1f1b_order(

@@ -18,7 +18,7 @@ from attrs import frozen
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
 from pipegrid.schedules.plan import Plan
-from pipegrid.schedules.simulate.costs import Costs, CostsError, require_costs
+from pipegrid.schedules.simulate.costs import Costs, CostsError, GivenCosts
 from pipegrid.topology.fields import Count, checked_arguments
 from pipegrid.transport.edge import Edge
 
@@ -80,7 +80,7 @@ class UShapeCounts:
 def u_shape_counts(
     num_positions: Count,
     *,
-    costs: Costs | None = None,
+    costs: GivenCosts | None = None,
     in_flight: Count | None = None,
     forward_only: bool = False,
 ) -> UShapeCounts:
@@ -96,9 +96,7 @@ def u_shape_counts(
         PlanError: a size below 1.
         CostsError: costs for another number of stages, or none for any compute.
     """
-    costs = _even(num_positions) if costs is None else costs
-    require_costs(costs)
-    way = _way(num_positions, costs, forward_only=forward_only)
+    way = _way(num_positions, costs or _even(num_positions), forward_only=forward_only)
     held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]
     held[0] += num_positions > 1
     if in_flight is not None:

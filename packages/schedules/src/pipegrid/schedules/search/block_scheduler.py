@@ -11,6 +11,7 @@ of warmup and cooldown, placing ``W``).
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
@@ -51,102 +52,134 @@ def squeezed(
     chain: Chain, pattern: Pattern, squeeze: Squeeze, *, objective: Objective = "makespan", below: float = NEVER
 ) -> tuple[float, Orders] | None:
     """The value and the orders; None if the value is not ``below``, or passes out of turn use up the memory."""
-    count, stages = chain.num_microbatches, chain.num_stages
-    passes, duration, lag, held, limit = 2 * stages, chain.duration, chain.lag, chain.held, chain.limit
-    position_of, passes_at, positions = chain.position, chain.passes_at, range(chain.num_positions)
-    period = 3 * passes // 2 // chain.num_positions
-    forwards = [[number for number in reversed(own) if number < stages] for own in passes_at]
-    backwards = [[number for number in own if number >= stages] for own in passes_at]
-    ends_warmup = {
-        number
-        for p in positions
-        for number in (
-            forwards[p][:1] if squeeze.until == "last stage" else backwards[p] if squeeze.until == "backward" else ()
-        )
-    }
-
-    arrival = [[NEVER] * count for _ in range(passes)]
-    arrival[0] = [0.0] * count
-    done, date = [0] * passes, [float(slot) for slot in pattern.dates]
-    pending: list[list[int]] = [[] for _ in positions]
-    weights_done = [0 for _ in positions]
-    live, free, first = [0.0 for _ in positions], [0.0 for _ in positions], [NEVER for _ in positions]
-    warmup, forwards_left = [True for _ in positions], [len(own) * count for own in forwards]
-    orders: Orders = [[] for _ in positions]
-    events = [(0.0, p) for p in positions]
-    left, value = chain.num_operations, 0.0
-    makespan = objective == "makespan"
-
+    table = _Table(chain, pattern, squeeze)
+    positions = [_Position(chain, number) for number in range(chain.num_positions)]
+    events = [(0.0, at.number) for at in positions]
+    left, value, passes, makespan = chain.num_operations, 0.0, 2 * chain.num_stages, objective == "makespan"
+    next_pass, run, position_of, lag = table.next_pass, table.run, chain.position, chain.lag
     while events:
-        now, p = heapq.heappop(events)
-        if free[p] > now:
+        now, place = heapq.heappop(events)
+        at = positions[place]
+        if at.free > now:
             continue
-        due, number = NEVER, -1
-        for own in passes_at[p]:
-            if date[own] < due:
-                due, number = date[own], own
-        chosen, next_input, full = -1, NEVER, False
-        if number >= 0:
-            at = arrival[number][done[number]]
-            if at > now:
-                next_input = at
-            elif number >= stages or live[p] + held[number] <= limit:
-                chosen = number
-            else:
-                full = True
-            if chosen < 0 and squeeze.ahead and warmup[p]:
-                newest = done[forwards[p][0]] + squeeze.ahead
-                for own in forwards[p]:
-                    m = done[own]
-                    if m < count and m <= newest and arrival[own][m] <= now and live[p] + held[own] <= limit:
-                        chosen = own
-                        break
-            if chosen < 0 and (full or not forwards_left[p]):
-                for own in backwards[p]:
-                    if done[own] < count and arrival[own][done[own]] <= now:
-                        chosen = own
-                        break
-        if chosen < 0:
-            if weights_done[p] < len(pending[p]):
-                operation = pending[p][weights_done[p]]
-                takes = duration[operation // count]
-                if full or now + takes <= next_input + squeeze.patience * takes:
-                    weights_done[p] += 1
-                    live[p] += held[operation // count]
-                    orders[p].append(operation)
-                    left -= 1
-                    free[p] = now + takes
-                    value = max(value, free[p] if makespan else free[p] - first[p])
-                    if value >= below:
-                        return None
-                    heapq.heappush(events, (free[p], p))
-                    continue
+        number, next_input, full = next_pass(at, now)
+        if number < 0 and at.pending:
+            number = table.next_weight(at, now, next_input, full=full)
+        if number < 0:
             if next_input < NEVER:
-                heapq.heappush(events, (next_input, p))
+                heapq.heappush(events, (next_input, place))
             continue
-
-        m = done[chosen]
-        done[chosen] = m + 1
-        date[chosen] = date[chosen] + period if m + 1 < count else NEVER
-        orders[p].append(chosen * count + m)
+        end = run(at, number, now)
         left -= 1
-        live[p] += held[chosen]
-        if chosen < stages:
-            forwards_left[p] -= 1
-            if first[p] == NEVER:
-                first[p] = now
+        reached = end if makespan else end - at.first
+        if reached > value:
+            value = reached
+            if value >= below:
+                return None
+        heapq.heappush(events, (end, place))
+        if number + 1 < passes and position_of[number + 1] != place:
+            heapq.heappush(events, (end + lag[number + 1], position_of[number + 1]))
+    return None if left else (value, [at.order for at in positions])
+
+
+class _Position:
+    """How far a position has come."""
+
+    __slots__ = (
+        "backwards",
+        "first",
+        "forwards",
+        "forwards_left",
+        "free",
+        "live",
+        "number",
+        "order",
+        "passes",
+        "pending",
+        "warmup",
+    )
+
+    def __init__(self, chain: Chain, number: int) -> None:
+        self.number, self.passes = number, chain.passes_at[number]
+        self.forwards = [one for one in reversed(self.passes) if one < chain.num_stages]
+        self.backwards = [one for one in self.passes if one >= chain.num_stages]
+        self.forwards_left = len(self.forwards) * chain.num_microbatches
+        self.pending: deque[int] = deque()  # the W of each backward done
+        self.live = self.free = 0.0
+        self.first, self.warmup = NEVER, True
+        self.order: list[int] = []
+
+
+class _Table:
+    """Per pass: its arrivals, the microbatches done, the date of the next; and the choice of the next pass."""
+
+    def __init__(self, chain: Chain, pattern: Pattern, squeeze: Squeeze) -> None:
+        passes, count = 2 * chain.num_stages, chain.num_microbatches
+        self.squeeze, self.count, self.stages, self.passes = squeeze, count, chain.num_stages, passes
+        self.duration, self.lag, self.held, self.limit = chain.duration, chain.lag, chain.held, chain.limit
+        self.period = 3 * passes // 2 // chain.num_positions
+        self.arrival = [[NEVER] * count for _ in range(passes)]
+        self.arrival[0] = [0.0] * count
+        self.date = [float(slot) for slot in pattern.dates]
+        self.done = [0] * (3 * chain.num_stages)
+        last_forwards = {max((one for one in own if one < chain.num_stages), default=-1) for own in chain.passes_at}
+        ends = {"last stage": last_forwards, "backward": range(chain.num_stages, passes), "last forward": ()}
+        self.ends_warmup = frozenset[int](ends[squeeze.until])
+
+    def next_pass(self, at: _Position, now: float) -> tuple[int, float, bool]:
+        """The pass to run, -1 for none; when the next by date arrives; and whether memory alone holds it back."""
+        date, due, number = self.date, NEVER, -1
+        for one in at.passes:
+            if date[one] < due:
+                due, number = date[one], one
+        if number < 0:
+            return -1, NEVER, False
+        arrives = self.arrival[number][self.done[number]]
+        if arrives > now:
+            return self._out_of_turn(at, now, full=False), arrives, False
+        if number >= self.stages or at.live + self.held[number] <= self.limit:
+            return number, NEVER, False
+        return self._out_of_turn(at, now, full=True), NEVER, True
+
+    def _out_of_turn(self, at: _Position, now: float, *, full: bool) -> int:
+        """In the warmup a forward; in the cooldown, or where memory is full, a backward; -1 for none."""
+        done, arrival, count = self.done, self.arrival, self.count
+        if at.warmup and self.squeeze.ahead:
+            newest, room = done[at.forwards[0]] + self.squeeze.ahead, self.limit - at.live
+            for one in at.forwards:
+                m = done[one]
+                if m < count and m <= newest and arrival[one][m] <= now and self.held[one] <= room:
+                    return one
+        if full or not at.forwards_left:
+            for one in at.backwards:
+                if done[one] < count and arrival[one][done[one]] <= now:
+                    return one
+        return -1
+
+    def next_weight(self, at: _Position, now: float, next_input: float, *, full: bool) -> int:
+        """The ``W`` that fills the time to the next input, or makes room; -1 for none."""
+        takes = self.duration[at.pending[0]]
+        fits = full or now + takes <= next_input + self.squeeze.patience * takes
+        return at.pending.popleft() if fits else -1
+
+    def run(self, at: _Position, number: int, now: float) -> float:
+        """Run the next microbatch of pass or ``W`` ``number``; when it ends."""
+        m = self.done[number]
+        self.done[number] = m + 1
+        at.order.append(number * self.count + m)
+        at.live += self.held[number]
+        end = at.free = now + self.duration[number]
+        if number >= self.passes:
+            return end
+        self.date[number] = self.date[number] + self.period if m + 1 < self.count else NEVER
+        if number in self.ends_warmup:
+            at.warmup = False
+        if number >= self.stages:
+            at.pending.append(number + self.stages)
         else:
-            pending[p].append((chosen + stages) * count + m)
-        if chosen in ends_warmup:
-            warmup[p] = False
-        end = free[p] = now + duration[chosen]
-        value = max(value, end if makespan else end - first[p])
-        if value >= below:
-            return None
-        heapq.heappush(events, (end, p))
-        if chosen + 1 < passes:
-            other = position_of[chosen + 1]
-            arrival[chosen + 1][m] = end + lag[chosen + 1]
-            if other != p:
-                heapq.heappush(events, (end + lag[chosen + 1], other))
-    return None if left else (value, orders)
+            at.forwards_left -= 1
+            if at.first == NEVER:
+                at.first = now
+        if number + 1 < self.passes:
+            self.arrival[number + 1][m] = end + self.lag[number + 1]
+        return end

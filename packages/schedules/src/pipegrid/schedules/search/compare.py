@@ -11,7 +11,7 @@ from pipegrid.schedules.generators import SCHEDULES
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.search.list_scheduler import SLACK
-from pipegrid.schedules.simulate import Costs, OtherCutError, require_costs, simulate
+from pipegrid.schedules.simulate import Costs, OtherCutError, simulate
 from pipegrid.schedules.timeline.timeline import amount, time_text
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
@@ -69,13 +69,11 @@ def compare(
         CostsError: costs per edge that fit no schedule.
     """
     costs = Costs() if costs is None else costs
-    require_costs(costs)
     limit = as_limit(memory_limit)
     known = (*COMPARED, *(COMPARED_IN_SLICES if num_slices > 1 else ()))
     wanted: tuple[str, ...] = known if names is None else checked(names, tuple[Name, ...], "names", PlanError)
-    unknown = sorted(set(wanted) - set(known))
-    if unknown:
-        raise PlanError(f"there is no schedule {unknown[0]!r} to compare; choose from {', '.join(known)}")
+    if unknown := set(wanted).difference(known):
+        raise PlanError(f"there is no schedule {min(unknown)!r} to compare; choose from {', '.join(known)}")
     rows: list[Row] = []
     mismatch: OtherCutError | None = None
     for name in (name for name in known if name in wanted):

@@ -14,8 +14,8 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import (
     ANY_GRAPH,
     SCHEDULES,
+    frozen_stages,
     looped_placement,
-    module_stages,
     multi_module_1f1b,
     schedule_for,
     v_placement,
@@ -29,9 +29,9 @@ from pipegrid.schedules.search.list_scheduler import (
     policies,
     with_whole_backwards,
 )
-from pipegrid.schedules.simulate import Costs, activation_sizes, require_costs, simulate
+from pipegrid.schedules.simulate import Costs, activation_sizes, simulate
 from pipegrid.schedules.verify import as_limit
-from pipegrid.topology.fields import Count, Name, checked, checked_arguments
+from pipegrid.topology.fields import Count, checked_arguments
 
 SPREAD = 29
 """A prime that divides no number of policies."""
@@ -150,7 +150,6 @@ def problems(
 
     Arguments and errors are those of `greedy`.
     """
-    require_costs(costs)
     if graph is not None:
         require_graph(graph)
     if num_stages is None:
@@ -159,21 +158,15 @@ def problems(
         graph = chain(num_stages)
     if graph.num_stages != num_stages:
         raise PlanError(f"num_stages is {num_stages} and the graph has {graph.num_stages} stages")
-    if num_stages < num_positions:
-        raise PlanError(
-            f"{num_stages} stages cannot occupy {num_positions} positions; take fewer positions or cut the "
-            "model into more stages"
-        )
-    frozen: tuple[str, ...] = checked(forward_only, tuple[Name, ...], "forward_only", PlanError)
-    if unknown := set(frozen).difference(graph.order):
-        raise PlanError(f"forward_only names module {min(unknown)!r}; the graph has {', '.join(graph.order)}")
-    without = frozenset(stage for name in frozen for stage in module_stages(graph, name))
+    without = frozen_stages(graph, forward_only)
     limit = as_limit(memory_limit)
     placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
     shapes = [_problem(graph, places, num_microbatches, costs, limit, without, ahead) for places in placements]
     for shape in shapes:
         if shape.num_positions != num_positions:
-            raise PlanError(f"the placement has {shape.num_positions} positions and num_positions is {num_positions}")
+            raise PlanError(
+                f"{num_stages} stages lie on {shape.num_positions} positions; num_positions is {num_positions}"
+            )
     least = [shape.least_memory() for shape in shapes]
     fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= limit + SLACK]
     if not fitting:

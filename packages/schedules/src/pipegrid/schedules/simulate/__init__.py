@@ -4,10 +4,10 @@ from pipegrid.schedules.simulate.costs import (
     activation_sizes,
     Costs,
     CostsError,
+    GivenCosts,
     OtherCutError,
     costs_from_json,
     costs_to_json,
-    require_costs,
 )
 from pipegrid.schedules.simulate.slice_lengths import balanced_slices, slice_times
 from pipegrid.schedules.simulate.simulation import Simulation, simulate, unit_costs
@@ -15,13 +15,13 @@ from pipegrid.schedules.simulate.simulation import Simulation, simulate, unit_co
 __all__ = [
     "Costs",
     "CostsError",
+    "GivenCosts",
     "OtherCutError",
     "Simulation",
     "activation_sizes",
     "balanced_slices",
     "costs_from_json",
     "costs_to_json",
-    "require_costs",
     "simulate",
     "slice_times",
     "unit_costs",

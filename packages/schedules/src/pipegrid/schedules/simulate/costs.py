@@ -6,14 +6,24 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, fields, frozen
 
-from pipegrid.schedules.errors import PlanError, PlanSyntaxError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import load_json, parse_edge
 from pipegrid.schedules.simulate.measured import measured_costs
-from pipegrid.topology.fields import Count, checked, checked_arguments, shown
+from pipegrid.topology.fields import (
+    Amount,
+    Count,
+    Rule,
+    checked,
+    checked_arguments,
+    checked_fields,
+    instance,
+    number,
+    shown,
+)
 from pipegrid.transport.edge import Edge
 
 if TYPE_CHECKING:
@@ -29,54 +39,69 @@ class OtherCutError(CostsError):
     """Costs per edge for other edges than those of the model as it is cut here."""
 
 
-PerStage: TypeAlias = float | tuple[float, ...]
+# Rules: a number, one for each stage, one for each edge
+
+
+def _share(value: Any) -> float:
+    share = number().convert(value)
+    if share > 1:
+        raise ValueError
+    return float(share)
+
+
+def _rate(value: Any) -> float:
+    return value if isinstance(value, float) and value == math.inf else float(number(above=0.0).convert(value))
+
+
+def _per_stage(one: Rule) -> Rule:
+    def convert(value: Any) -> Any:
+        try:
+            entries = tuple(value)
+        except TypeError:
+            return one.convert(value)
+        if not entries or isinstance(value, str | bytes | Mapping):
+            raise ValueError
+        return tuple([one.convert(entry) for entry in entries])
+
+    return Rule(convert, f"{one.text}, or one for each stage")
+
+
+def _per_edge(one: Rule) -> Rule:
+    def convert(value: Any) -> Any:
+        try:
+            pairs = sorted(value.items() if isinstance(value, Mapping) else value)
+        except TypeError:
+            return one.convert(value)
+        if not pairs or not all(isinstance(pair, tuple) and isinstance(pair[0], Edge) for pair in pairs):
+            raise ValueError
+        return tuple([(edge, one.convert(cost)) for edge, cost in pairs])
+
+    return Rule(convert, f"{one.text}, or a dict with one for each Edge")
+
+
+_RATE = Rule(_rate, "a number above 0 (infinite: free)")
+_SHARE = Rule(_share, "a share from 0 to 1")
+Share: TypeAlias = Annotated[float, _SHARE]
+"""A part of a whole."""
+PerStage: TypeAlias = Annotated[float | Sequence[float], _per_stage(number())]
 """One number for every stage, or one per stage."""
-
-PerEdge: TypeAlias = float | tuple[tuple[Edge, float], ...]
-"""One number for every edge, or pairs of an edge and its number."""
-
-
-# A value of another form is left to the check in `Costs`.
-def _per_stage(value: Any) -> Any:
-    if isinstance(value, str | bytes | Mapping):
-        return value
-    try:
-        return tuple(value)
-    except TypeError:
-        return value
-
-
-def _numbers(values: Iterable[float]) -> tuple[float, ...]:
-    return tuple(values)
-
-
-def _per_edge(value: Any) -> Any:
-    if isinstance(value, str | bytes):
-        return value
-    try:
-        return tuple(sorted(value.items() if isinstance(value, Mapping) else value))
-    except TypeError:
-        return value
-
+PerEdge: TypeAlias = Annotated[
+    float | Mapping[Edge, float] | Sequence[tuple[Edge, float]],
+    _per_edge(number()),
+]
+"""One number for every edge, or one per edge."""
+PerSlice: TypeAlias = tuple[Annotated[float, number(above=0.0)], ...]
 
 PER_STAGE = (
     *("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release"),
     *("UNSHARD", "REDUCE_GRAD", "parameters"),
 )
 PER_EDGE = ("latency", "bandwidth", "message")
-ABOVE_ZERO = ("bandwidth", "offload_bandwidth")
-PER_SLICE = ("slice_lengths", "slice_times")
-StageCost: TypeAlias = Literal[
-    "F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release", "UNSHARD", "REDUCE_GRAD", "parameters"
-]
-EdgeCost: TypeAlias = Literal["latency", "bandwidth", "message"]
-
-
 _SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters")
 """Costs of which a stage has its share of the model."""
 
 
-@frozen
+@frozen(field_transformer=checked_fields(CostsError))
 class Costs:
     """Times in any one unit (seconds, or multiples of a forward); numbers for all stages or one per stage.
 
@@ -101,50 +126,24 @@ class Costs:
         CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
     """
 
-    F: PerStage = field(default=1.0, converter=_per_stage)
-    I: PerStage = field(default=1.0, converter=_per_stage)
-    W: PerStage = field(default=1.0, converter=_per_stage)
-    B: PerStage | None = field(default=None, converter=_per_stage)
-    latency: PerEdge = field(default=0.0, converter=_per_edge)
-    bandwidth: PerEdge = field(default=math.inf, converter=_per_edge)
-    message: PerEdge = field(default=0.0, converter=_per_edge)
-    REDUCE: PerStage = field(default=0.0, converter=_per_stage)
-    COLLECTIVE: PerStage = field(default=0.0, converter=_per_stage)
-    overhead: float = 0.0
-    activation: PerStage | None = field(default=None, converter=_per_stage)
-    input_release: PerStage = field(default=0.0, converter=_per_stage)
-    UNSHARD: PerStage = field(default=0.0, converter=_per_stage)
-    REDUCE_GRAD: PerStage = field(default=0.0, converter=_per_stage)
-    parameters: PerStage = field(default=0.0, converter=_per_stage)
-    offload_bandwidth: float = math.inf
-    slice_lengths: tuple[float, ...] = field(default=(), converter=_numbers)
-    slice_times: tuple[float, ...] = field(default=(), converter=_numbers)
-
-    def __attrs_post_init__(self) -> None:
-        for attribute in fields(Costs):
-            name, value = attribute.name, getattr(self, attribute.name)
-            if value is None and attribute.default is None:
-                continue
-            if not isinstance(value, tuple) or name in {"overhead", "offload_bandwidth"}:
-                _check(name, value)
-                continue
-            if name in PER_SLICE:
-                for entry in value:
-                    _check(name, entry)
-                if value and not math.fsum(value) > 0:
-                    raise CostsError(f"{name} is {value}; each slice has a share above 0 of its microbatch")
-                continue
-            if not value:
-                raise CostsError(f"{name} is empty; give one number, or one per stage or edge")
-            for entry in value:
-                if name in PER_EDGE:
-                    _check_pair(name, entry)
-                elif isinstance(entry, tuple):
-                    raise CostsError(
-                        f"{name} is given per edge ({entry[0]}); it is a cost of stages: one number, or one for each"
-                    )
-                else:
-                    _check(name, entry)
+    F: PerStage = 1.0
+    I: PerStage = 1.0
+    W: PerStage = 1.0
+    B: PerStage | None = None
+    latency: PerEdge = 0.0
+    bandwidth: Annotated[float | Mapping[Edge, float] | Sequence[tuple[Edge, float]], _per_edge(_RATE)] = math.inf
+    message: PerEdge = 0.0
+    REDUCE: PerStage = 0.0
+    COLLECTIVE: PerStage = 0.0
+    overhead: Amount = 0.0
+    activation: PerStage | None = None
+    input_release: Annotated[float | Sequence[float], _per_stage(_SHARE)] = 0.0
+    UNSHARD: PerStage = 0.0
+    REDUCE_GRAD: PerStage = 0.0
+    parameters: PerStage = 0.0
+    offload_bandwidth: Annotated[float, _RATE] = math.inf
+    slice_lengths: PerSlice = ()
+    slice_times: PerSlice = ()
 
     @classmethod
     def from_recording(cls, recording: Recording, *, input_share: float = 0.5) -> Costs:
@@ -163,8 +162,6 @@ class Costs:
         Raises:
             CostsError: ``input_share`` outside of 0..1, or a stage of which no forward was recorded.
         """
-        if not 0.0 <= input_share <= 1.0:
-            raise CostsError(f"input_share is {input_share}; it is a share of a backward, from 0 to 1")
         if recording.plan.num_slices > 1:
             raise CostsError(
                 f"the recording is of microbatches cut into {recording.plan.num_slices} slices; record whole ones"
@@ -172,7 +169,8 @@ class Costs:
         held = {stage for track in recording.tracks for stage in recording.plan.stages_at[track.position]}
         if missing := sorted(set(range(recording.plan.num_stages)) - held):
             raise CostsError(f"no rank recorded stage {missing[0]}; gather the track of a rank of every position")
-        return cls(**measured_costs(recording, input_share))
+        share: float = checked(input_share, Share, "input_share", CostsError)
+        return cls(**measured_costs(recording, share))
 
     @property
     def stages(self) -> int | None:
@@ -187,9 +185,8 @@ class Costs:
         """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages.
 
         Raises:
-            CostsError: no cost of stages, or one that is given for another number of them.
+            CostsError: one that is given for another number of stages.
         """
-        checked(name, StageCost, "name", CostsError)
         value = getattr(self, name)
         if name == "B" and value is None:
             halves = zip(self.per_stage("I", num_stages), self.per_stage("W", num_stages), strict=True)
@@ -206,9 +203,8 @@ class Costs:
         """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``.
 
         Raises:
-            CostsError: no cost of edges, or one that is not given for all of them.
+            CostsError: one that is not given for all of them.
         """
-        checked(name, EdgeCost, "name", CostsError)
         edges = tuple(edges)
         value = getattr(self, name)
         if not isinstance(value, tuple):
@@ -288,39 +284,8 @@ def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
     return tuple(costs.per_stage("activation", plan.num_stages))
 
 
-def require_costs(costs: object) -> None:
-    """Raise unless ``costs`` is a Costs.
-
-    Raises:
-        CostsError: names the value.
-    """
-    if not isinstance(costs, Costs):
-        raise CostsError(f"costs is {shown(costs)}; give Costs(F=..., I=..., W=...)")
-
-
-def _check(name: str, number: Any, where: str = "") -> None:
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if not is_number or (isinstance(number, float) and math.isnan(number)):
-        other = not isinstance(number, (str, int, float)) and hasattr(type(number), "__float__")
-        remedy = ": pass float(...) of it" if other else ""
-        raise CostsError(f"{name}{where} is {number!r}; a cost is a number{remedy}")
-    try:
-        value = float(number)
-    except OverflowError:
-        raise CostsError(f"{name}{where} is an integer of {int(number).bit_length()} bits; a cost is finite") from None
-    if name in ABOVE_ZERO:
-        if value <= 0:
-            raise CostsError(f"{name}{where} is {number}; it must be positive (infinite: free)")
-    elif value < 0 or math.isinf(value):
-        raise CostsError(f"{name}{where} is {number}; a cost is finite and not negative")
-    elif name == "input_release" and value > 1:
-        raise CostsError(f"input_release{where} is {number}; it is the share of an activation, at most 1")
-
-
-def _check_pair(name: str, entry: Any) -> None:
-    if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], Edge):
-        raise CostsError(f"{name} holds {entry!r}; costs per edge are pairs of an Edge and a number")
-    _check(name, entry[1], f" of edge {entry[0]}")
+GivenCosts: TypeAlias = Annotated[Costs, instance(Costs, "Costs(F=..., I=..., W=...)")]
+"""Costs, where a dict is a common mistake."""
 
 
 def _listed(edges: Iterable[Edge]) -> str:
@@ -362,29 +327,17 @@ def costs_from_json(text: str) -> Costs:
     Raises:
         CostsError: not a JSON object, an unknown key, or a value that is not a cost.
     """
+    names = [attribute.name for attribute in fields(Costs)]
     try:
         data = load_json(text)
-    except PlanSyntaxError as error:
-        where = f"line {error.line}, column {error.column}"
-        raise CostsError(f"costs are no JSON ({where}): found {error.found}; expected {error.expected}") from None
+        if not isinstance(data, dict) or not data.keys() <= set(names):
+            raise CostsError(f"costs are {shown(data)}; they must be a JSON object with keys of {', '.join(names)}")
+        return Costs(**{name: _per_named_edge(value) for name, value in data.items()})
     except PlanError as error:
-        raise CostsError(str(error)) from None
-    if not isinstance(data, dict):
-        raise CostsError(f'costs are a JSON object such as {{"F": 1.0}}, not {data!r}')
-    names = [attribute.name for attribute in fields(Costs)]
-    for name, value in data.items():
-        if name not in names:
-            raise CostsError(f"{name!r} is not a cost; the costs are {', '.join(names)}")
-        if isinstance(value, dict):
-            data[name] = [(_edge(name, key), number) for key, number in value.items()]
-        elif not isinstance(value, (int, float, list, type(None))):
-            raise CostsError(f"{name} is {value!r}; a cost is a number, a list or an object per edge")
-    return Costs(**data)
+        raise CostsError(f"costs are no JSON of costs: {error}") from None
 
 
-def _edge(name: str, key: str) -> Edge:
-    try:
-        return parse_edge("".join(key.split()))
-    except PlanError:
-        message = f"{name} names the edge {key!r}; write source stage, '>', destination stage: '0>1'"
-        raise CostsError(message) from None
+def _per_named_edge(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {parse_edge("".join(name.split())): cost for name, cost in value.items()}

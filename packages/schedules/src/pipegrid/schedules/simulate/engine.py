@@ -136,7 +136,7 @@ class Simulator:
             {action.stage: [0.0] * plan.num_pieces for action in own if action.kind is ActionKind.RELOAD}
             for own in self.actions
         ]
-        self.joined: dict[int, dict[int, _Arrival]] = {stage: {} for stage in self.dataflow.shared}
+        self.joined: dict[Action, dict[int, _Arrival]] = {}  # the positions that have come to a compute
         self.members = {group.name: group.positions for group in plan.groups}
         self.flows = {(flow.edge, flow.direction): flow for flow in self.dataflow.flows}
         # Looked up once for each kind, stage or edge, and position; per position.
@@ -151,17 +151,16 @@ class Simulator:
         """Play to the end.
 
         Raises:
-            PlanError: positions that never finish, or messages that have one end only.
+            PlanError: positions that never finish, messages that have one end only, or an action outside of the plan.
         """
         while self.runnable:
             position = self.runnable.pop()
             try:
                 self._advance(position)
-            except IndexError:
-                action = self.actions[position][self.at[position]]
+            except (IndexError, KeyError):
                 raise PlanError(
-                    f"{action} at position {position} names a stage or microbatch that does not exist; the "
-                    f"plan has {self.plan.num_stages} stages and {self.plan.num_microbatches} microbatches"
+                    f"an action of position {position} names a stage, microbatch, edge or group that the plan does not "
+                    "have; verify(plan) says which"
                 ) from None
         stuck = [p for p, actions in enumerate(self.actions) if self.at[p] < len(actions)]
         if stuck:
@@ -170,100 +169,70 @@ class Simulator:
                 f"the plan gets stuck: {len(stuck)} of {len(self.actions)} positions never finish ({where}); "
                 "verify(plan) says why"
             )
-        for lane in self.lanes.values():
-            for left, lacks in ((lane.sends, "receive"), (lane.receives, "send")):
-                if left:
-                    raise PlanError(
-                        f"{len(left)} of the messages from position {lane.source} to position "
-                        f"{lane.destination} have no {lacks}; verify(plan) says which"
-                    )
+        if ends := [lane for lane in self.lanes.values() if lane.sends or lane.receives]:
+            between = f"from position {ends[0].source} to position {ends[0].destination}"
+            raise PlanError(f"messages {between} have one end only; verify(plan) says which")
         return Played(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), self.order)
 
     def _advance(self, position: int) -> None:
         """Run ``position`` until it has to wait or is done."""
         actions, start, end = self.actions[position], self.start[position], self.end[position]
-        F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: N806 -- the kinds
-        tables = self.computes[position]
-        forwards, backwards, inputs, weights = tables[F], tables[B], tables[I], tables[W]
-        messages, durations = self.ends[position], None if self.durations is None else self.durations[position]
-        num_slices, lengths = self.plan.num_slices, self.slice_lengths
-        overhead, now, index = self.overhead, self.clock[position], self.at[position]
-        first, waits_for = index, self.waits_for
-        try:
-            while index < len(actions):
-                action = actions[index]
-                kind = action.kind
-                if kind is F:
-                    table = forwards
-                elif kind is B:
-                    table = backwards
-                elif kind is I:
-                    table = inputs
-                elif kind is W:
-                    table = weights
-                else:
-                    now += overhead
-                    ends = messages.get(kind)
-                    if ends is not None:
-                        self._post(position, index, action, now, ends)
-                    else:
-                        done = self._gather(position, index, action, now)
-                        if done is None:
-                            return  # the last to come carries this position on
-                        now = done
-                    index += 1
-                    continue
-                entry = table.get(action.stage)
-                if entry is None:
-                    entry = table[action.stage] = self._compute(kind, action.stage, position)
-                microbatch = action.microbatch
-                assert microbatch is not None
-                duration, weight = entry.duration, 1.0
-                if num_slices > 1:  # from here on, the number of the piece
-                    assert action.slice is not None
-                    microbatch = microbatch * num_slices + action.slice
-                    duration, weight = duration * entry.shares[action.slice], lengths[action.slice]
-                begin = now
-                for slots in entry.needs:
-                    time = slots[microbatch]
-                    if time is None:
-                        self.waits_for[position] = (slots, microbatch)
-                        return
-                    if time > begin:  # noqa: PLR1730 -- the hot loop
-                        begin = time
-                if durations is not None:
-                    duration = durations[index]
-                if entry.places:
-                    self.order.append((Run(position, first, index),))
-                    first = index
-                    together = self._join(position, _Arrival(action, index, entry, microbatch, begin, duration))
-                    if together is None:
-                        return  # the last to come carries this position on
-                    now, index = together, index + 1
-                    first = index
-                    continue
-                start[index] = begin + overhead
-                now = begin + overhead + duration
-                end[index] = now
-                for slots in entry.gives:
-                    slots[microbatch] = now
-                for lane, occupied, latency, slots in entry.sends:
-                    free = now if now > lane.free else lane.free  # noqa: FURB136 -- the hot loop
-                    lane.free = free + occupied * weight
-                    slots[microbatch] = lane.free + latency
-                    waiting = waits_for[lane.destination]
-                    if waiting is not None and waiting[0] is slots and waiting[1] == microbatch:
-                        waits_for[lane.destination] = None
-                        self.runnable.append(lane.destination)
-                index += 1
-        finally:
-            self.at[position], self.clock[position] = index, now
-            self.order.append((Run(position, first, index),))
+        tables, durations = self.computes[position], None if self.durations is None else self.durations[position]
+        num_slices, lengths, overhead = self.plan.num_slices, self.slice_lengths, self.overhead
+        now, index = self.clock[position], self.at[position]
+        first = index
+        while index < len(actions):
+            action = actions[index]
+            table = tables.get(action.kind)
+            if table is None:
+                now += overhead
+                done = self._communicate(position, index, action, now)
+                if done is None:
+                    break  # the last to come carries this position on
+                now, index = done, index + 1
+                continue
+            entry = table.get(action.stage) or self._compute(action.kind, action.stage, position)
+            piece, weight, duration = action.microbatch, 1.0, entry.duration
+            assert piece is not None
+            if num_slices > 1:
+                assert action.slice is not None
+                piece = piece * num_slices + action.slice
+                duration, weight = duration * entry.shares[action.slice], lengths[action.slice]
+            begin, lacking = now, None
+            for slots in entry.needs:
+                time = slots[piece]
+                if time is None:
+                    lacking = slots
+                elif time > begin:
+                    begin = time
+            if lacking is not None:
+                self.waits_for[position] = (lacking, piece)
+                break
+            if durations is not None:
+                duration = durations[index]
+            if entry.places:
+                self.order.append((Run(position, first, index),))
+                first = index
+                done = self._join(position, _Arrival(action, index, entry, piece, begin, duration))
+                if done is None:
+                    break  # the last to come carries this position on
+                now, index, first = done, index + 1, index + 1
+                continue
+            start[index] = begin + overhead
+            end[index] = now = begin + overhead + duration
+            for slots in entry.gives:
+                slots[piece] = now
+            for lane, occupied, latency, slots in entry.sends:
+                lane.free = (now if now > lane.free else lane.free) + occupied * weight  # noqa: FURB136 -- hot
+                self._arrive(lane.destination, slots, piece, lane.free + latency)
+            index += 1
+        self.at[position], self.clock[position] = index, now
+        self.order.append((Run(position, first, index),))
 
     # Computes
 
     def _compute(self, kind: ActionKind, stage: int, position: int) -> _Compute:
-        if stage >= self.plan.num_stages or position not in self.plan.placement[stage]:
+        if position not in self.plan.placement[stage]:
             raise PlanError(f"position {position} has a {kind} of stage {stage}, which is not placed there")
         direction = FORWARD if kind is ActionKind.F else BACKWARD
         own = self._slots_made(direction, stage, position)
@@ -284,7 +253,7 @@ class Simulator:
                     for destination in flow.destinations
                     if destination != position and not flow.is_local
                 )
-        return _Compute(
+        made = _Compute(
             self.duration[kind][stage],
             tuple(needs),
             () if kind is ActionKind.W else (own,),
@@ -293,6 +262,8 @@ class Simulator:
             # Attention has no weights: their gradients take as long as a slice is.
             self.slice_lengths if kind is ActionKind.W else self.slice_times,
         )
+        self.computes[position][kind][stage] = made
+        return made
 
     def _needed(self, flow: EdgeFlow, position: int) -> list[Slots]:
         """The slots that a compute at ``position`` waits for, of one of its inputs."""
@@ -321,18 +292,11 @@ class Simulator:
 
     def _join(self, position: int, arrival: _Arrival) -> float | None:
         """Come to a compute of a shared stage; the time at which it is done, or None while others are to come."""
-        stage, microbatch = arrival.action.stage, arrival.piece
-        weight = self.slice_lengths[arrival.action.slice or 0]
-        here = self.joined[stage]
+        microbatch, weight = arrival.piece, self.slice_lengths[arrival.action.slice or 0]
+        here = self.joined.setdefault(arrival.action, {})
         here[position] = arrival
         if len(here) < len(arrival.entry.places):
             return None
-        if any(other.action != arrival.action for other in here.values()):
-            ways = ", ".join(f"position {member} at {other.action}" for member, other in sorted(here.items()))
-            raise PlanError(
-                f"the plan gets stuck: stage {stage} lies on several positions, which come to different computes of "
-                f"it ({ways}); verify(plan) says why"
-            )
         begin = max(other.time for other in here.values()) + self.overhead
         done = begin + max(other.duration for other in here.values())
         self.order.append(tuple([Run(member, other.at, other.at + 1) for member, other in here.items()]))
@@ -346,7 +310,7 @@ class Simulator:
             if member != position:
                 self.clock[member], self.at[member] = done, index + 1
                 self.runnable.append(member)
-        here.clear()
+        del self.joined[arrival.action]
         return done
 
     # Messages
@@ -355,19 +319,18 @@ class Simulator:
         lane = self.lanes.setdefault((source, destination, flow.direction), _Lane(source, destination))
         return (lane, *self.travel[flow.edge], self._slots_arrived(flow, destination, source))
 
-    def _post(self, position: int, index: int, action: Action, now: float, table: dict[Edge | None, _Ends]) -> None:
-        ends = table.get(action.edge)
+    def _communicate(self, position: int, index: int, action: Action, now: float) -> float | None:
+        """Post a message, or take part in a collective; the time to go on, or None while others are to come."""
         kind = action.kind
+        table = self.ends[position].get(kind)
+        if table is None:
+            return self._gather(position, index, action, now)
         sending = kind is ActionKind.SEND_F or kind is ActionKind.SEND_B
+        ends = table.get(action.edge)
         if ends is None:
             assert action.edge is not None
             assert action.direction is not None
-            flow = self.flows.get((action.edge, action.direction))
-            if flow is None:
-                raise PlanError(
-                    f"{action} at position {position} uses an edge that the graph does not have; its edges "
-                    f"are {', '.join(map(str, self.travel))}"
-                )
+            flow = self.flows[action.edge, action.direction]
             routes = [pair for pair in flow.routes if position == pair[0 if sending else 1]]
             ends = table[action.edge] = tuple([self._end(flow, *pair) for pair in routes])
         assert action.microbatch is not None
@@ -381,6 +344,7 @@ class Simulator:
                 lane.receives.append((now, index, slots, microbatch))
             if lane.sends and lane.receives:
                 self._transfer(lane)
+        return now
 
     def _transfer(self, lane: _Lane) -> None:
         """The next message of ``lane``, both ends of which are posted."""
@@ -410,12 +374,9 @@ class Simulator:
         if action.group is None:
             self.start[position][index], self.end[position][index] = now, now + duration
             return now + duration
-        members = self.members.get(action.group, ())
+        members = self.members[action.group]
         if position not in members:
-            raise PlanError(
-                f"{action} at position {position} names group {action.group!r}, whose positions are "
-                f"{list(members)}; a position takes part in its own groups only"
-            )
+            raise PlanError(f"{action} at position {position} names a group of positions {list(members)}")
         here = self.gathered[action.group]
         here[position] = action
         self.clock[position], self.at[position] = now, index

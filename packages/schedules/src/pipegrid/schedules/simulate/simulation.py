@@ -30,7 +30,7 @@ from pipegrid.schedules.plan import (
     require_plan,
     require_position,
 )
-from pipegrid.schedules.simulate.costs import Costs, activation_sizes, require_costs
+from pipegrid.schedules.simulate.costs import Costs, CostsError, GivenCosts, activation_sizes
 from pipegrid.schedules.simulate.engine import Times, play
 from pipegrid.topology.fields import checked
 
@@ -227,7 +227,6 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
         CostsError: the costs are for another number of stages, or lack an edge of the plan.
     """
     require_plan(plan)
-    costs = unit_costs(plan) if costs is None else costs
-    require_costs(costs)
+    costs = checked(costs, GivenCosts | None, "costs", CostsError) or unit_costs(plan)
     start, end, _ = play(plan, costs)
     return Simulation(plan, costs, start, end)

@@ -14,20 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
-from typing import Annotated, TypeAlias
 
-from pipegrid.schedules.simulate.costs import CostsError
-from pipegrid.topology.fields import Count, Rule, checked, checked_arguments
-
-
-def _is_share(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError
-    return float(value)
-
-
-Share: TypeAlias = Annotated[float, Rule(_is_share, "a share from 0 to 1")]
-"""A part of a whole."""
+from pipegrid.schedules.simulate.costs import CostsError, Share
+from pipegrid.topology.fields import Count, checked, checked_arguments
 
 
 @checked_arguments(CostsError)

@@ -217,7 +217,7 @@ def test_a_declared_shape_is_checked_on_the_sender():
     with pytest.raises(ShapeError, match=r"shape \(3, 16, 4\), which is 6 on axis 0"):
         bridge.isend_forward(torch.zeros(3, 16, 4))
     bridge.destroy()
-    with pytest.raises(ShapeError, match=r"declares shape \(16, 4\) of 2 axes.*tensor_ndim=3"):
+    with pytest.raises(ShapeError, match=r"declares shape \(16, 4\), but tensor_ndim=3"):
         whole_world(grid(dp=2), grid(dp=2), shape=(16, 4), label="axes")
 
 
@@ -404,7 +404,7 @@ def test_a_gradient_that_is_refused_leaves_its_activation_waiting():
         assert [bridge.recv_backward().shape[0] for _ in range(2)] == [2, 3]
     else:
         first, second = bridge.recv_forward(), bridge.recv_forward()
-        with pytest.raises(ShapeError, match="in the same order"):
+        with pytest.raises(ShapeError, match="the gradient is .*, its activation was of shape"):
             bridge.send_backward(second.detach())
         for got in (first, second):
             bridge.send_backward(got.detach())
@@ -510,7 +510,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
             bridge.send_forward(None)
         with pytest.raises(ShapeError, match="carries one tensor, got dict; declare several with payload="):
             bridge.send_forward({"tokens": torch.ones(2, 2, 2), "mask": torch.ones(2, 2, 2)})
-        with pytest.raises(ShapeError, match=r"3 axes, got shape \(2, 2\)"):
+        with pytest.raises(ShapeError, match=r"tensor_ndim=3 axes, got shape \(2, 2\)"):
             bridge.send_forward(torch.ones(2, 2))
         bridge.send_forward(torch.ones(2, 2, 2))
         with pytest.raises(ShapeError, match="was agreed with the first message"):
@@ -521,9 +521,9 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
         with pytest.raises(PendingGradientError, match="send_backward on rank 1"):
             bridge.send_backward(torch.ones(2, 2, 2))
         bridge.recv_forward()
-        with pytest.raises(ShapeError, match=r"gradient has shape \(1, 2, 2\), its activation had \(2, 2, 2\)"):
+        with pytest.raises(ShapeError, match=r"gradient is .* \(1, 2, 2\) of .*, its activation was .* \(2, 2, 2\)"):
             bridge.send_backward(torch.ones(1, 2, 2))
-        with pytest.raises(ShapeError, match=r"gradient is torch\.float64"):
+        with pytest.raises(ShapeError, match=r"gradient is .* of torch\.float64"):
             bridge.send_backward(torch.ones(2, 2, 2, dtype=torch.float64))
     bridge.destroy()
 
@@ -548,7 +548,7 @@ def test_lanes_of_different_dtypes_are_named():
         dtype = (torch.float32, torch.float64)[torch.distributed.get_rank()]
         bridge.isend_forward(torch.ones(1, 2, 2, dtype=dtype))
     else:
-        with pytest.raises(ShapeError, match=r"send different dtypes: \['float32', 'float64'\]; use one"):
+        with pytest.raises(ShapeError, match=r"send different dtypes: \['float32', 'float64'\]"):
             bridge.recv_forward()
     torch.distributed.barrier()
     bridge.destroy()
@@ -558,7 +558,7 @@ def test_lanes_of_different_dtypes_are_named():
 def test_whole_numbers_are_not_rounded_to_the_wire():
     bridge = whole_world(grid(dp=1), grid(1, dp=1), comm_dtype=torch.bfloat16, backward=False)
     if bridge.is_source:
-        with pytest.raises(ShapeError, match=r"travels as torch\.bfloat16, which would round the int64 values"):
+        with pytest.raises(ShapeError, match=r"travels as torch\.bfloat16, which rounds int64 values"):
             bridge.send_forward(torch.full((1, 1, 1), 2**20 + 1))
     bridge.destroy()
 
@@ -566,7 +566,7 @@ def test_whole_numbers_are_not_rounded_to_the_wire():
 @pytest.mark.ranks(1)
 def test_settings_that_contradict_each_other():
     for wrong in ("bfloat16", torch.int32):
-        with pytest.raises(BridgeError, match=r"comm_dtype is .*; .* give a floating-point torch\.dtype"):
+        with pytest.raises(BridgeError, match=r"comm_dtype is .*; it must be a floating-point torch\.dtype"):
             whole_world(grid(dp=1), grid(1), comm_dtype=wrong)
     with pytest.raises(LaneTotalsError, match="hold 4 samples per microbatch, destination lanes"):
         whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 3))

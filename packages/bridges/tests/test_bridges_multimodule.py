@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.errors import DestroyedError, MissingTensorError, NoBackwardError, ShapeError, StageError
+from pipegrid.bridges.errors import (
+    BridgeError,
+    DestroyedError,
+    MissingTensorError,
+    NoBackwardError,
+    ShapeError,
+    StageError,
+)
 from pipegrid.bridges.graph import ModuleGraphError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
@@ -62,9 +69,9 @@ def test_a_rank_of_several_modules_counts_the_longest_unless_one_is_named():
     [
         ({"a": ["b"], "b": ["a"]}, {}, "cycle: . -> . -> ."),
         ({"a": ["b"]}, {"rank": 7}, "rank 7 is in none"),
-        ({"a": ["b"]}, {"rank": 0, "module_name": "b"}, "rank 0 is not in module 'b'"),
-        ({"a": ["c"], "b": []}, {}, r"missing grids: \['c'\]"),
-        ({"a": []}, {}, r"unused grids: \['b'\]"),
+        ({"a": ["b"]}, {"rank": 0, "module_name": "b"}, r"rank 0 is in none of the modules \['b'\]"),
+        ({"a": ["c"], "b": []}, {}, r"names modules \['a', 'b', 'c'\], the grid map \['a', 'b'\]"),
+        ({"a": []}, {}, r"names modules \['a'\], the grid map \['a', 'b'\]"),
     ],
 )
 def test_what_has_no_length_is_a_value_error(flow, keywords, text):
@@ -435,7 +442,7 @@ def test_a_collective_is_the_bridge_of_all_ranks_at_once():
             sending.wait()
             _, receiving = comm.collective(2 * whole.detach(), edge=Edge(0, 1), direction=B)
             assert torch.equal(receiving.result(), 2 * mine)
-    with pytest.raises(StageError, match=r"there is no edge 0>2"):
+    with pytest.raises(StageError, match=r"no edge 0>2 ends at"):
         comm.collective(mine, edge=Edge(0, 2), direction=F)
     comm.destroy()
 
@@ -448,23 +455,23 @@ def test_calls_that_do_not_fit_this_rank():
     grids = {"enc": grid(0), "llm": grid(1, pp=2)}
     comm = make(grids, {"enc": ["llm"], "llm": []})
     if comm.rank == 0:
-        with pytest.raises(MissingTensorError, match=r"given tensors for \['llm'\]; it needs \['enc'\]"):
+        with pytest.raises(MissingTensorError, match=r"has tensors for \['llm'\]; it needs \['enc'\]"):
             comm.send_forward({"llm": torch.ones(1, 1, 1)})
         with pytest.raises(KeyError, match="it needs"):
             comm.send_forward({})
-        with pytest.raises(ShapeError, match="exchanges dicts by module name, got Tensor"):
+        with pytest.raises(ShapeError, match="exchanges dicts by module name, got a tensor"):
             comm.send_forward(torch.ones(1, 1, 1))
         with pytest.raises(StageError, match="is_last_stage=True on rank 0"):
             comm.send_forward({"enc": torch.ones(1, 1, 1)}, is_last_stage=True)
-        with pytest.raises(StageError, match=r"edge 1>2 \('llm' stage 0 -> 'llm' stage 1\) does not end at rank 0"):
+        with pytest.raises(StageError, match=r"no edge 1>2 ends at rank 0"):
             comm.irecv(edge=Edge(1, 2), direction=F)
     else:
-        with pytest.raises(StageError, match="there is no edge 0>2"):
+        with pytest.raises(StageError, match="no edge 0>2 ends at"):
             comm.irecv(edge=Edge(0, 2), direction=F)
         with pytest.raises(StageError, match="is_first_stage=True"):
             comm.recv_forward(is_first_stage=True)
     if comm.rank == 2:
-        with pytest.raises(StageError, match=r"edge 0>1 .* does not end at rank 2"):
+        with pytest.raises(StageError, match=r"no edge 0>1 ends at rank 2"):
             comm.irecv(edge=Edge(0, 1), direction=F)
     comm.destroy()
 
@@ -479,7 +486,7 @@ def test_declarations_that_contradict_each_other():
         make(grids, flow, edges={("mid", "llm"): EdgeOptions(backward=False)})
     with pytest.raises(StageError, match=r"placements names modules \['llmm'\]"):
         make(grids, flow, placements={"llmm": {"ep": Replicated()}})
-    with pytest.raises(ModuleGraphError, match="stages on places"):
+    with pytest.raises(BridgeError, match="stages on places"):
         make(grids, flow, stage_placement={"llm": (0, 1)})
     with pytest.raises(ModuleGraphError, match="cycle"):
         make(grids, {"enc": ["mid"], "mid": ["enc"], "llm": []})
@@ -502,7 +509,7 @@ def test_lanes_that_the_plan_does_not_use_are_not_opened():
         with pytest.raises(NoBackwardError, match="has no lanes for gradients, which its plan does not use"):
             comm.irecv(edge=Edge(0, 1), direction=B)
     if comm.rank == 2:
-        with pytest.raises(StageError, match="no backward lane at rank 2, .* or traffic= leaves this"):
+        with pytest.raises(StageError, match="no backward lane at rank 2, .* or traffic= leaves it out"):
             comm.isend(torch.zeros(1, 2, 2), edge=Edge(1, 2), direction=B)
     dist.barrier()
     comm.destroy()

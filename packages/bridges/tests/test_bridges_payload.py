@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipegrid.bridges import (
@@ -97,6 +97,7 @@ def test_a_missing_leaf_is_an_error_that_shows_the_declaration(tree, victim):
     assert "\n" not in str(failure.value)
 
 
+@example([Axes(), Whole()], [[], Whole()])
 @given(TREES.filter(count), TREES.filter(count))
 def test_structures_that_differ_are_told_apart_by_their_text(one, other):
     def form(tree):
@@ -113,7 +114,6 @@ def test_structures_that_differ_are_told_apart_by_their_text(one, other):
         ({"a": 3}, r"payload\['a'\] is 3; declare Axes"),
         ([torch.float32], r"payload\[0\] is .*; declare Axes"),
         ({"a": None}, "without a tensor"),
-        ({1.5: Whole()}, "has the key 1.5"),
     ],
 )
 def test_a_declaration_of_another_kind_is_an_error(declared, text):
@@ -124,11 +124,11 @@ def test_a_declaration_of_another_kind_is_an_error(declared, text):
 def test_axes_are_names_and_payloads_go_direct():
     with pytest.raises(BridgeError, match="have a name twice"):
         Axes("b", "b")
-    with pytest.raises(BridgeError, match="only one more axis can be folded into the batch"):
+    with pytest.raises(BridgeError, match="one more axis can be folded into the batch"):
         Axes(("s", "b"), "h")
-    with pytest.raises(BridgeError, match="strategy is 'leader' on an edge with payload="):
+    with pytest.raises(BridgeError, match="strategy 'direct' and no shape, not 'leader'"):
         EdgeOptions(payload=[Whole()], strategy="leader")
-    with pytest.raises(BridgeError, match="leave shape out"):
+    with pytest.raises(BridgeError, match="no shape, not 'direct' and .*4"):
         EdgeOptions(payload=[Whole()], shape=(None, 4))
 
 
@@ -351,7 +351,7 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
             ({"x": x, "n": 2}, ShapeError, r"payload is a dict with the keys \['x', 'n'\]; the edge declares"),
             ({**good, "x": None}, ShapeError, r"payload\['x'\] is None; the edge declares \[b, h\]"),
             ({**good, "x": 3.0}, ShapeError, r"payload\['x'\] is 3.0; the edge declares"),
-            ({**good, "x": x[0]}, ShapeError, r"payload\['x'\] has shape \(3,\); the edge declares"),
+            ({**good, "x": x[0]}, ShapeError, r"payload\['x'\] is a tensor of shape \(3,\) of .*; the edge declares"),
             ({**good, "n": "two"}, ShapeError, r"payload\['n'\] is 'two'; the edge declares whole"),
             ({**good, "n": Packed(x, (2,))}, ShapeError, r"payload\['n'\] is Packed, but whole has no batch axis"),
             ({**good, "fixed": torch.ones(2, requires_grad=True)}, NoBackwardError, "declared without gradient"),
@@ -363,7 +363,7 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
             assert "\n" not in str(failure.value)
         with pytest.raises(PendingGradientError, match="no payload that was sent"):
             bridge.irecv_backward()
-        with pytest.raises(ShapeError, match=r"give the samples of a leaf with it: Packed\(leaf, samples\)"):
+        with pytest.raises(ShapeError, match=r"samples belong to a leaf: Packed\(leaf, samples\)"):
             bridge.isend_forward(good, samples=[2])
         bridge.send_forward(good)
         for payload, text in (
@@ -383,8 +383,8 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
         require_same(arrived, good)
         back = {"x": x_of(arrived), "n": None, "fixed": None}
         for grads, text in (
-            ({**back, "fixed": torch.ones(2)}, r"payload\['fixed'\] is .*, but the leaf is int64 and has no gradient"),
-            ({**back, "n": torch.ones(())}, r"payload\['n'\] is .*, but the leaf is 2 and has no gradient"),
+            ({**back, "fixed": torch.ones(2)}, r"payload\['fixed'\] is .*, its leaf has no gradient"),
+            ({**back, "n": torch.ones(())}, r"payload\['n'\] is .*, its leaf has no gradient"),
             (
                 {**back, "x": torch.ones(2, 2)},
                 r"payload\['x'\] is a tensor of shape \(2, 2\) of torch.float32, its leaf",

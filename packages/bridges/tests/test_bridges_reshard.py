@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.bridges.errors import BridgeError, LaneTotalsError, ShapeError, TilingError, UndeclaredDimError
+from pipegrid.bridges.errors import (
+    BridgeError,
+    LaneTotalsError,
+    ShapeError,
+    TilingError,
+    UndeclaredDimError,
+    WrongSideError,
+)
 from pipegrid.bridges.reshard import (
     Box,
     Message,
@@ -424,9 +431,9 @@ def test_a_sharded_axis_that_the_tensor_does_not_name():
 
 
 def test_lanes_that_do_not_add_up():
-    with pytest.raises(LaneTotalsError, match=r"dst_lanes=\(2, 1\) hold 3 samples, the batch has 4"):
+    with pytest.raises(LaneTotalsError, match=r"dst_lanes=\(2, 1\) add up to 3, the batch has 4"):
         Sizes((4, 1, 1), axes=BSH, dst_lanes=(2, 1))
-    with pytest.raises(LaneTotalsError, match=r"samples \(1, 2\) have 3 rows, the batch axis has 4"):
+    with pytest.raises(LaneTotalsError, match=r"samples=\(1, 2\) add up to 3, the batch has 4"):
         Sizes((4, 1), axes=axis_names(2), samples=(1, 2))
 
 
@@ -436,7 +443,7 @@ def test_lane_sizes_for_the_wrong_number_of_lanes():
         plan_reshard(src, dst, Sizes((4, 1, 1), axes=BSH, src_lanes=(4,)))
     with pytest.raises(LaneTotalsError, match="has 2 data lanes"):
         plan_reshard(src, dst, Sizes((4, 1, 1), axes=BSH, dst_lanes=(4,)))
-    with pytest.raises(LaneTotalsError, match="2 data lanes, got 3 sizes"):
+    with pytest.raises(LaneTotalsError, match=r"2 data lanes and lane sizes \(1, 1, 1\)"):
         boundary_side(grid(dp=2), "source", lane_weights=(1, 1, 1))
 
 
@@ -454,9 +461,9 @@ def test_a_folded_sequence_cut_by_cp_needs_the_samples():
 
 
 def test_zigzag_batch_and_unknown_names():
-    src = boundary_side(grid(dp=2), "source", placements={"dp": Sharded("b", order="zigzag")})
-    with pytest.raises(LaneTotalsError, match="zigzag"):
-        plan_reshard(src, boundary_side(grid(2), "destination"), Sizes((4, 1, 1), axes=BSH))
+    src = boundary_side(grid(dp=2), "source")
+    with pytest.raises(BridgeError, match="zigzag.*; data lanes are contiguous blocks"):
+        Sharded("b", order="zigzag")
     with pytest.raises(BridgeError, match="Sharded.order is 'spiral'; it must be 'contiguous' or 'zigzag'"):
         Sharded("s", order="spiral")
     with pytest.raises(BridgeError, match="strategy is 'fastest'; it must be 'direct' or 'leader'"):
@@ -470,18 +477,18 @@ def test_axes_are_named_once_and_inside_the_tensor():
     assert axis_names(4, {"b": 1, "s": 0}) == (("s",), ("b",), (), ())
     with pytest.raises(UndeclaredDimError, match="no batch axis"):
         axis_names(3, {"s": 0})
-    with pytest.raises(UndeclaredDimError, match="axis 3"):
+    with pytest.raises(UndeclaredDimError, match="an axis that the tensor lacks"):
         axis_names(3, {"b": 3})
-    with pytest.raises(UndeclaredDimError, match="folds"):
+    with pytest.raises(UndeclaredDimError, match="fold"):
         axis_names(3, {"b": 0, "s": 1, "h": 1})
-    with pytest.raises(ShapeError, match="2 axes"):
+    with pytest.raises(ShapeError, match="has 2 axes"):
         Sizes((1, 2), axes=BSH)
 
 
 def test_a_box_needs_one_range_per_axis():
     with pytest.raises(TilingError, match="one start and one extent"):
         Box((0,), (1, 2))
-    with pytest.raises(TilingError, match="non-negative"):
+    with pytest.raises(TilingError, match="at least 0"):
         Box((-1,), (1,))
     assert str(Box((1, 2), (3, 4))) == "[1:4, 2:6]"
 
@@ -504,7 +511,7 @@ def test_a_plan_whose_boxes_do_not_tile_is_refused(edit, text):
     src, dst = boundary_side(grid(dp=1), "source"), boundary_side(grid(1, dp=2, cp=2), "destination")
     plan = plan_reshard(src, dst, Sizes((4, 2, 1), axes=BSH))
     check_plan(plan)
-    with pytest.raises(TilingError, match=text):
+    with pytest.raises(WrongSideError if text == "rank 9" else TilingError, match=text):
         check_plan(evolve(plan, messages=tuple(edit(list(plan.messages)))))
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.bridges.checks import as_integer, check_grid
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, gather_flat, own_groups
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
@@ -23,15 +22,15 @@ from pipegrid.bridges.reshard import (
     ReshardPlan,
     Sizes,
     as_axis_of,
+    as_grid,
     axis_names,
     boundary_side,
-    dim_size,
     plan_reshard,
     ranks_of,
 )
 from pipegrid.bridges.steps import pack, start_completions, unpack
 from pipegrid.topology import GroupSpec
-from pipegrid.topology.fields import Index, checked_fields, shown
+from pipegrid.topology.fields import Index, checked, checked_fields, shown
 from pipegrid.transport.opening import resolve_device
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
@@ -103,16 +102,14 @@ class ColocatedBridgeCommunicator:
         timeout: timedelta | None = None,
         deadline: float = 300.0,
     ) -> None:
-        check_grid(src_grid, "src_grid")
-        check_grid(dest_grid, "dest_grid")
-        as_integer(check_every, "check_every", least=0)
-        self.src_grid, self.dest_grid = src_grid, dest_grid
+        check_every = checked(check_every, Index, "check_every", BridgeError)
+        self.src_grid, self.dest_grid = as_grid(src_grid, "src_grid"), as_grid(dest_grid, "dest_grid")
         self.src_module_name = src_module_name
         self.dest_module_name = dest_module_name
         self.dim_mapping = {"b": 0, "s": 1, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
+        self._label = f"colocated/{src_module_name}>{dest_module_name}"
         self._validate_grids()
         self._rank = dist.get_rank()
-        self._label = f"colocated/{src_module_name}>{dest_module_name}"
         self._extract_parallelism_info()
         self._build_rank_mappings()
         self._destroyed = False
@@ -131,27 +128,16 @@ class ColocatedBridgeCommunicator:
     # -- what the two layouts are ---------------------------------------------------------------------
 
     def _validate_grids(self) -> None:
-        names = f"{self.src_module_name!r} -> {self.dest_module_name!r}"
-        for name, grid in ((self.src_module_name, self.src_grid), (self.dest_module_name, self.dest_grid)):
-            for dim, size in zip(grid.dim_names, grid.shape, strict=True):
-                if dim not in KNOWN_DIMS and size > 1:
-                    raise BridgeError(
-                        f"grid of {name!r} has the dim {dim!r} of size {size}; a colocated bridge takes "
-                        f"{list(KNOWN_DIMS)} only: use a grid (or base view) without it, or a BridgeCommunicator with "
-                        "placements"
-                    )
-        if dim_size(self.src_grid, "pp") > 1:
-            raise BridgeError(
-                f"colocated bridge {names}: the source has pp {dim_size(self.src_grid, 'pp')}, but every rank gives a "
-                f"tensor and the ranks outside of a source's last stage have none; use a source with pp 1, or a "
-                f"BridgeCommunicator, which leads from the last stage"
-            )
         src, dst = ranks_of(self.src_grid), ranks_of(self.dest_grid)
         if src != dst:
-            raise BridgeError(
-                f"colocated bridge {names}: the source is on ranks {src.start}..{src.stop - 1}, the destination on "
-                f"{dst.start}..{dst.stop - 1}; both must be on the same ranks (use BridgeCommunicator otherwise)"
-            )
+            raise BridgeError(f"{self._label}: the source is on ranks {list(src)}, the destination on {list(dst)}")
+        for grid, known in ((self.src_grid, KNOWN_DIMS[:-1]), (self.dest_grid, KNOWN_DIMS)):
+            other = {dim: size for dim, size in _sizes(grid).items() if dim not in known and size > 1}
+            if other:
+                raise BridgeError(
+                    f"{self._label}: a grid has dims {other}, where {known} may be larger than 1; a BridgeCommunicator "
+                    "takes others (placements), and a source with stages (pp)"
+                )
 
     def _extract_parallelism_info(self) -> None:
         src, dst = _sizes(self.src_grid), _sizes(self.dest_grid)
@@ -258,11 +244,9 @@ class ColocatedBridgeCommunicator:
         """
         if self.scale is None or not self._by_slots:
             raise LaneTotalsError(
-                f"{self.src_module_name!r} (dp {self.src_dp_size}) -> {self.dest_module_name!r} (dp "
-                f"{self.dest_dp_size}) have no slices: one dp must divide the other, and both layouts place a "
-                f"rank in the same block of the batch; communicate() works all the same"
+                f"{self._label}: dp {self.src_dp_size} and dp {self.dest_dp_size} have no slices: neither divides the "
+                "other, or a rank is in two blocks of the batch; communicate() works all the same"
             )
-        batch_size = as_integer(batch_size, "batch_size", least=0, error=LaneTotalsError)
         self._check_divisible(batch_size)
         size = batch_size // self.scale
         position = self.rank_to_dest_pos if self.is_fan_out() else self.rank_to_src_pos
@@ -271,10 +255,7 @@ class ColocatedBridgeCommunicator:
 
     def _check_divisible(self, batch_size: int) -> None:
         if self.scale is not None and batch_size % self.scale:
-            raise LaneTotalsError(
-                f"batch of {batch_size} is not divisible by scale {self.scale} (dp {self.src_dp_size} -> "
-                f"{self.dest_dp_size}); change the micro-batch size"
-            )
+            raise LaneTotalsError(f"{self._label}: a batch of {batch_size} is not divisible by scale {self.scale}")
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of this rank's destination lane, from ``tensor`` of its source lane.
@@ -288,13 +269,10 @@ class ColocatedBridgeCommunicator:
         """
         if self._destroyed:
             raise DestroyedError(f"{self._label} was destroyed; make a new communicator")
-        if not isinstance(tensor, torch.Tensor):
-            raise ShapeError(
-                f"{self._label} carries one tensor, got {shown(tensor)}; give the tensor of this rank's lane"
-            )
         axis = self.dim_mapping[BATCH]
-        if tensor.ndim <= axis:
-            raise ShapeError(f"a tensor of shape {tuple(tensor.shape)} has no batch axis {axis}; fix dim_mapping")
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim <= axis:
+            found = shown(getattr(tensor, "shape", tensor))
+            raise ShapeError(f"{self._label} carries one tensor with batch axis {axis}, got {found}")
         if self._check is not None:
             self._check.look(tensor, tensor.shape[axis])
         if self.is_fan_out():

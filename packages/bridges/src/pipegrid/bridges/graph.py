@@ -10,12 +10,10 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_text, as_tuple
-from pipegrid.topology.fields import Count, checked, index_of, shown
+from pipegrid.topology.fields import Count, Name, checked, shown
 from pipegrid.transport.edge import Edge
 
 
@@ -24,37 +22,25 @@ class ModuleGraphError(ValueError):
 
 
 def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else _pairs(value, "modules", "(name, depth)")
-    for name, _ in pairs:
-        as_text(name, "the name of a module", error=ModuleGraphError)
+    pairs = value.items() if isinstance(value, Mapping) else value
     return tuple(
-        (name, checked(depth, Count, f"the depth of module {name!r}", ModuleGraphError)) for name, depth in pairs
+        (
+            checked(name, Name, "the name of a module", ModuleGraphError),
+            checked(depth, Count, f"the depth of module {name!r}", ModuleGraphError),
+        )
+        for name, depth in pairs
     )
-
-
-def _pairs(value: object, what: str, of: str) -> tuple[tuple[Any, Any], ...]:
-    pairs = as_tuple(value, what, f"pairs {of}, or a dict", error=ModuleGraphError)
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ModuleGraphError(f"{what} has {shown(pair)} in it; give a dict, or pairs {of}")
-    return tuple((first, second) for first, second in pairs)
 
 
 def _as_edges(
     value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]],
 ) -> tuple[tuple[str, str], ...]:
-    if isinstance(value, Mapping):
-        pairs: tuple[tuple[Any, Any], ...] = tuple(
-            (src, dst)
-            for src, dsts in value.items()
-            for dst in as_tuple(dsts, f"what {shown(src)} feeds", "modules", error=ModuleGraphError)
-        )
-    else:
-        pairs = _pairs(value, "edges", "(source, destination)")
-    for pair in pairs:
-        for name in pair:
-            as_text(name, "a module at an end of an edge", error=ModuleGraphError)
-    return pairs
+    if not isinstance(value, Mapping):
+        return tuple((src, dst) for src, dst in value)
+    feeds = {
+        src: checked(dsts, tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError) for src, dsts in value.items()
+    }
+    return tuple((src, dst) for src, dsts in feeds.items() for dst in dsts)
 
 
 @frozen(slots=False)
@@ -77,16 +63,13 @@ class ModuleGraph:
         names = [name for name, _ in self.modules]
         if not names:
             raise ModuleGraphError("the graph has no modules; declare at least one")
-        if len(set(names)) != len(names):
-            raise ModuleGraphError(f"modules are declared twice in {names}; every name must be unique")
+        for what, declared in (("modules are", names), ("an edge is", self.edges)):
+            if len(set(declared)) != len(declared):
+                raise ModuleGraphError(f"{what} declared twice in {list(declared)}")
         for src, dst in self.edges:
             for name in (src, dst):
                 if name not in names:
-                    raise ModuleGraphError(
-                        f"edge {src!r} -> {dst!r} names the unknown module {name!r}; known modules: {names}"
-                    )
-        if len(set(self.edges)) != len(self.edges):
-            raise ModuleGraphError(f"an edge is declared twice in {list(self.edges)}; one edge per pair of modules")
+                    raise ModuleGraphError(f"edge {src!r} -> {dst!r} names the unknown module {name!r}; known: {names}")
         self.order  # noqa: B018 -- computing the order raises for cycles
 
     @cached_property
@@ -99,10 +82,7 @@ class ModuleGraph:
         try:
             sorter.prepare()
         except graphlib.CycleError as error:
-            cycle = " -> ".join(error.args[1])
-            raise ModuleGraphError(
-                f"the modules form a cycle: {cycle}; data must flow one way, so remove one of these edges"
-            ) from None
+            raise ModuleGraphError(f"the modules form a cycle: {' -> '.join(error.args[1])}") from None
         order: list[str] = []
         ready: set[str] = set()
         while sorter.is_active():
@@ -119,7 +99,7 @@ class ModuleGraph:
         Raises:
             ModuleGraphError: there is no such module.
         """
-        if not isinstance(module, str) or module not in self._depths:
+        if module not in self._depths:
             raise ModuleGraphError(f"there is no module {shown(module)}; the graph has {list(self._depths)}")
         return self._depths[module]
 
@@ -144,17 +124,16 @@ class ModuleGraph:
     def stage(self, module: str, index: int) -> int:
         """The global number of stage ``index`` of ``module``; negative indices count from its end."""
         depth = self.depth(module)
-        if index_of(index) is None or not -depth <= index < depth:
-            raise ModuleGraphError(f"module {module!r} has {depth} stages; there is no stage {shown(index)}")
+        if not -depth <= index < depth:
+            raise ModuleGraphError(f"module {module!r} has {depth} stages; there is no stage {index}")
         return self._offsets[module] + index % depth
 
     def module_of(self, stage: int) -> tuple[str, int]:
         """``(module, index in the module)`` of a global stage number."""
-        number = index_of(stage)
         for name in self.order:
-            if number is not None and self._offsets[name] <= number < self._offsets[name] + self._depths[name]:
-                return name, number - self._offsets[name]
-        raise ModuleGraphError(f"there is no stage {shown(stage)}; the graph has stages 0..{self.num_stages - 1}")
+            if self._offsets[name] <= stage < self._offsets[name] + self._depths[name]:
+                return name, stage - self._offsets[name]
+        raise ModuleGraphError(f"there is no stage {stage}; the graph has stages 0..{self.num_stages - 1}")
 
     @cached_property
     def stage_edges(self) -> tuple[Edge, ...]:

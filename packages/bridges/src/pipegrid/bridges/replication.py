@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from attrs import define, field
@@ -60,22 +58,19 @@ class ReplicationCheck:
         wrong, most, least = (int(value) for value in found.tolist())
         if most != -least:
             raise LaneTotalsError(
-                f"the lanes of {self.side.name!r} hold between {-least} and {most} rows (here: {rows}); a colocated "
-                f"bridge needs equal lanes: pad them, or use a BridgeCommunicator with shapes='variable'"
+                f"the lanes of {self.side.name!r} hold between {-least} and {most} rows (here: {rows}), not all equal"
             )
         if wrong:
+            ranks = [rank for rank in self.side.ranks if self.side.lane_of(rank) == wrong - 1]
             raise NotReplicatedError(
-                f"the copies of source lane {wrong - 1} of {self.side.name!r} (ranks {self._ranks_of(wrong - 1)}) hold "
-                "different tensors; the bridge takes one of them for all: gather or reduce over tp before communicate()"
+                f"the copies of source lane {wrong - 1} of {self.side.name!r} (ranks {ranks}) hold different tensors; "
+                "gather or reduce over tp before communicate()"
             )
 
     def _reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         """The largest of each element over the group, in place; the host waits for it."""
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self.waits.wait(work, dist.get_process_group_ranks(group), host=True)
-
-    def _ranks_of(self, lane: int) -> Sequence[int]:
-        return [rank for rank in self.side.ranks if self.side.lane_of(rank) == lane]
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,23 +15,20 @@ from pipegrid.bridges.bridge.shape_exchange import ShapeExchange
 from pipegrid.bridges.bridge.structure import Declared, Structure, checked_structure
 from pipegrid.bridges.bridge.tensor import TensorExchange
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import BridgeRole, BridgeWiring, group_spec, with_lanes
+from pipegrid.bridges.bridge.wiring import BridgeWiring, group_spec, with_lanes
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import (
-    BridgeError,
-    DestroyedError,
-    NoBackwardError,
-    StageError,
-)
+from pipegrid.bridges.errors import BridgeError, DestroyedError, NoBackwardError, WrongSideError
 from pipegrid.bridges.reshard import (
     AUTO_LEADER_BYTES,
     Choice,
+    End,
     GridLike,
     Links,
     Placement,
     Strategy,
     axis_names,
     boundary_side,
+    is_in,
 )
 from pipegrid.topology import destroy_groups
 from pipegrid.topology.fields import checked, shown
@@ -45,8 +42,6 @@ from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
-
-_DIRECTIONS = (*Direction, *(direction.value for direction in Direction))
 
 
 class BridgeCommunicator:
@@ -142,12 +137,9 @@ class BridgeCommunicator:
     ) -> None:
         choice = Choice(strategy, leader_below, links)
         structure = None if payload is None else checked_structure(payload, strategy, shape)
-        checked(shapes, Shapes | None, "shapes", BridgeError)
-        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
-            raise BridgeError(
-                f"comm_dtype is {shown(comm_dtype)}; values are rounded to it: give a floating-point torch.dtype such "
-                "as torch.bfloat16, or None for the tensor's own"
-            )
+        shapes = checked(shapes, Shapes | None, "shapes", BridgeError)
+        if comm_dtype is not None and not getattr(comm_dtype, "is_floating_point", False):
+            raise BridgeError(f"comm_dtype is {shown(comm_dtype)}; it must be a floating-point torch.dtype, or None")
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name = src_module_name or "src"
         self.dest_module_name = dest_module_name or "dest"
@@ -176,8 +168,7 @@ class BridgeCommunicator:
         )
         self.dst = with_lanes(self.src, self.dst, str(self))
         self.rank = dist.get_rank()
-        self._role = BridgeRole(str(self), self.src, self.dst, src_grid, dest_grid, self.rank)
-        self.is_source, self.is_destination = self._role.is_source, self._role.is_destination
+        self.is_source, self.is_destination = self.rank in self.src.coords_of, self.rank in self.dst.coords_of
         settings = as_config(config)
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
@@ -265,26 +256,16 @@ class BridgeCommunicator:
     def lanes(self) -> Lanes:
         """The lanes."""
         if self._traffic.lanes is None:
-            raise BridgeError(f"{self} was made with open=False and has no lanes yet; call attach()")
+            raise BridgeError(f"{self} has no lanes before attach()")
         return self._traffic.lanes
 
     def lane(self, source: int, destination: int, direction: Direction | str) -> Lane:
         """The lane of one pair of ranks; ``direction`` is a `Direction`, or its value ``"F"`` or ``"B"``."""
-        if direction not in _DIRECTIONS:
-            raise StageError(f"direction is {shown(direction)}; give a Direction, or 'F' or 'B'")
-        spec = self._wiring.lane_spec(source, destination, Direction(direction))
-        if spec not in self.lanes:
-            raise StageError(
-                f"{self} has no lane {spec} on rank {self.rank}; it has {', '.join(map(str, self.lane_specs))}"
-            )
-        return self.lanes[spec]
+        return self.lanes[self._wiring.lane_spec(source, destination, Direction(direction))]
 
     def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
-        spec = group_spec(ranks, self.label, what)
-        if spec not in self._groups:
-            raise StageError(f"{self} has no group {spec} on rank {self.rank}; it has {list(map(str, self._groups))}")
-        return self._groups[spec]
+        return self._groups[group_spec(ranks, self.label, what)]
 
     @property
     def num_groups(self) -> int:
@@ -293,11 +274,19 @@ class BridgeCommunicator:
 
     # -- who am I ---------------------------------------------------------------------------------------
 
-    def _takes_part(self, side: Literal["source", "destination"], verb: str) -> bool:
+    def _takes_part(self, end: End, verb: str) -> bool:
         """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
         if self._destroyed:
             raise DestroyedError(f"{self} was destroyed; make a new one")
-        return self._role.takes_part(side, verb)
+        side, other = (self.src, self.dst) if end == "source" else (self.dst, self.src)
+        here, there = (self.src_grid, self.dest_grid) if end == "source" else (self.dest_grid, self.src_grid)
+        if self.rank in side.coords_of or is_in(here, self.rank):
+            return self.rank in side.coords_of
+        elsewhere = f"the side of {other.name!r}" if is_in(there, self.rank) else "neither"
+        raise WrongSideError(
+            f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
+            f"on {elsewhere}"
+        )
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
@@ -464,15 +453,9 @@ class BridgeCommunicator:
         return self.backward and _BACKWARD in self._wiring.directions
 
     def _require_backward(self, verb: str) -> None:
-        """Raise unless the edge carries gradients.
-
-        Raises:
-            NoBackwardError: there are none.
-        """
-        if not self.backward:
-            raise NoBackwardError(f"{self} was declared without backward; there is no {verb} on it")
         if not self.carries_gradients:
-            raise NoBackwardError(f"{self} has no lanes for gradients, which its plan does not use; no {verb} on it")
+            why = "which its plan does not use" if self.backward else "being declared without backward"
+            raise NoBackwardError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
 
 
 def renew_lanes(lanes: Iterable[Lane]) -> None:

@@ -13,14 +13,13 @@ from attrs import define, frozen
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives, with_gradient
 from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
-from pipegrid.bridges.bridge.structure import Leaf, Packed, Structure, Whole, kind_of
+from pipegrid.bridges.bridge.structure import Axes, Leaf, Packed, Structure, Whole, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import NoBackwardError, ShapeError
 from pipegrid.bridges.reshard import AxisNames, Choice, RankPart, Route, Side
 from pipegrid.bridges.steps import pack
 from pipegrid.topology import GroupSpec
-from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.protocol import Handle
 
@@ -203,9 +202,7 @@ class PayloadExchange:
             NoBackwardError: a tensor requires grad whose gradient does not come back.
         """
         if samples is not None:
-            raise ShapeError(
-                f"{self.name} carries a payload; give the samples of a leaf with it: Packed(leaf, samples)"
-            )
+            raise ShapeError(f"{self.name} carries a payload; samples belong to a leaf: Packed(leaf, samples)")
         values = self.structure.values(payload, name=self.name)
         said = [self._said(leaf, value) for leaf, value in zip(self.structure.leaves, values, strict=True)]
         self._require_agreed(said)
@@ -226,21 +223,16 @@ class PayloadExchange:
         """What this rank announces of a leaf."""
         where = f"{self.name}: payload{leaf.path}"
         tensor = _tensor_of(value)
-        if tensor is None:
-            if isinstance(leaf.declared, Whole) and isinstance(value, (int, float)):
-                return _Number(value)
-            raise ShapeError(f"{where} is {kind_of(value)}; the edge declares {leaf.declared}")
-        names = None if isinstance(leaf.declared, Whole) else leaf.declared.names
-        if names is not None and tensor.ndim != len(names):
-            raise ShapeError(f"{where} has shape {tuple(tensor.shape)}; the edge declares {leaf.declared}")
+        if isinstance(leaf.declared, Whole) and isinstance(value, (int, float)):
+            return _Number(value)
+        if tensor is None or (isinstance(leaf.declared, Axes) and tensor.ndim != len(leaf.declared.names)):
+            found = kind_of(value if tensor is None else tensor)
+            raise ShapeError(f"{where} is {found}; the edge declares {leaf.declared}")
         if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
-            raise NoBackwardError(
-                f"{where} requires grad, but it was declared without gradient; detach it, or declare the edge with "
-                f"backward=True and the leaf with gradient=True"
-            )
+            raise NoBackwardError(f"{where} requires grad, but it was declared without gradient; detach it")
         samples = value.samples if isinstance(value, Packed) else None
         if samples is not None and leaf.lifted:
-            raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis; send the tensor")
+            raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")
         return Announcement(tensor.shape, _name(tensor.dtype), samples)
 
     def _require_agreed(self, said: Sequence[_Said]) -> None:
@@ -250,7 +242,7 @@ class PayloadExchange:
             if _encode([now]) != _encode([agreed]):
                 raise ShapeError(
                     f"{self.name}: rank {self.rank} sends {now} as payload{leaf.path}, but {agreed} was agreed with "
-                    f"the first message; what changes needs shapes='variable' (variable_seq_lengths=True)"
+                    "the first message; sizes that change need shapes='variable'"
                 )
 
     def _outgoing(self, index: int, said: _Said, value: Any) -> _Travelling:
@@ -359,23 +351,13 @@ class PayloadExchange:
         return handle
 
     def _check_gradient(self, leaf: Leaf, one: _Travelling, gradient: Any) -> None:
-        where = f"{self.name}: the gradient of payload{leaf.path}"
-        if not one.gradient:
-            if isinstance(gradient, torch.Tensor):
-                kind = shown(one.value) if one.dtype is None else _name(one.dtype)
-                raise ShapeError(
-                    f"{where} is {kind_of(gradient)}, but the leaf is {kind} and has no gradient; give None"
-                )
-            return
-        if gradient is None:
-            return
-        if (
-            not isinstance(gradient, torch.Tensor)
-            or tuple(gradient.shape) != one.shape
-            or gradient.dtype is not one.dtype
-        ):
-            found = f"{kind_of(gradient)}" + (f" of {gradient.dtype}" if isinstance(gradient, torch.Tensor) else "")
-            raise ShapeError(f"{where} is {found}, its leaf was {one.dtype} of shape {one.shape}; give that, or None")
+        needed = (one.shape, one.dtype) if one.gradient else None
+        given = (tuple(gradient.shape), gradient.dtype) if isinstance(gradient, torch.Tensor) else None
+        if given != needed and gradient is not None:
+            due = f"shape {one.shape} of {one.dtype}" if one.gradient else "no gradient"
+            raise ShapeError(
+                f"{self.name}: the gradient of payload{leaf.path} is {kind_of(gradient)}, its leaf has {due}"
+            )
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> BridgeReceive:
         """Start receiving the gradients of the oldest payload that has none yet: None for leaves without.

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Generic, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
 
-from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import LaneTotalsError, PendingGradientError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import cuts_of_lane
 from pipegrid.topology import lane_bounds, lane_sizes
+from pipegrid.topology.fields import Index, checked_fields
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back
 
 
-def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
-    return as_integers(values, "a shape, or the rows of the samples,", error=ShapeError)
-
-
-def _as_samples(values: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else _as_ints(values)
-
-
-@frozen
+@frozen(field_transformer=checked_fields(ShapeError))
 class Announcement:
     """What a source rank says of its tensor: shape, dtype by name, and the rows of its lane's samples if packed."""
 
-    shape: tuple[int, ...] = field(converter=_as_ints)
+    shape: tuple[Index, ...]
     dtype: str
-    samples: tuple[int, ...] | None = field(default=None, converter=_as_samples)
+    samples: tuple[Index, ...] | None = None
 
     def encode(self) -> str:
         """The announcement as text; equal announcements have equal texts."""
@@ -59,10 +51,7 @@ class LaneSize:
 def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
     """The size of a lane by the tensor of one of its ranks; all ranks have equal parts of the other axes."""
     if len(announced.shape) != len(axes):
-        raise ShapeError(
-            f"the edge from {side.name!r} carries tensors of {len(axes)} axes, got shape {announced.shape}; "
-            f"give the number of axes as tensor_ndim (module_output_ndim of the module)"
-        )
+        raise ShapeError(f"the edge from {side.name!r} has tensor_ndim={len(axes)} axes, got shape {announced.shape}")
     extents = list(announced.shape)
     units = 0
     for axis, names in enumerate(axes):
@@ -74,6 +63,19 @@ def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
     return LaneSize(units, announced.samples, tuple(extents))
 
 
+def cuts_by_lane(rows: int, lanes: int, parts: int) -> tuple[int, ...]:
+    """Where the blocks of ``parts`` destination lanes begin and end where each source lane, of ``rows``, is cut alone.
+
+    Those of `pipegrid.topology.lane_bounds`, unless one of these begins in one source lane and ends in the next.
+    """
+    bounds = []
+    for part in range(parts):
+        lane, rest = divmod(part * lanes, parts)
+        inside = cuts_of_lane(rows, lane, lanes, parts)[Fraction(part, parts)] if rest else 0
+        bounds.append(lane * rows + inside)
+    return (*bounds, lanes * rows)
+
+
 def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes:
     """The sizes that a rank plans with, from the lanes that it knows; other lanes do not change its own part.
 
@@ -82,21 +84,17 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
             lane's samples are not a multiple of its ``lane_weights``.
     """
     first, some = next(iter(lanes.items()))
+    weights = src.lane_weights or (1,) * src.num_lanes
     for lane, size in lanes.items():
         if (size.extents, size.samples is None) != (some.extents, some.samples is None):
             raise ShapeError(
-                f"lanes {first} and {lane} of {src.name!r} send tensors that differ in more than the batch: "
-                f"{some.extents} and {size.extents} (0 stands for the batch axis), packed: {some.samples is not None} "
-                f"and {size.samples is not None}; pad the other axes, or pack [tokens, hidden] with samples"
+                f"lanes {first} and {lane} of {src.name!r} send tensors that differ in more than the batch (0 here), "
+                f"or of which one is packed: {some} and {size}"
             )
-        if src.lane_weights is not None:
-            weight = src.lane_weights[lane]
-            if size.units % weight if weight else size.units:
-                raise ShapeError(
-                    f"lane {lane} of {src.name!r} was declared with {weight} samples per microbatch, but sends "
-                    f"{size.units} rows, which is no multiple; give samples, or fix src_lanes"
-                )
-    weights = src.lane_weights or (1,) * src.num_lanes
+        if size.units % weights[lane] if weights[lane] else size.units:
+            raise ShapeError(
+                f"lane {lane} of {src.name!r} sends {size.units} samples, no multiple of src_lanes' {weights[lane]}"
+            )
     known = [lanes.get(lane, evolve(some, units=some.units if weights[lane] else 0)) for lane in range(src.num_lanes)]
     samples = None
     if some.samples is not None:
@@ -158,14 +156,12 @@ class ShapeExchange:
     comm_dtype: torch.dtype | None
     variable: bool
     shape: tuple[int | None, ...] | None
-    _known: dict[_Key, Passage] = field(factory=dict, init=False)
+    _plans: Callable[[_Key], Passage] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._plans = lru_cache(maxsize=_MOST_KNOWN)(self._planned)
         if self.shape is not None and len(self.shape) != len(self.axes):
-            raise ShapeError(
-                f"{self.name} declares shape {self.shape} of {len(self.shape)} axes, but tensor_ndim={len(self.axes)}; "
-                f"give one extent per axis, None where it may change"
-            )
+            raise ShapeError(f"{self.name} declares shape {self.shape}, but tensor_ndim={len(self.axes)}")
 
     def check(self, announced: Announcement) -> None:
         """Raise unless a source rank may send this.
@@ -180,14 +176,20 @@ class ShapeExchange:
         whole: list[int | None] = list(size.extents)
         whole[batch] = None
         if announced.samples is None and weights[lane]:
-            whole[batch] = announced.shape[batch] * sum(weights) // weights[lane]
-            if not self.variable:
-                require_whole_blocks(self.src, self.dst, announced.shape[batch], self.name)
+            rows, lanes, parts = announced.shape[batch], self.src.num_lanes, self.dst.num_lanes
+            whole[batch] = rows * sum(weights) // weights[lane]
+            declares = self.src.lane_weights or self.dst.lane_weights
+            if not (self.variable or declares) and cuts_by_lane(rows, lanes, parts) != lane_bounds(lanes * rows, parts):
+                taken = lane_sizes(lanes * rows, parts)
+                raise LaneTotalsError(
+                    f"{self.name}: a batch of {lanes * rows} gives lanes of {taken}, some from two source lanes; "
+                    f"declare src_lanes={(rows,) * lanes} and dest_lanes={taken}"
+                )
         for axis, (extent, declared) in enumerate(zip(whole, self.shape or (), strict=False)):
             if declared is not None and extent is not None and extent != declared:
                 raise ShapeError(
                     f"{self.name}: rank {self.rank} sends shape {announced.shape}, which is {extent} on axis {axis} "
-                    f"over all ranks of {self.src.name!r}; the edge declares {self.shape}"
+                    f"over all ranks; the edge declares {self.shape}"
                 )
 
     def passage(self, announced: Mapping[int, Announcement]) -> Passage:
@@ -196,13 +198,7 @@ class ShapeExchange:
         Raises:
             ShapeError: ranks of one lane differ, lanes differ in more than the batch, or dtypes differ.
         """
-        key = tuple(sorted(announced.items(), key=lambda item: item[0]))
-        if key in self._known:
-            return self._known[key]
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        known = self._known[key] = self._planned(announced)
-        return known
+        return self._plans(tuple(sorted(announced.items())))
 
     def own_passage(self, announced: Announcement) -> Passage:
         """The plans for what this source rank announces.
@@ -214,24 +210,21 @@ class ShapeExchange:
         self.check(announced)
         known = self.passage({self.rank: announced})
         if known.there.given != announced.shape:
-            raise ShapeError(
-                f"{self.name}: rank {self.rank} holds shape {announced.shape}, but with samples {announced.samples} "
-                f"its part is {known.there.given}"
-            )
+            raise ShapeError(f"{self.name}: rank {self.rank} sends {announced}, but its part is {known.there.given}")
         return known
 
-    def _planned(self, announced: Mapping[int, Announcement]) -> Passage:
+    def _planned(self, announced: _Key) -> Passage:
         lanes: dict[int, LaneSize] = {}
-        for rank, one in announced.items():
+        for rank, one in announced:
             lane, size = self.src.lane_of(rank), lane_size(self.src, self.axes, one)
             if lanes.setdefault(lane, size) != size:
                 raise ShapeError(
-                    f"{self.name}: ranks of lane {lane} of {self.src.name!r} send different parts: rank {rank} "
-                    f"announced {one}, others {lanes[lane]}; copies are alike and cp cuts evenly"
+                    f"{self.name}: ranks of lane {lane} of {self.src.name!r} send different parts: rank {rank} {size}, "
+                    f"another {lanes[lane]}"
                 )
-        dtypes = {one.dtype for one in announced.values()}
+        dtypes = {one.dtype for _, one in announced}
         if len(dtypes) != 1:
-            raise ShapeError(f"{self.name}: source ranks send different dtypes: {sorted(dtypes)}; use one")
+            raise ShapeError(f"{self.name}: source ranks send different dtypes: {sorted(dtypes)}")
         dtype: torch.dtype = getattr(torch, dtypes.pop())
         rounds = self.comm_dtype is not None and dtype.is_floating_point
         wire: torch.dtype = self.comm_dtype if rounds else dtype  # type: ignore[assignment]
@@ -254,31 +247,6 @@ class ShapeExchange:
 
 
 Activation = TypeVar("Activation")
-
-
-def require_whole_blocks(src: Side, dst: Side, rows: int, label: str) -> None:
-    """Raise where equal source lanes of ``rows`` samples do not give the destination lanes their blocks of the batch.
-
-    Undeclared lanes are equal, and a source lane feeds the destination lanes that lie within it. By
-    `pipegrid.topology.lane_bounds` a block may begin in one source lane and end in the next.
-
-    Raises:
-        LaneTotalsError: some block does; declared lanes open the lanes that it needs.
-    """
-    if src.lane_weights is not None or dst.lane_weights is not None:
-        return
-    lanes, parts = src.num_lanes, dst.num_lanes
-    bounds = lane_bounds(lanes * rows, parts)
-    for part in range(1, parts):
-        lane, inside = divmod(part * lanes, parts)
-        within = cuts_of_lane(rows, lane, lanes, parts)[Fraction(part, parts)] if inside else 0
-        if bounds[part] != lane * rows + within:
-            taken = lane_sizes(lanes * rows, parts)
-            raise LaneTotalsError(
-                f"{label}: {lanes} source lanes of {rows} samples are a batch of {lanes * rows}, of which the {parts} "
-                f"destination lanes have {taken}: some of them need samples of two source lanes; declare "
-                f"src_lanes={(rows,) * lanes} and dest_lanes={taken}, or choose a batch that {parts} divides"
-            )
 
 
 @define(eq=False)

@@ -18,26 +18,16 @@ from typing import Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from pipegrid.bridges.checks import as_integers, as_text
 from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Sharded, Side, Strategy
-from pipegrid.topology.fields import shown
+from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Sharded, Side, Strategy, as_axes
+from pipegrid.topology.fields import Index, checked_fields, shown
 
 Declared: TypeAlias = Any
 """`Axes`, `Whole`, None, or a dict, a list or a tuple of these."""
 
 
 def _as_names(value: Sequence[str | tuple[str, ...]]) -> AxisNames:
-    names = tuple((one,) if isinstance(one, str) else tuple(one) for one in value)
-    for axis in names:
-        for name in axis:
-            as_text(name, "the name of an axis")
-        if len(axis) > 2 or (len(axis) == 2 and axis[0] != BATCH):
-            raise BridgeError(f"axes {value} fold {axis} into one; only one more axis can be folded into the batch")
-    flat = [name for axis in names for name in axis]
-    if len(set(flat)) != len(flat):
-        raise BridgeError(f"axes {value} have a name twice; each name is one axis")
-    return names
+    return as_axes(tuple((one,) if isinstance(one, str) else one for one in value))
 
 
 @frozen(init=False)
@@ -61,7 +51,8 @@ class Axes:
         self.__attrs_init__(names, gradient)
 
     def __str__(self) -> str:
-        return "[" + ", ".join("*".join(axis) for axis in self.names) + "]" + ("" if self.gradient else " constant")
+        names = ", ".join("*".join(axis) for axis in self.names)
+        return (f"[{names}]" if names else "scalar") + ("" if self.gradient else " constant")
 
 
 @frozen
@@ -82,11 +73,7 @@ class Whole:
         return "whole" if self.gradient else "whole constant"
 
 
-def _as_samples(value: Sequence[int]) -> tuple[int, ...]:
-    return as_integers(value, "the rows of the samples", error=ShapeError)
-
-
-@frozen(eq=False)
+@frozen(eq=False, field_transformer=checked_fields(ShapeError))
 class Packed:
     """A tensor whose batch axis holds samples of several rows each, such as ``[tokens, h]``; lanes get whole samples.
 
@@ -98,7 +85,7 @@ class Packed:
     """
 
     tensor: Any
-    samples: tuple[int, ...] = field(converter=_as_samples)
+    samples: tuple[Index, ...]
 
 
 @frozen
@@ -185,31 +172,27 @@ def checked_structure(declared: Declared, strategy: Strategy, shape: object) -> 
     Raises:
         BridgeError: either describes an edge of one tensor; or as `Structure`.
     """
-    if strategy != "direct":
-        raise BridgeError(
-            f"strategy is {strategy!r} on an edge with payload=, whose leaves are cut one by one; use 'direct'"
-        )
-    if shape is not None:
-        raise BridgeError(f"shape {shape} is of one tensor, and the edge declares a payload; leave shape out")
+    if strategy != "direct" or shape is not None:
+        raise BridgeError(f"an edge with payload= has strategy 'direct' and no shape, not {strategy!r} and {shape}")
     return Structure(declared)
 
 
 def _leaves(declared: Declared, path: str) -> Iterator[Leaf]:
     if isinstance(declared, (Axes, Whole)):
         yield Leaf(path, declared)
-    elif isinstance(declared, Mapping):
-        for key, part in declared.items():
-            if not isinstance(key, (str, int)):
-                raise BridgeError(f"payload{path} has the key {shown(key)}; keys are strings or integers")
-            yield from _leaves(part, f"{path}[{key!r}]")
-    elif isinstance(declared, (list, tuple)):
-        for index, part in enumerate(declared):
-            yield from _leaves(part, f"{path}[{index}]")
-    elif declared is not None:
-        raise BridgeError(
-            f"payload{path} is {shown(declared)}; declare Axes('b', 's', 'h') for a tensor, Whole() for one that is "
-            f"not cut, None, or a dict, a list or a tuple of these"
-        )
+        return
+    parts = _parts(declared)
+    if parts is None:
+        raise BridgeError(f"payload{path} is {shown(declared)}; declare Axes, Whole, None, or a dict or list of these")
+    for key, part in parts.items():
+        yield from _leaves(part, f"{path}[{key!r}]")
+
+
+def _parts(tree: Any) -> Mapping[Any, Any] | None:
+    """What a container holds, by key or index; nothing where it is None, and None where it is no container."""
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    return tree if isinstance(tree, Mapping) else {} if tree is None else None
 
 
 def _text(declared: Declared) -> str:
@@ -224,28 +207,19 @@ def _text(declared: Declared) -> str:
 def _match(declared: Declared, value: Any, path: str, found: list[Any], name: str) -> None:
     if isinstance(declared, (Axes, Whole)):
         found.append(value)
-    elif isinstance(declared, Mapping):
-        keys = value.keys() if isinstance(value, Mapping) else None
-        if keys != declared.keys():
-            given = shown(value) if keys is None else f"a dict with the keys {list(keys)}"
-            raise ShapeError(f"{name}: payload{path} is {given}; the edge declares {_text(declared)}")
-        for key, part in declared.items():
-            _match(part, value[key], f"{path}[{key!r}]", found, name)
-    elif declared is None:
-        if value is not None:
-            raise ShapeError(f"{name}: payload{path} is {kind_of(value)}; the edge declares None there")
-    else:
-        if not isinstance(value, (list, tuple)) or len(value) != len(declared):
-            given = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else kind_of(value)
-            raise ShapeError(f"{name}: payload{path} is {given}; the edge declares {_text(declared)}")
-        for index, part in enumerate(declared):
-            _match(part, value[index], f"{path}[{index}]", found, name)
+        return
+    parts, given = _parts(declared) or {}, _parts(value)
+    if given is None or given.keys() != parts.keys():
+        raise ShapeError(f"{name}: payload{path} is {kind_of(value)}; the edge declares {_text(declared)}")
+    for key, part in parts.items():
+        _match(part, given[key], f"{path}[{key!r}]", found, name)
 
 
 def kind_of(value: Any) -> str:
     """A value in a few words, for an error."""
-    shape = getattr(value, "shape", None)
-    return shown(value) if shape is None else f"a tensor of shape {tuple(shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {list(value)}"
+    return f"a tensor of shape {tuple(value.shape)} of {value.dtype}" if hasattr(value, "dtype") else shown(value)
 
 
 def _filled(declared: Declared, values: Iterator[Any]) -> Any:

@@ -15,14 +15,13 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
 from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
-from pipegrid.bridges.bridge.structure import Packed
+from pipegrid.bridges.bridge.structure import Packed, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import CompletionError, NoBackwardError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import broadcast_text
-from pipegrid.topology.fields import shown
+from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
@@ -118,23 +117,18 @@ class TensorExchange:
         if not isinstance(tensor, torch.Tensor):
             raise ShapeError(
                 f"{self.name} carries one tensor, got {type(tensor).__name__}; declare several with payload={{...}}, "
-                "and where a microbatch has nothing to send, send a tensor without rows"
+                "and send a tensor without rows where there is nothing to send"
             )
         if self._comm_dtype is not None and not tensor.is_floating_point():
-            raise ShapeError(
-                f"{self.name} travels as {self._comm_dtype}, which would round the {_name(tensor.dtype)} values of "
-                "this tensor; send a floating-point tensor, or declare the edge with comm_dtype=None"
-            )
+            raise ShapeError(f"{self.name} travels as {self._comm_dtype}, which rounds {_name(tensor.dtype)} values")
         if tensor.requires_grad and not self.backward:
-            raise NoBackwardError(
-                f"{self.name} was declared without backward, but the tensor requires grad; detach it (the source is "
-                f"frozen) or declare the edge with backward=True"
-            )
-        announced = Announcement(tensor.shape, _name(tensor.dtype), samples)
+            raise NoBackwardError(f"{self.name} was declared without backward, but the tensor requires grad; detach it")
+        rows = None if samples is None else tuple(samples)
+        announced = Announcement(tensor.shape, _name(tensor.dtype), rows)
         if self._announced is not None and not self.variable and announced != self._announced:
             raise ShapeError(
                 f"{self.name}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first "
-                f"message; sizes that change need shapes='variable', or renew_shapes() between two steps"
+                "message; sizes that change need shapes='variable', or renew_shapes()"
             )
         return announced
 
@@ -211,15 +205,10 @@ class TensorExchange:
         given = known.back.given
         if grad is None:
             grad = torch.zeros(given, dtype=known.dtype, device=self._traffic.device)
-        if not isinstance(grad, torch.Tensor):
-            raise ShapeError(f"{self.name}: a gradient is one tensor, or None for zeros; got {shown(grad)}")
-        if grad.shape != given:
+        if not isinstance(grad, torch.Tensor) or grad.shape != given or grad.dtype is not known.dtype:
             raise ShapeError(
-                f"{self.name}: the gradient has shape {tuple(grad.shape)}, its activation had {given}; "
-                f"send the gradient of what was received, in the same order"
+                f"{self.name}: the gradient is {kind_of(grad)}, its activation was of shape {given} of {known.dtype}"
             )
-        if grad.dtype is not known.dtype:
-            raise ShapeError(f"{self.name}: the gradient is {grad.dtype}, its activation was {known.dtype}; convert it")
         whole = grad.detach() if grad.requires_grad else grad
         sending = self._traffic.send(known.back, whole, _BACKWARD, dtype=known.wire_dtype, peers=known.back.sends)
         self._received.answer()  # only now: after an error the same activation still waits
@@ -260,10 +249,7 @@ class TensorExchange:
         expected: tuple[int, ...] | None,
     ) -> Landed:
         if expected not in {None, part.taken}:
-            raise ShapeError(
-                f"{self.name}: rank {self.rank} expects shape {expected}, but {part.taken} comes; the source's tensors "
-                f"and the sides' data lanes decide"
-            )
+            raise ShapeError(f"{self.name}: rank {self.rank} expects shape {expected}, but {part.taken} comes")
         tensor, completing = self._traffic.fill(
             part, handles, direction, dtype=known.dtype, wire_dtype=known.wire_dtype
         )
@@ -293,7 +279,10 @@ def _one(sending: Sequence[Transfer]) -> Handle:
 
 
 def _expected(shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if shape is None else as_integers(shape, "the expected shape", error=ShapeError)
+    if shape is None:
+        return None
+    expected: tuple[int, ...] = checked(shape, tuple[Index, ...], "the expected shape", ShapeError)
+    return expected
 
 
 def _note(handle: Any) -> str:

@@ -20,7 +20,6 @@ from pipegrid.bridges.errors import BridgeError, CompletionError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, reduce_partial, start_completions, unpack
 from pipegrid.topology import GroupSpec
-from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.handle import Transfer
@@ -84,13 +83,10 @@ class EdgeTraffic:
         """Use lanes that are open already, this rank's of the edge among them.
 
         Raises:
-            BridgeError: no lanes, or one of this rank's is not among them.
+            BridgeError: one of this rank's is not among them.
         """
-        if not isinstance(lanes, Mapping) or not callable(getattr(lanes, "batch", None)):
-            raise BridgeError(f"{self.name}: lanes are {shown(lanes)}; give what open_lanes() returns for lane_specs")
         wiring, rank = self.wiring, self.wiring.rank
-        missing = [str(spec) for spec in wiring.lane_specs if spec not in lanes]
-        if missing:
+        if missing := [str(spec) for spec in wiring.lane_specs if spec not in lanes]:
             raise BridgeError(f"{self.name}: lanes {missing} of rank {rank} are not among those given; open them, too")
         self._lanes = lanes
         self._together = lanes.batch if self.batches else nullcontext
@@ -161,8 +157,7 @@ class EdgeTraffic:
             return reduce_partial(tensor, self.groups[self.wiring.reduction_group(ranks, direction)])
         except RuntimeError as error:
             raise CompletionError(
-                f"rank {self.wiring.rank}, {self.name}: the partial sums of ranks {list(ranks)} were not added up: one "
-                f"of them died, or did not come before the deadline ({error})"
+                f"rank {self.wiring.rank}, {self.name}: partial sums of ranks {list(ranks)} were not added up ({error})"
             ) from error
 
     def receive_whole(self, part: RankPart, direction: Direction, *, requires_grad: bool) -> WholeReceive | None:

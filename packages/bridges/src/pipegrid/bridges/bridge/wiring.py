@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.bridges.errors import LaneTotalsError, StageError, WrongSideError
-from pipegrid.bridges.reshard import AxisNames, GridLike, Route, Side, Strategy, is_in, routes
+from pipegrid.bridges.errors import LaneTotalsError, StageError
+from pipegrid.bridges.reshard import AxisNames, Route, Side, Strategy, routes
 from pipegrid.topology import GroupSpec, lane_sizes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.spec import LaneSpec
@@ -111,51 +111,6 @@ class BridgeWiring:
         return leader if told else None
 
 
-@frozen
-class BridgeRole:
-    """The role of ``rank`` on the edge ``name``, which leads from the side ``src`` of ``src_grid`` to ``dst``."""
-
-    name: str
-    src: Side
-    dst: Side
-    src_grid: GridLike
-    dest_grid: GridLike
-    rank: int
-
-    @property
-    def is_source(self) -> bool:
-        """Whether the rank sends activations."""
-        return self.rank in self.src.coords_of
-
-    @property
-    def is_destination(self) -> bool:
-        """Whether the rank receives activations."""
-        return self.rank in self.dst.coords_of
-
-    def takes_part(self, end: Literal["source", "destination"], verb: str) -> bool:
-        """Whether the rank is on that side's boundary; False on the other stages of that side's grid.
-
-        Raises:
-            WrongSideError: it is not in that grid.
-        """
-        side, other, grid = (
-            (self.src, self.dst, self.src_grid) if end == "source" else (self.dst, self.src, self.dest_grid)
-        )
-        if self.rank in side.coords_of:
-            return True
-        if is_in(grid, self.rank):
-            return False
-        elsewhere = is_in(self.src_grid, self.rank) or is_in(self.dest_grid, self.rank)
-        raise WrongSideError(
-            f"{self.name}: {verb} is for the {end} side ({side.name!r}, boundary ranks {_some(side.ranks)}), but "
-            f"rank {self.rank} is on {f'the side of {other.name!r}' if elsewhere else 'neither'}"
-        )
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return str(list(ranks)) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)})"
-
-
 def with_lanes(src: Side, dst: Side, label: str) -> Side:
     """The destination with its data lanes declared, where the source declares its own: those of `lane_sizes`.
 
@@ -166,10 +121,10 @@ def with_lanes(src: Side, dst: Side, label: str) -> Side:
     if given is not None and wanted is not None and sum(given) != sum(wanted):
         raise LaneTotalsError(
             f"{label}: source lanes {given} hold {sum(given)} samples per microbatch, destination lanes {wanted} "
-            f"{sum(wanted)}; both sides see the same batch"
+            f"{sum(wanted)}"
         )
     if wanted is not None and not all(wanted):
-        raise LaneTotalsError(f"{label}: dest_lanes {wanted} has a lane without samples; every lane gets some")
+        raise LaneTotalsError(f"{label}: dest_lanes {wanted} has a lane without samples")
     if wanted is None and given is not None and sum(given) >= dst.num_lanes:
         return evolve(dst, lane_weights=lane_sizes(sum(given), dst.num_lanes))
     return dst

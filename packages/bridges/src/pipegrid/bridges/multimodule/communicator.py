@@ -16,19 +16,17 @@ from pipegrid.bridges.bridge import (
     lane_config,
     renew_lanes,
 )
-from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, check_grid
 from pipegrid.bridges.collectives import abort_groups
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
-from pipegrid.bridges.multimodule.modules import EdgeOptions, check_topology, module_graph, total_pipeline_stages
-from pipegrid.bridges.multimodule.positions import Positions, collective_edges, edge_between, positions_of
+from pipegrid.bridges.multimodule.modules import EdgeOptions, module_graph, total_pipeline_stages
+from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, edge_between, positions_of
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.reshard import (
     GridLike,
     Placement,
     as_axis_of,
-    as_placements,
     axis_names,
     dim_size,
     is_in,
@@ -96,21 +94,20 @@ class MultiModulePipelineCommunicator:
         backend: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_topology(topology, module_to_grid_map)
         self.module_to_grid_map = dict(module_to_grid_map)
         self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
         self.config = as_config(config)
         self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
         self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
-        for name, ndim in self.module_output_ndim.items():
-            axis_names(ndim, self._mapping(as_integer(ndim, f"module_output_ndim of {name!r}", least=1)))
+        for ndim in self.module_output_ndim.values():
+            axis_names(ndim, self._mapping(ndim))
         self.rank = dist.get_rank()
         given = self._named(stage_placement, "stage_placement")
+        self.graph = module_graph(topology, self.module_to_grid_map, given)
         self.stage_placement = {
-            name: as_integers(given.get(name, range(dim_size(grid, "pp"))), f"stage_placement of {name!r}")
-            for name, grid in self.module_to_grid_map.items()
+            name: tuple(given.get(name, range(self.graph.depth(name)))) for name in self.module_to_grid_map
         }
-        self.graph = module_graph(topology, self.module_to_grid_map, self.stage_placement)
+        check_places(self.graph, self.module_to_grid_map, self.stage_placement)
         options = checked_options(edges, self.graph)
         self._has_backward = modules_with_backward(self.graph, options)
         self._edges = ModuleEdges(
@@ -118,10 +115,7 @@ class MultiModulePipelineCommunicator:
             self.module_to_grid_map,
             self.stage_placement,
             options,
-            {
-                name: as_placements(of_dims, f"placements of {name!r}")
-                for name, of_dims in self._named(placements, "placements").items()
-            },
+            self._named(placements, "placements"),
             checked_traffic(traffic, self.graph.stage_edges),
         )
         named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
@@ -139,9 +133,8 @@ class MultiModulePipelineCommunicator:
 
     def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
         """Values by module, checked to name modules of the graph."""
-        named = {} if given is None else as_mapping(given, what, "modules to values", error=StageError)
-        unknown = sorted(set(named) - set(self.module_to_grid_map))
-        if unknown:
+        named = dict(given or {})
+        if unknown := sorted(set(named) - set(self.module_to_grid_map)):
             raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
         return named
 
@@ -234,6 +227,11 @@ class MultiModulePipelineCommunicator:
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
+        self._inner = {
+            Edge(self.graph.stage(name, index), self.graph.stage(name, index + 1)): (chain, Edge(index, index + 1))
+            for name, chain in self._chains.items()
+            for index in range(self.graph.depth(name) - 1)
+        }
         # What a bridge sends here is bound once, so that a message finds it in one look-up.
         self._sends: dict[tuple[Edge, Direction], Callable[[Any], Handle]] = {}
         for edge, bridge in self._bridge_of.items():
@@ -260,7 +258,6 @@ class MultiModulePipelineCommunicator:
 
     def is_current_rank_in_grid(self, grid: GridLike) -> bool:
         """Whether this rank is in ``grid``."""
-        check_grid(grid, "grid")
         return is_in(grid, self.rank)
 
     @property
@@ -360,7 +357,7 @@ class MultiModulePipelineCommunicator:
             return chain.isend(payload, edge=inner, direction=direction)
         handle = bridge.isend_forward(payload) if direction is Direction.FORWARD else bridge.isend_backward(payload)
         if handle is None:
-            raise StageError(self._not_on(edge))
+            raise self._not_on(edge)
         return handle
 
     def sender(self, edge: Edge, direction: Direction) -> Callable[[Any], Handle]:
@@ -381,7 +378,7 @@ class MultiModulePipelineCommunicator:
             return chain.irecv(edge=inner, direction=direction, shapes=shapes)
         handle = bridge.irecv_forward(shapes) if direction is Direction.FORWARD else bridge.irecv_backward(shapes)
         if handle is None:
-            raise StageError(self._not_on(edge))
+            raise self._not_on(edge)
         return handle
 
     def collective(
@@ -401,10 +398,8 @@ class MultiModulePipelineCommunicator:
         """
         self._require_alive()
         bridge = self._bridge_of.get(edge)
-        if edge not in self.graph.stage_edges:
-            self._inside(edge)  # says that there is no such edge
         if bridge is None or not (bridge.is_source or bridge.is_destination):
-            raise StageError(f"there is no collective to take part in: {self._not_on(edge)}")
+            raise self._not_on(edge)
         with self.lanes.batch(by_lane=True):  # ranks that hold both stages would all send first
             if direction is Direction.FORWARD:
                 sending = bridge.isend_forward(payload) if bridge.is_source else None
@@ -486,86 +481,77 @@ class MultiModulePipelineCommunicator:
             is_first_stage: True on a rank that holds no first stage of the pipeline is an error.
         """
         self._require_verbs(first=is_first_stage)
-        with self.batch():
-            receiving = self._dicts.receive_forward(tensor_shape)
-        return results(receiving)
+        return self._exchange(receive=lambda: self._dicts.receive_forward(tensor_shape))
 
     def send_forward(self, output_dict: Tensors, is_last_stage: bool = False) -> None:
         """Send the outputs of this rank's modules, by name, to the next stages of each module.
 
         Args:
-            output_dict: module name to tensor. Entries of sinks may stand there; nothing is sent for them.
+            output_dict: module name to tensor. Entries of sinks are legal; nothing is sent for them.
             is_last_stage: True on a rank that holds no last stage of the pipeline is an error.
 
         Raises:
             MissingTensorError: no entry for a module that sends here, or one for a module that is not here.
         """
         self._require_verbs(last=is_last_stage)
-        with self.batch():
-            sending = self._dicts.send_forward(output_dict)
-        wait_for(sending)
+        self._exchange(send=lambda: self._dicts.send_forward(output_dict))
 
     def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> Tensors:
         """The next gradients of this rank's outputs, by module; the sum where a module feeds several."""
         self._require_verbs(last=is_last_stage)
-        with self.batch():
-            receiving = self._dicts.receive_backward(tensor_shape)
-        return results(receiving)
+        return self._exchange(receive=lambda: self._dicts.receive_backward(tensor_shape))
 
     def send_backward(self, grad_dict: Tensors, is_first_stage: bool = False) -> None:
         """Send back the gradients of the activations of `recv_forward`, under the same names."""
         self._require_verbs(first=is_first_stage)
-        with self.batch():
-            sending = self._dicts.send_backward(grad_dict)
-        wait_for(sending)
+        self._exchange(send=lambda: self._dicts.send_backward(grad_dict))
 
     def send_forward_recv_backward(
         self, output_dict: Tensors, tensor_shape: Any = None, is_last_stage: bool = False
     ) -> Tensors:
         """`send_forward` and `recv_backward`, all posted before any is waited for."""
         self._require_verbs(last=is_last_stage)
-        with self.lanes.batch(by_lane=True):  # in the order of calls both sides would send first
-            sending = self._dicts.send_forward(output_dict)
-            receiving = self._dicts.receive_backward(tensor_shape)
-        received = results(receiving)
-        wait_for(sending)
-        return received
+        return self._exchange(
+            lambda: self._dicts.send_forward(output_dict), lambda: self._dicts.receive_backward(tensor_shape)
+        )
 
     def send_backward_recv_forward(
         self, grad_dict: Tensors, tensor_shape: Any = None, is_first_stage: bool = False
     ) -> Tensors:
         """`send_backward` and `recv_forward`, all posted before any is waited for."""
         self._require_verbs(first=is_first_stage)
-        with self.lanes.batch(by_lane=True):
-            sending = self._dicts.send_backward(grad_dict)
-            receiving = self._dicts.receive_forward(tensor_shape)
+        return self._exchange(
+            lambda: self._dicts.send_backward(grad_dict), lambda: self._dicts.receive_forward(tensor_shape)
+        )
+
+    def _exchange(
+        self,
+        send: Callable[[], list[Handle]] = list,
+        receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] = dict,
+    ) -> Tensors:
+        with self.lanes.batch(by_lane=True):  # in the order of calls both sides of an exchange would send first
+            sending, receiving = send(), receive()
         received = results(receiving)
         wait_for(sending)
         return received
 
     def _require_verbs(self, *, first: bool = False, last: bool = False) -> None:
         self._require_alive()
-        if first and not self.is_pp_first_stage:
-            raise StageError(f"is_first_stage=True on rank {self.rank}, which holds no first stage of the pipeline")
-        if last and not self.is_pp_last_stage:
-            raise StageError(f"is_last_stage=True on rank {self.rank}, which holds no last stage of the pipeline")
+        for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
+            if claimed and not held:
+                raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
         self._dicts.require(self.stage_placement)
 
     # -- underneath -------------------------------------------------------------------------------------------
 
     def _inside(self, edge: Edge) -> tuple[ModuleChain, Edge]:
-        if edge not in self.graph.stage_edges:
-            raise StageError(
-                f"there is no edge {edge}; the stages are joined by {', '.join(map(str, self.graph.stage_edges))}"
-            )
-        (name, first), (other, second) = self.graph.module_of(edge.source), self.graph.module_of(edge.destination)
-        if name != other or name not in self._chains:
-            raise StageError(self._not_on(edge))
-        return self._chains[name], Edge(first, second)
+        if edge not in self._inner:
+            raise self._not_on(edge)
+        return self._inner[edge]
 
-    def _not_on(self, edge: Edge) -> str:
-        ends = [f"{name!r} stage {index}" for name, index in map(self.graph.module_of, (edge.source, edge.destination))]
-        return f"edge {edge} ({' -> '.join(ends)}) does not end at rank {self.rank}, which holds stages {self.stages}"
+    def _not_on(self, edge: Edge) -> StageError:
+        known = ", ".join(map(str, self.graph.stage_edges))
+        return StageError(f"no edge {edge} ends at rank {self.rank}, of stages {self.stages}; the edges are {known}")
 
     def _require_alive(self) -> None:
         if self._destroyed:

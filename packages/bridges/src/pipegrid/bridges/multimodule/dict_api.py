@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from attrs import frozen
 
+from pipegrid.bridges.bridge.structure import kind_of
 from pipegrid.bridges.errors import MissingTensorError, ShapeError, StageError
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.transport.edge import Direction, Edge
@@ -39,16 +40,14 @@ class DictExchange:
             StageError: several stages of a module on this rank's places, or both ends of an edge on this rank.
         """
         for name, info in self.infos.items():
-            if len(stage_placement[name]) > info.pp_size:
-                raise StageError(
-                    f"module {name!r} has {len(stage_placement[name])} stages on {info.pp_size} places; dicts by "
-                    f"module cannot tell them apart: use isend and irecv with edges"
-                )
+            stages = len(stage_placement[name])
+            if stages > info.pp_size:
+                raise StageError(f"module {name!r} has {stages} stages on {info.pp_size} places: use isend with edges")
             for bridge in info.bridge_comms_as_dest_module or ():
                 if bridge.src_module_name in self.infos:
                     raise StageError(
-                        f"rank {self.rank} holds {bridge.src_module_name!r} as well as {name!r}, which it feeds; a "
-                        f"verb that exchanges with both at once would wait for itself: use isend and irecv with edges"
+                        f"rank {self.rank} holds {bridge.src_module_name!r} as well as {name!r}, which it feeds, and "
+                        "would wait for itself: use isend and irecv with edges"
                     )
 
     def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
@@ -129,13 +128,10 @@ class DictExchange:
 
     def _check_entries(self, tensors: Tensors, needed: set[str], known: set[str]) -> None:
         if not isinstance(tensors, Mapping):
-            raise ShapeError(
-                f"a multi-module communicator exchanges dicts by module name, got {type(tensors).__name__}"
-            )
+            raise ShapeError(f"a multi-module communicator exchanges dicts by module name, got {kind_of(tensors)}")
         if not needed <= set(tensors) <= known:
             raise MissingTensorError(
-                f"rank {self.rank} was given tensors for {sorted(tensors)}; it needs {sorted(needed)}"
-                + (f" and may have {sorted(known - needed)}" if known - needed else "")
+                f"rank {self.rank} has tensors for {list(tensors)}; it needs {sorted(needed)} of {sorted(known)}"
             )
 
 

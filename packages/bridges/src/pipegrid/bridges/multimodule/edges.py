@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 from attrs import frozen
 
@@ -12,11 +13,13 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.multimodule.modules import EdgeOptions
 from pipegrid.bridges.multimodule.positions import alike, edge_between
 from pipegrid.bridges.reshard import GridLike, Placement, Side, boundary_side
-from pipegrid.topology.fields import shown
+from pipegrid.topology.fields import checked, instance
 from pipegrid.transport.edge import Direction, Edge
 
 Ends = tuple[str, str]
 """The modules of an edge: source, destination."""
+
+_OPTIONS = Annotated[EdgeOptions, instance(EdgeOptions, "EdgeOptions(...)")]
 
 
 def checked_options(given: Mapping[Ends, EdgeOptions] | None, graph: ModuleGraph) -> dict[Ends, EdgeOptions]:
@@ -27,20 +30,16 @@ def checked_options(given: Mapping[Ends, EdgeOptions] | None, graph: ModuleGraph
             backward.
     """
     edges = dict(given or {})
-    for ends, option in edges.items():
-        if not isinstance(option, EdgeOptions):
-            raise StageError(f"the options of edge {ends} are {shown(option)}; they must be EdgeOptions(...)")
-    unknown = [edge for edge in edges if edge not in graph.edges]
-    if unknown:
+    if unknown := [edge for edge in edges if edge not in graph.edges]:
         raise StageError(f"options for edges {unknown}, but the topology has {list(graph.edges)}")
-    options = {edge: edges.get(edge, EdgeOptions()) for edge in graph.edges}
+    options: dict[Ends, EdgeOptions] = {
+        edge: checked(edges.get(edge, EdgeOptions()), _OPTIONS, f"the options of edge {edge}", StageError)
+        for edge in graph.edges
+    }
     trained = modules_with_backward(graph, options)
     for (src, dst), option in options.items():
         if option.backward and not trained[dst]:
-            raise StageError(
-                f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}: all its own edges "
-                f"are declared without; declare this one EdgeOptions(backward=False), too"
-            )
+            raise StageError(f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}")
     return options
 
 

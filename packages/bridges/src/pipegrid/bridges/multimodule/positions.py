@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from attrs import field, frozen
+from attrs import frozen
 
-from pipegrid.bridges.checks import as_integers, as_mapping, as_tuple, check_grid
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.reshard import GridLike, Side, dim_size, place_of, ranks_of
 from pipegrid.transport.edge import Edge
-
-
-def _as_lists(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(as_integers(one, "a list of ranks, or of positions,") for one in as_tuple(value, "positions", "lists"))
 
 
 @frozen
@@ -31,8 +26,24 @@ class Positions:
         placement: per stage the positions that hold it, ascending.
     """
 
-    ranks: tuple[tuple[int, ...], ...] = field(converter=_as_lists)
-    placement: tuple[tuple[int, ...], ...] = field(converter=_as_lists)
+    ranks: tuple[tuple[int, ...], ...]
+    placement: tuple[tuple[int, ...], ...]
+
+
+def check_places(
+    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise unless each stage has a place in its module's pipeline, and each place a stage.
+
+    Raises:
+        BridgeError: some stage or place has none.
+    """
+    for name in graph.order:
+        places, depth = stage_placement[name], dim_size(grids[name], "pp")
+        if set(places) != set(range(depth)) or len(places) != graph.depth(name):
+            raise BridgeError(
+                f"module {name!r} has {graph.depth(name)} stages on places {tuple(places)}, not on 0 to {depth - 1}"
+            )
 
 
 def positions_of(
@@ -41,20 +52,9 @@ def positions_of(
     """The positions of modules on ``grids``, whose stages lie at the places that ``stage_placement`` says.
 
     Raises:
-        BridgeError: a module of the graph without a grid or without places, or places that its grid does not have.
+        BridgeError: as `check_places`.
     """
-    for what, given in (("grids", grids), ("stage_placement", stage_placement)):
-        missing = [name for name in graph.order if name not in as_mapping(given, what, "modules")]
-        if missing:
-            raise BridgeError(f"{what} lacks modules {missing} of the graph; it has {list(given)}")
-    for name in graph.order:
-        check_grid(grids[name], f"the grid of {name!r}")
-        places, depth = as_integers(stage_placement[name], f"the places of {name!r}"), dim_size(grids[name], "pp")
-        if set(places) != set(range(depth)) or len(places) != graph.depth(name):
-            raise BridgeError(
-                f"module {name!r} has {graph.depth(name)} stages on places {places} of {depth}; give each stage a "
-                f"place, and each place from 0 to {depth - 1} a stage"
-            )
+    check_places(graph, grids, stage_placement)
     held: dict[int, list[int]] = {}
     for name in graph.order:
         at_place: dict[int, list[int]] = {}

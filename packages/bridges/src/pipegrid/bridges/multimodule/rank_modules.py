@@ -15,8 +15,6 @@ from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 
-_LEFT_OUT = "the module was declared without backward, or traffic= leaves this direction out"
-
 
 class ModuleChain:
     """The lanes between the stages of one module on one rank: `isend` and `irecv` by the module's own edges.
@@ -61,9 +59,8 @@ class ModuleChain:
         spec = self.spec(edge, direction)
         if self._lanes is None or spec not in self._lanes:
             raise StageError(
-                f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, "
-                f"which is at place {self._here} of stages placed at {self.placement}"
-                + ("" if direction in self.directions.get(edge, Direction) else f"; {_LEFT_OUT}")
+                f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, place "
+                f"{self._here} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
             )
         return self._lanes[spec]
 
@@ -99,9 +96,3 @@ class RankModuleInfo:
     bridge_comms_as_dest_module: list[BridgeCommunicator] | None = None
     is_source_stage: bool | None = True
     is_terminal_stage: bool | None = True
-
-    def __attrs_post_init__(self) -> None:
-        if not 0 <= self.pp_rank < self.pp_size:
-            raise StageError(
-                f"pp_rank is {self.pp_rank}; it must be from 0 to pp_size - 1, which is {self.pp_size - 1}"
-            )

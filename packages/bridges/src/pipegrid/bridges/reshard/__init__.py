@@ -9,13 +9,14 @@ from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan, plan
 from pipegrid.bridges.reshard.prove import check_plan
 from pipegrid.bridges.reshard.side import (
     BATCH,
+    End,
     GridLike,
     Partial,
     Placement,
     Replicated,
     Sharded,
     Side,
-    as_placements,
+    as_grid,
     boundary_side,
     dim_size,
     dim_stride,
@@ -23,7 +24,7 @@ from pipegrid.bridges.reshard.side import (
     place_of,
     ranks_of,
 )
-from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axis_of, axis_names
+from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axes, as_axis_of, axis_names
 
 __all__ = [
     "AUTO_LEADER_BYTES",
@@ -32,6 +33,7 @@ __all__ = [
     "Box",
     "Choice",
     "Completion",
+    "End",
     "GridLike",
     "Links",
     "Message",
@@ -45,8 +47,9 @@ __all__ = [
     "Side",
     "Sizes",
     "Strategy",
+    "as_axes",
     "as_axis_of",
-    "as_placements",
+    "as_grid",
     "axis_names",
     "boundary_side",
     "check_plan",

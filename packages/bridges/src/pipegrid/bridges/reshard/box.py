@@ -9,10 +9,10 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
-from attrs import field, frozen
+from attrs import frozen
 
-from pipegrid.bridges.checks import as_integer, as_integers
 from pipegrid.bridges.errors import TilingError
+from pipegrid.topology.fields import Index, checked_fields
 
 Span = tuple[int, int]
 """A half-open range ``(start, stop)`` of one axis."""
@@ -20,11 +20,7 @@ Span = tuple[int, int]
 Number = TypeVar("Number", int, Fraction)
 
 
-def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
-    return as_integers(values, "the starts or the extents of a box", error=TilingError)
-
-
-@frozen(order=True, slots=False)
+@frozen(order=True, slots=False, field_transformer=checked_fields(TilingError))
 class Box:
     """The elements ``start[k] <= index < start[k] + shape[k]`` of a tensor, in every axis ``k``.
 
@@ -32,16 +28,12 @@ class Box:
         TilingError: lengths differ, or a start or extent is negative.
     """
 
-    start: tuple[int, ...] = field(converter=_as_ints)
-    shape: tuple[int, ...] = field(converter=_as_ints)
+    start: tuple[Index, ...]
+    shape: tuple[Index, ...]
 
     def __attrs_post_init__(self) -> None:
         if len(self.start) != len(self.shape):
-            raise TilingError(
-                f"a box needs one start and one extent per axis, got start={self.start}, shape={self.shape}"
-            )
-        if any(value < 0 for value in self.start + self.shape):
-            raise TilingError(f"a box lies at non-negative indices, got start={self.start}, shape={self.shape}")
+            raise TilingError(f"a box has one start and one extent per axis, got {self.start} and {self.shape}")
 
     @cached_property
     def numel(self) -> int:
@@ -54,14 +46,7 @@ class Box:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
     def narrow(self, axis: int, start: int, stop: int) -> Box:
-        """The part with indices ``[start, stop)`` of ``axis``, counted from the start of this box.
-
-        Raises:
-            TilingError: there is no such axis, or the part is not inside of the box.
-        """
-        axis = as_integer(axis, "the axis of a box", least=0, most=len(self.shape) - 1, error=TilingError)
-        stop = as_integer(stop, "where a part of a box stops", least=0, most=self.shape[axis], error=TilingError)
-        start = as_integer(start, "where a part of a box starts", least=0, most=stop, error=TilingError)
+        """The part with indices ``[start, stop)`` of ``axis``, counted from the start of this box."""
         return Box(
             start=(*self.start[:axis], self.start[axis] + start, *self.start[axis + 1 :]),
             shape=(*self.shape[:axis], stop - start, *self.shape[axis + 1 :]),
@@ -98,14 +83,10 @@ def overlaps(
         TilingError: the shards of one side overlap or leave a gap, or the sides cover different ranges.
     """
     left, right = _laid_out(source, "source"), _laid_out(destination, "destination")
+    covered, needed = ((side[0][0], side[-1][1]) if side else None for side in (left, right))
+    if covered != needed:
+        raise TilingError(f"the source covers {covered} of an axis and the destination {needed}; both cover the same")
     found: dict[tuple[int, int], list[tuple[Number, Number, Number]]] = {}
-    if left and right and (left[0][0], left[-1][1]) != (right[0][0], right[-1][1]):
-        raise TilingError(
-            f"the source covers {left[0][0]}:{left[-1][1]} of an axis and the destination "
-            f"{right[0][0]}:{right[-1][1]}; both must cover the same range"
-        )
-    if bool(left) != bool(right):
-        raise TilingError("one side holds elements of an axis and the other holds none")
     i = j = 0
     while i < len(left) and j < len(right):
         start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -133,11 +114,7 @@ def _laid_out(shards: Sequence[Sequence[tuple[Number, Number]]], side: str) -> l
     ranges.sort(key=lambda item: item[0])
     for before, after in itertools.pairwise(ranges):
         if before[1] != after[0]:
-            what = "overlap" if before[1] > after[0] else "leave a gap"
-            raise TilingError(
-                f"shards {before[2]} and {after[2]} of the {side} {what} between {before[1]} and {after[0]}; "
-                f"the shards of a side must tile the axis"
-            )
+            raise TilingError(f"shards of the {side} do not tile an axis: one ends at {before[1]}, the next is {after}")
     return ranges
 
 

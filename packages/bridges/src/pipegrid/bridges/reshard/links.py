@@ -10,16 +10,14 @@ from attrs import field, frozen
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import shares
-from pipegrid.topology.fields import Amount, Index, checked, checked_fields, number
+from pipegrid.topology.fields import Amount, Index, checked_fields, number
 
 Transfer = tuple[int, int, float]
 """A message: sending rank, receiving rank, bytes."""
 
 
 def _as_groups(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(sorted(checked(rank, Index, "a rank of a shared link", BridgeError) for rank in ranks)) for ranks in value
-    )
+    return tuple(tuple(sorted(ranks)) for ranks in value)
 
 
 @frozen(slots=False, field_transformer=checked_fields(BridgeError))
@@ -41,15 +39,12 @@ class Links:
 
     bandwidth: Annotated[float, number(above=0.0)]
     latency: Amount
-    shared: tuple[tuple[int, ...], ...] = field(default=(), converter=_as_groups, kw_only=True)
+    shared: tuple[tuple[Index, ...], ...] = field(default=(), converter=_as_groups, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        seen: set[int] = set()
-        for ranks in self.shared:
-            for rank in ranks:
-                if rank in seen:
-                    raise BridgeError(f"rank {rank} is in two of the shared links {self.shared}; a rank has one link")
-                seen.add(rank)
+        ranks = [rank for link in self.shared for rank in link]
+        if len(set(ranks)) != len(ranks):
+            raise BridgeError(f"Links.shared is {self.shared}; a rank has one link")
 
     @cached_property
     def _first_of(self) -> dict[int, int]:

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_integers, as_mapping, as_text, check_grid
 from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError, WrongSideError
 from pipegrid.bridges.reshard.box import merge
-from pipegrid.topology.fields import Name, checked, checked_fields, index_of, shown
+from pipegrid.topology.fields import Index, Name, checked, checked_fields, instance
 
 BATCH = "b"
 """The name of the batch axis. The shards of a side along it are its data lanes."""
@@ -24,25 +23,33 @@ End = Literal["source", "destination"]
 Interval = tuple[Fraction, Fraction]
 
 
+class Placement:
+    """What the ranks along a dim of a grid hold: `Replicated`, `Sharded` or `Partial`."""
+
+
 @frozen
-class Replicated:
+class Replicated(Placement):
     """Ranks along the dim hold the same values, and their gradients are replicas of each other."""
 
 
 @frozen(field_transformer=checked_fields(BridgeError))
-class Sharded:
+class Sharded(Placement):
     """Ranks along the dim hold different parts of the axis named ``axis``.
 
     ``order="zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n``
-    chunks and rank ``i`` holds chunks ``i`` and ``2n - 1 - i``.
+    chunks and rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
     """
 
     axis: Name
     order: Order = "contiguous"
 
+    def __attrs_post_init__(self) -> None:
+        if self.axis == BATCH and self.order != "contiguous":
+            raise BridgeError(f"Sharded({BATCH!r}).order is {self.order!r}; data lanes are contiguous blocks")
+
 
 @frozen
-class Partial:
+class Partial(Placement):
     """Ranks along the dim contribute partial sums.
 
     On a source the activations are partial sums and every rank gets the whole gradient; on a destination
@@ -51,8 +58,6 @@ class Partial:
     """
 
 
-Placement: TypeAlias = Replicated | Sharded | Partial
-
 DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
     "dp": Sharded(BATCH),
     "cp": Sharded("s"),
@@ -60,6 +65,7 @@ DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
 }
 
 
+@runtime_checkable
 class GridLike(Protocol):
     """The arithmetic of a grid: the first dim varies fastest."""
 
@@ -77,6 +83,10 @@ class GridLike(Protocol):
     def rank_offset(self) -> int:
         """The first rank of the grid."""
         ...
+
+
+_GRID = Annotated[Any, instance(GridLike, "a grid, such as HyperCommGrid")]
+_PLACEMENT = Annotated[Placement, instance(Placement, "Replicated(), Partial() or Sharded(axis)")]
 
 
 def dim_size(grid: GridLike, name: str) -> int:
@@ -120,11 +130,7 @@ class SideDim:
     placement: Placement
 
 
-def _as_weights(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else as_integers(value, "lane sizes", error=LaneTotalsError)
-
-
-@frozen(slots=False)
+@frozen(slots=False, field_transformer=checked_fields(LaneTotalsError))
 class Side:
     """The ranks of one side of a boundary and what each holds.
 
@@ -139,20 +145,14 @@ class Side:
     name: str
     base: int
     dims: tuple[SideDim, ...]
-    lane_weights: tuple[int, ...] | None = field(default=None, converter=_as_weights, kw_only=True)
+    lane_weights: tuple[Index, ...] | None = field(default=None, kw_only=True)
     members: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if self.lane_weights is None:
-            return
-        if len(self.lane_weights) != self.num_lanes:
+        weights = self.lane_weights
+        if weights is not None and (len(weights) != self.num_lanes or not any(weights)):
             raise LaneTotalsError(
-                f"side {self.name!r} has {self.num_lanes} data lanes, got {len(self.lane_weights)} sizes: "
-                f"{self.lane_weights}; give one per lane"
-            )
-        if any(weight < 0 for weight in self.lane_weights) or not any(self.lane_weights):
-            raise LaneTotalsError(
-                f"side {self.name!r}: lane sizes {self.lane_weights} must be non-negative and not all zero"
+                f"side {self.name!r} has {self.num_lanes} data lanes and lane sizes {weights}; give one each, not all 0"
             )
 
     @cached_property
@@ -192,10 +192,9 @@ class Side:
         return self.shard_of(rank, BATCH)
 
     def _coords_at(self, rank: int) -> tuple[int, ...]:
-        number = index_of(rank)
-        if number is None or number not in self.coords_of:
-            raise WrongSideError(f"rank {shown(rank)} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
-        return self.coords_of[number]
+        if rank not in self.coords_of:
+            raise WrongSideError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
+        return self.coords_of[rank]
 
     @cached_property
     def classes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -288,16 +287,10 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
     return pieces
 
 
-def as_placements(value: Mapping[str, Placement] | None, what: str) -> dict[str, Placement]:
-    """Placements by dim; empty for None."""
-    placements: dict[str, Placement] = {} if value is None else as_mapping(value, what, "dims to placements")
-    for dim, placement in placements.items():
-        if not isinstance(placement, (Replicated, Sharded, Partial)):
-            raise BridgeError(
-                f"{what}[{dim!r}] is {shown(placement)}; it must be Replicated(), Partial() or "
-                f"Sharded(axis), such as Sharded('b')"
-            )
-    return placements
+def as_grid(grid: Any, what: str) -> GridLike:
+    """``grid``, a `GridLike`."""
+    found: GridLike = checked(grid, _GRID, what, BridgeError)
+    return found
 
 
 def boundary_side(
@@ -321,35 +314,33 @@ def boundary_side(
     Raises:
         UndeclaredDimError: a dim of more than one rank that neither ``placements`` nor the defaults name.
         LaneTotalsError: not one weight for each data lane.
-        BridgeError: an argument of another kind.
     """
-    checked(end, End, "end", BridgeError)
-    name = end if name is None else as_text(name, "the name of a side")
-    check_grid(grid, f"the grid of side {name!r}")
-    placements = as_placements(placements, f"the placements of side {name!r}")
+    end = checked(end, End, "end", BridgeError)
+    name = name or end
+    grid = as_grid(grid, f"the grid of side {name!r}")
+    placements = placements or {}
+    if unknown := sorted(set(placements) - set(grid.dim_names)):
+        raise UndeclaredDimError(f"side {name!r} has placements of dims {unknown}; its dims are {list(grid.dim_names)}")
+    depth = dim_size(grid, stage_dim)
+    if stage is None:
+        stage = depth - 1 if end == "source" else 0
+    if not 0 <= stage < depth:
+        raise BridgeError(f"side {name!r} has no stage {stage}: {stage_dim!r} has size {depth}")
     known = {**DEFAULT_PLACEMENTS, **placements}
-    unknown = sorted(set(placements) - set(grid.dim_names))
-    if unknown:
-        raise UndeclaredDimError(
-            f"side {name!r}: placements name dims {unknown} that the grid does not have; "
-            f"its dims are {list(grid.dim_names)}"
-        )
-    depth = dict(zip(grid.dim_names, grid.shape, strict=True)).get(stage_dim, 1)
-    if stage is not None and (index_of(stage) is None or not 0 <= stage < depth):
-        raise BridgeError(f"side {name!r}: there is no place {shown(stage)} along {stage_dim!r}, which has {depth}")
     base, stride = grid.rank_offset, 1
     dims: list[SideDim] = []
     for dim, size in zip(grid.dim_names, grid.shape, strict=True):
         if dim == stage_dim:
-            base += stride * ((size - 1 if end == "source" else 0) if stage is None else stage)
+            base += stride * stage
         elif size > 1:
             if dim not in known:
                 raise UndeclaredDimError(
-                    f"side {name!r}: nothing says what dim {dim!r} (size {size}) does with the tensor; declare "
-                    f"placements={{{dim!r}: Sharded('b')}} if its ranks are further data lanes, Replicated() if "
-                    f"they hold copies, Partial() if they hold partial sums"
+                    f"side {name!r}: what its ranks along dim {dim!r} (size {size}) hold is not declared; give "
+                    f"placements={{{dim!r}: Sharded('b')}} for data lanes, Replicated() for copies, Partial() for sums"
                 )
-            dims.append(SideDim(dim, size, stride, known[dim]))
+            placement = checked(known[dim], _PLACEMENT, f"side {name!r}: the placement of {dim!r}", BridgeError)
+            dims.append(SideDim(dim, size, stride, placement))
         stride *= size
     slowest_first = sorted(dims, key=lambda d: (d.name == "tp", -d.stride))
-    return Side(name, base, tuple(slowest_first), lane_weights=lane_weights)
+    weights = None if lane_weights is None else tuple(lane_weights)
+    return Side(name, base, tuple(slowest_first), lane_weights=weights)

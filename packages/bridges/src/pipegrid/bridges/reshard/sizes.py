@@ -7,45 +7,42 @@ import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 from attrs import Factory, field, frozen
 
-from pipegrid.bridges.checks import as_integer, as_integers, as_mapping, as_text, as_tuple
 from pipegrid.bridges.errors import LaneTotalsError, ShapeError, UndeclaredDimError
 from pipegrid.bridges.reshard.box import Span, merge
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
 from pipegrid.topology import lane_bounds, lane_sizes
-from pipegrid.topology.fields import Index, checked
+from pipegrid.topology.fields import Index, Name, checked, checked_fields, integer
 
 AxisNames = tuple[tuple[str, ...], ...]
 """Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
 
 
-_MOST_AXES = 64  # as torch has it
+_Axes = Annotated[int, integer(1, 64)]  # as torch has it
 
 
-def as_axis_of(dim_mapping: object) -> dict[str, int]:
+def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
     """The axis of each name, that of the batch among them."""
-    mapping = as_mapping(dim_mapping, "dim_mapping", "names of axes to axes", error=UndeclaredDimError)
-    for name, axis in mapping.items():
-        checked(axis, Index, f"the axis of {name!r} in dim_mapping", UndeclaredDimError)
+    mapping = {
+        name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", UndeclaredDimError)
+        for name, axis in dim_mapping.items()
+    }
     if BATCH not in mapping:
         raise UndeclaredDimError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that data lanes split")
     return mapping
 
 
-def as_axes(value: object) -> AxisNames:
-    """Names of axes, as `axis_names` gives them: one of them is the batch's."""
-    axes = tuple(
-        as_tuple(names, "the names of an axis", "names", error=UndeclaredDimError)
-        for names in as_tuple(value, "axes", "names of each axis; axis_names() gives it", error=UndeclaredDimError)
-    )
+def as_axes(value: AxisNames) -> AxisNames:
+    """The names of each axis of a tensor, of which the batch alone may have a second name: what is folded into it."""
+    axes: AxisNames = checked(value, tuple[tuple[Name, ...], ...], "axes", UndeclaredDimError)
     for names in axes:
-        for name in names:
-            as_text(name, "the name of an axis", error=UndeclaredDimError)
-    if not any(BATCH in names for names in axes):
-        raise UndeclaredDimError(f"axes {axes} name no batch axis; add 'b': the axis that data lanes split")
+        if len(names) > 2 or (len(names) == 2 and names[0] != BATCH):
+            raise UndeclaredDimError(f"axes {axes} fold {names} into one; one more axis can be folded into the batch")
+    if len(set(itertools.chain(*axes))) != sum(map(len, axes)):
+        raise UndeclaredDimError(f"axes {axes} have a name twice")
     return axes
 
 
@@ -59,35 +56,17 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
         UndeclaredDimError: no batch axis, an axis outside of the tensor, or two names for one axis of which
             neither is the batch.
     """
-    ndim = as_integer(
-        ndim, "tensor_ndim, the number of axes of a tensor,", least=1, most=_MOST_AXES, error=UndeclaredDimError
-    )
+    ndim = checked(ndim, _Axes, "tensor_ndim", UndeclaredDimError)
     mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
     if ndim == 2 and any(axis > 1 for axis in mapping.values()):
         mapping = {"b": 0, "s": 0, "h": 1}
-    for name, axis in mapping.items():
-        if axis >= ndim:
-            raise UndeclaredDimError(f"dim_mapping puts {name!r} on axis {axis}, but the tensor has axes 0..{ndim - 1}")
-    names: list[tuple[str, ...]] = []
-    for axis in range(ndim):
-        here = sorted((name for name, at in mapping.items() if at == axis), key=lambda name: name != BATCH)
-        if len(here) > 2 or (len(here) == 2 and here[0] != BATCH):
-            raise UndeclaredDimError(
-                f"dim_mapping folds {here} into axis {axis}; only one more axis can be folded into the batch"
-            )
-        names.append(tuple(here))
-    return tuple(names)
+    if max(mapping.values()) >= ndim:
+        raise UndeclaredDimError(f"dim_mapping {mapping} has an axis that the tensor lacks; it has {ndim}, from 0")
+    batch_first = sorted(mapping, key=lambda name: name != BATCH)
+    return as_axes(tuple(tuple(name for name in batch_first if mapping[name] == axis) for axis in range(ndim)))
 
 
-def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    return as_integers(shape, "shape", error=ShapeError)
-
-
-def _as_ints(values: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else as_integers(values, "lane sizes, or the rows of samples,", error=LaneTotalsError)
-
-
-@frozen(slots=False)
+@frozen(slots=False, field_transformer=checked_fields(ShapeError))
 class Sizes:
     """How large the whole tensor is, and how its batch is shared out.
 
@@ -108,29 +87,22 @@ class Sizes:
         LaneTotalsError: lanes or samples do not add up to the extent of the batch axis.
     """
 
-    shape: tuple[int, ...] = field(converter=_as_shape)
+    shape: tuple[Index, ...]
     axes: AxisNames = field(kw_only=True, converter=as_axes)
-    src_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
-    dst_lanes: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
-    samples: tuple[int, ...] | None = field(default=None, converter=_as_ints, kw_only=True)
+    src_lanes: tuple[Index, ...] | None = field(default=None, kw_only=True)
+    dst_lanes: tuple[Index, ...] | None = field(default=None, kw_only=True)
+    samples: tuple[Index, ...] | None = field(default=None, kw_only=True)
     cut: Literal["batch", "lane"] = field(default="batch", kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ShapeError(f"shape {self.shape} has {len(self.shape)} axes, the edge names {self.axes}")
-        if any(extent < 0 for extent in self.shape):
-            raise ShapeError(f"extents are not negative, got {self.shape}")
-        if self.samples is not None and (sum(self.samples) != self.rows or min(self.samples, default=0) < 0):
-            raise LaneTotalsError(
-                f"the samples {self.samples} have {sum(self.samples)} rows, the batch axis has {self.rows}; "
-                f"per-sample counts are non-negative and add up to the rows"
-            )
-        for name, lanes in (("src_lanes", self.src_lanes), ("dst_lanes", self.dst_lanes)):
-            if lanes is not None and (sum(lanes) != self.units or min(lanes, default=0) < 0):
-                raise LaneTotalsError(
-                    f"{name}={lanes} hold {sum(lanes)} samples, the batch has {self.units}; lane sizes are "
-                    f"non-negative and add up to the batch"
-                )
+        if not any(BATCH in names for names in self.axes):
+            raise UndeclaredDimError(f"axes {self.axes} name no batch axis; add 'b': the axis that data lanes split")
+        for name, total in (("samples", self.rows), ("src_lanes", self.units), ("dst_lanes", self.units)):
+            counts = getattr(self, name)
+            if counts is not None and sum(counts) != total:
+                raise LaneTotalsError(f"{name}={counts} add up to {sum(counts)}, the batch has {total}")
 
     @cached_property
     def batch_axis(self) -> int:
@@ -202,9 +174,7 @@ def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
 
 def _one_per_lane(what: str, lanes: tuple[int, ...], side: Side) -> tuple[int, ...]:
     if len(lanes) != side.num_lanes:
-        raise LaneTotalsError(
-            f"{what}={lanes}, but side {side.name!r} has {side.num_lanes} data lanes; give one size each"
-        )
+        raise LaneTotalsError(f"{what}={lanes}, but side {side.name!r} has {side.num_lanes} data lanes")
     return lanes
 
 
@@ -230,9 +200,7 @@ def batch_map(src: Side, dst: Side, sizes: Sizes, lanes: Sequence[Sequence[Inter
     breaks = (lanes[0][0][0], *(held[0][1] for held in lanes))
     for index, count in enumerate(units):
         if count and breaks[index] == breaks[index + 1]:
-            raise LaneTotalsError(
-                f"lane {index} of side {src.name!r} has weight 0 but holds {count} samples; give it a weight"
-            )
+            raise LaneTotalsError(f"lane {index} of side {src.name!r} has weight 0 but holds {count} samples")
     starts = tuple(itertools.accumulate(units, initial=0))
     cuts: dict[Fraction, int] = {}
     if src.lane_weights is None and dst.lane_weights is None and destination_units(src, dst, sizes, units) is None:
@@ -259,10 +227,7 @@ def axis_spans(
     inner = held.get(names[1], whole) if len(names) == 2 else whole
     if samples is None:
         if tuple(inner) != whole:
-            raise LaneTotalsError(
-                f"axis {names} is folded and {names[1]!r} is sharded inside of each sample, so the rows of each "
-                f"sample must be known; give `samples`"
-            )
+            raise LaneTotalsError(f"{names[1]!r} is folded into {names} and cut inside of each sample; give `samples`")
         return merge(units)
     starts = list(itertools.accumulate(samples, initial=0))
     return merge(

@@ -14,7 +14,7 @@ from functools import cached_property
 from attrs import frozen
 
 from pipegrid.bridges.bridge import BridgeWiring, Traffic, directions_of
-from pipegrid.bridges.errors import ShapeError, TilingError
+from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Placement, RankPart, Replicated, Sharded, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.side import SideDim
 from pipegrid.transport.edge import Direction, Edge
@@ -37,6 +37,18 @@ class VTPStage:
         """In how many parts the ranks hold the sequence."""
         return len(self.ranks) if self.cuts_sequence else 1
 
+    def check_sequence(self, length: int) -> None:
+        """Raise unless the ranks can share a sequence of that length.
+
+        Raises:
+            ShapeError: it is not a multiple of their number.
+        """
+        if rest := length % self.parts:
+            raise ShapeError(
+                f"a sequence of {length} cannot be cut in {self.parts} equal parts for {self.name}; pad it to "
+                f"{length + self.parts - rest}"
+            )
+
     @property
     def side(self) -> Side:
         """The stage as a side of a boundary."""
@@ -56,11 +68,6 @@ class VTPBoundary:
     source: VTPStage
     destination: VTPStage
     axis: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        both = set(self.source.ranks) & set(self.destination.ranks)
-        if both:
-            raise TilingError(f"ranks {sorted(both)} are on both sides of boundary {self.edge}; each side has its own")
 
     def stage_of(self, rank: int) -> VTPStage:
         """The side that the rank is on."""
@@ -86,27 +93,13 @@ class VTPBoundary:
             ShapeError: there is no such axis, or the sequence cannot be cut on the other side.
         """
         extents = list(shape)
-        parts = self.stage_of(rank).parts
-        if parts > 1 and len(extents) > self.axis:
-            extents[self.axis] *= parts
-        self.check(extents)
+        if self._cuts_sequence:
+            if len(extents) <= self.axis:
+                raise ShapeError(f"boundary {self.edge} cuts axis {self.axis}; shape {tuple(shape)} has no such axis")
+            extents[self.axis] *= self.stage_of(rank).parts
+            for stage in (self.source, self.destination):
+                stage.check_sequence(extents[self.axis])
         return tuple(extents)
-
-    def check(self, whole: Sequence[int]) -> None:
-        """Raise for a whole tensor whose sequence a side cannot cut.
-
-        Raises:
-            ShapeError: there is no such axis, or its extent is not a multiple of a side's ranks.
-        """
-        if self.source.parts == self.destination.parts == 1:
-            return
-        if len(whole) <= self.axis:
-            raise ShapeError(
-                f"boundary {self.edge} cuts the sequence on axis {self.axis}, but a tensor of shape {tuple(whole)} has "
-                f"no such axis; send [sequence, batch, hidden], or say sequence_axis"
-            )
-        for stage in (self.source, self.destination):
-            check_sequence(whole[self.axis], stage.name, stage.parts)
 
     def crossing(self, whole: Sequence[int], direction: Direction, rank: int) -> tuple[Shape, RankPart]:
         """The shape of ``rank``'s own tensor where the whole is ``whole``, and its part in the plan that moves it.
@@ -123,23 +116,14 @@ class VTPBoundary:
 
     def _view(self, whole: Sequence[int]) -> Shape:
         """Three axes; the elements in one row where no side cuts the sequence, since slices are then contiguous."""
-        if self.source.parts == self.destination.parts == 1:
+        if not self._cuts_sequence:
             return (1, 1, math.prod(whole))
         return (math.prod(whole[: self.axis]), whole[self.axis], math.prod(whole[self.axis + 1 :]))
+
+    @property
+    def _cuts_sequence(self) -> bool:
+        return self.source.parts > 1 or self.destination.parts > 1
 
     @cached_property
     def _sides(self) -> tuple[Side, Side]:
         return self.source.side, self.destination.side
-
-
-def check_sequence(length: int, name: str, parts: int) -> None:
-    """Raise unless ``parts`` ranks can share the sequence evenly.
-
-    Raises:
-        ShapeError: it is not a multiple.
-    """
-    if length % parts:
-        raise ShapeError(
-            f"a sequence of {length} cannot be cut in {parts} equal parts for the tensor-parallel ranks of {name}; "
-            f"pad it to {length + parts - length % parts}, or declare {name} without sequence parallelism"
-        )

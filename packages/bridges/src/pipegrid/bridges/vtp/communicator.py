@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -21,7 +21,7 @@ from pipegrid.bridges.bridge import (
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
 from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.vtp.peers import Named, Peers, require_stage
+from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.bridges.vtp.traffic import BoundaryTraffic
 from pipegrid.topology.fields import shown
@@ -35,6 +35,7 @@ from pipegrid.transport.protocol import Handle
 from pipegrid.transport.streams import new_stream
 
 _F, _B = Direction.FORWARD, Direction.BACKWARD
+_ARRIVES = {_F: "recv_prev", _B: "recv_next"}
 Requests = dict[str, BridgeReceive]
 
 
@@ -82,7 +83,7 @@ class VTPCommunicator:
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
     ) -> None:
         if not isinstance(topology, VTPTopology):
-            raise VTPTopologyError(f"the topology is {shown(topology)}; it must be a VTPTopology([2, 4, 4], dp=1)")
+            raise VTPTopologyError(f"topology is {shown(topology)}; it must be a VTPTopology")
         self.topology, self.label = topology, label
         self.rank = dist.get_rank()
         topology.check_world(dist.get_world_size())
@@ -133,15 +134,11 @@ class VTPCommunicator:
 
     def _check_config(self, given: Any) -> None:
         if self.config.shape_mode == "manifest":
-            raise P2PConfigError(
-                "shapes='manifest' announces messages before a step, which a VTPCommunicator does not support; "
-                "use variable_seq_lengths=True (a header with each message)"
-            )
+            raise P2PConfigError("a VTPCommunicator has no shapes='manifest'; use variable_seq_lengths=True")
         wants_ring = getattr(given, "layerwise_disaggregated_training", None)
         if wants_ring is not None and bool(wants_ring) is not self.topology.ring:
             raise P2PConfigError(
-                f"layerwise_disaggregated_training is {wants_ring!r}, which is a pipeline whose first stage also holds "
-                f"the last layers, but the topology has ring={self.topology.ring}; give both the same"
+                f"layerwise_disaggregated_training is {wants_ring!r}, but the topology has ring={self.topology.ring}"
             )
 
     # -- where this rank stands -----------------------------------------------------------------------------
@@ -197,22 +194,18 @@ class VTPCommunicator:
             P2PUsageError: no shape, where ``shapes="given"``; or not one shape.
         """
         traffic = self._of_edge(edge, direction, sends=False)
-        return traffic.irecv(
-            direction, self._checked_shape(shapes, "recv_prev" if direction is Direction.FORWARD else "recv_next")
-        )
+        return traffic.irecv(direction, self._checked_shape(shapes, _ARRIVES[direction]))
 
     def _of_edge(self, edge: Edge, direction: Direction, *, sends: bool) -> BoundaryTraffic:
         self._require_alive()
         traffic = self._traffic.get(edge)
-        if traffic is None or traffic.boundary.sends(self.rank, direction) is not sends:
-            edges = ", ".join(str(boundary.edge) for boundary in self.topology.boundaries(self.replica))
+        used = () if traffic is None else traffic.traffic.wiring.directions
+        if traffic is None or direction not in used or traffic.boundary.sends(self.rank, direction) is not sends:
             raise StageError(
-                f"rank {self.rank} holds stage {' and '.join(map(str, self.stages))} and does not "
-                f"{'send' if sends else 'receive'} {direction.name.lower()} along edge {edge}; the stages are joined "
-                f"by {edges}"
+                f"rank {self.rank}, of stages {self.stages}, does not {'send' if sends else 'receive'} "
+                f"{direction.name.lower()} along edge {edge}: it has {[*map(str, self._traffic)]}, less what traffic= "
+                "leaves out"
             )
-        if direction not in traffic.traffic.wiring.directions:
-            raise StageError(f"edge {edge} has {direction.name.lower()} messages that are not in the traffic argument")
         return traffic
 
     def batch(self) -> AbstractContextManager[None]:
@@ -276,11 +269,11 @@ class VTPCommunicator:
             if required or self.config.shape_mode == "given":
                 raise P2PUsageError(
                     f"tensor_shape must be specified if {name} is True. "
-                    f"Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
+                    "Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
                 )
             return None
         if not is_single_shape(shape):
-            raise P2PUsageError(f"the shape of a receive is {shape!r}; give the sizes of one tensor, at least 0 each")
+            raise P2PUsageError(f"the shape of a receive is {shape!r}; it must be the sizes of one tensor")
         return tuple(int(size) for size in shape)
 
     # -- where this rank stands -----------------------------------------------------------------------------
@@ -318,11 +311,7 @@ class VTPCommunicator:
         return self._start_send(tensor, _B, self._peers.previous(**named))
 
     def vtp_recv_forward(
-        self,
-        tensor_shape: Sequence[int],
-        config: Any = None,
-        async_op: bool = False,
-        **named: Unpack[Named],
+        self, tensor_shape: Sequence[int], config: Any = None, async_op: bool = False, **named: Unpack[Named]
     ) -> Any:
         """Receive an activation of ``tensor_shape`` (this rank's part) in ``pipeline_dtype`` from the previous stage.
 
@@ -334,48 +323,42 @@ class VTPCommunicator:
             P2PConfigError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
             StageError: nothing comes here: stage 0 without a ring.
         """
-        return self._receive_at_once(tensor_shape, config, "recv_prev", async_op, self._peers.previous(**named))
+        receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
+        return (receive.tensor, {_ARRIVES[_F]: receive}) if async_op else receive.result()
 
     def vtp_recv_backward(
-        self,
-        tensor_shape: Sequence[int],
-        config: Any = None,
-        async_op: bool = False,
-        **named: Unpack[Named],
+        self, tensor_shape: Sequence[int], config: Any = None, async_op: bool = False, **named: Unpack[Named]
     ) -> Any:
-        """Receive a gradient from the next stage. As `vtp_recv_forward`; the work stands under ``"recv_next"``."""
-        return self._receive_at_once(tensor_shape, config, "recv_next", async_op, self._peers.next(**named))
+        """Receive a gradient from the next stage. As `vtp_recv_forward`; the work is under ``"recv_next"``."""
+        receive = self._start_receive(tensor_shape, self._settings(config), _B, self._peers.next(**named))
+        return (receive.tensor, {_ARRIVES[_B]: receive}) if async_op else receive.result()
 
     def _start_send(self, tensor: torch.Tensor, direction: Direction, edge: Edge | None) -> list[Handle] | None:
         self._require_alive()
-        if edge is None:
-            return None
-        return list(self._of_edge(edge, direction, sends=True).isend(tensor, direction))
+        return None if edge is None else list(self._of_edge(edge, direction, sends=True).isend(tensor, direction))
 
-    def _receive_at_once(self, shape: Any, config: Any, name: str, async_op: bool, edge: Edge | None) -> Any:
-        receive = self._start_receive(shape, self._settings(config), name, edge)
-        return (receive.tensor, {name: receive}) if async_op else receive.result()
-
-    def _start_receive(self, shape: Any, settings: P2PConfig, name: str, edge: Edge | None) -> BridgeReceive:
+    def _start_receive(self, shape: Any, settings: P2PConfig, direction: Direction, edge: Edge | None) -> BridgeReceive:
         self._require_alive()
+        name = _ARRIVES[direction]
         if settings.pipeline_dtype is None:
-            subject = "pipeline_dtype" if name == "recv_prev" else "dtype"
+            subject = "pipeline_dtype" if direction is _F else "dtype"
             raise P2PConfigError(f"{subject} must be provided if {name} is True: set pipeline_dtype in the config")
         wanted = self._checked_shape(shape, name, required=True)
-        direction = _F if name == "recv_prev" else _B
-        edge = require_stage(edge, self.stage, name, ring=self.topology.ring)
-        return self._of_edge(edge, direction, sends=False).irecv(direction, wanted, settings.pipeline_dtype)
+        traffic = self._of_edge(self._there(edge, name), direction, sends=False)
+        return traffic.irecv(direction, wanted, settings.pipeline_dtype)
+
+    def _there(self, edge: Edge | None, what: str) -> Edge:
+        if edge is None:
+            raise StageError(f"{what} on stage {self.stage}: there is no stage on that side without ring=True")
+        return edge
 
     def _settings(self, config: Any) -> P2PConfig:
         """The settings of one call: its own config's, where it gives one."""
         if config is None or config is self.config:
             return self.config
-        settings = as_config(config)
-        if self.config.pipeline_dtype not in (None, settings.pipeline_dtype) and settings.pipeline_dtype is not None:
-            raise P2PConfigError(
-                f"this call's pipeline_dtype is {settings.pipeline_dtype}, but the lanes were opened with "
-                f"{self.config.pipeline_dtype}; give the communicator's config, or make it with pipeline_dtype=None"
-            )
+        settings, own = as_config(config), self.config.pipeline_dtype
+        if None not in (own, settings.pipeline_dtype) and settings.pipeline_dtype != own:
+            raise P2PConfigError(f"this call's pipeline_dtype is {settings.pipeline_dtype}, but the lanes have {own}")
         return settings
 
     # -- the same with the guards of a schedule, waiting ----------------------------------------------------
@@ -397,8 +380,7 @@ class VTPCommunicator:
         """
         if not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
-        edge = self._peers.previous(**named)
-        return self._receive_with_reqs(tensor_shape, config, "recv_prev", edge, wait_on_reqs)
+        return self._receive_with_reqs(tensor_shape, config, _F, self._peers.previous(**named), wait_on_reqs)
 
     def recv_backward_with_reqs(
         self,
@@ -416,23 +398,19 @@ class VTPCommunicator:
         """
         if not self.topology.tells_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
-        edge = self._peers.next(**named)
-        return self._receive_with_reqs(tensor_shape, config, "recv_next", edge, wait_on_reqs)
+        return self._receive_with_reqs(tensor_shape, config, _B, self._peers.next(**named), wait_on_reqs)
 
     def _receive_with_reqs(
-        self, shape: Any, config: Any, name: str, edge: Edge | None, wait_on_reqs: bool
+        self, shape: Any, config: Any, direction: Direction, edge: Edge | None, wait_on_reqs: bool
     ) -> tuple[torch.Tensor | None, Requests | None]:
         settings = self._settings(config)
         if settings.batch_p2p_comm and not wait_on_reqs:
-            raise P2PUsageError(
-                "wait_on_reqs=False asks for requests to wait for later, and batch_p2p_comm=True for batches that are "
-                "waited for as a whole; set batch_p2p_comm=False"
-            )
-        with _timed(settings, "forward-recv" if name == "recv_prev" else "backward-recv"):
-            receive = self._start_receive(shape, settings, name, edge)
+            raise P2PUsageError("wait_on_reqs=False needs batch_p2p_comm=False: a batch is waited for as a whole")
+        with _timed(settings, f"{direction.name.lower()}-recv"):
+            receive = self._start_receive(shape, settings, direction, edge)
             if wait_on_reqs:
                 return receive.result(), None
-        return receive.tensor, {name: receive}
+        return receive.tensor, {_ARRIVES[direction]: receive}
 
     def send_forward(
         self,
@@ -470,8 +448,7 @@ class VTPCommunicator:
             config, is_first_stage = None, config
         if is_first_stage or not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
             return
-        edge = self._peers.previous(**named)
-        require_stage(edge, self.stage, "send_backward", ring=self.topology.ring)
+        edge = self._there(self._peers.previous(**named), "send_backward")
         with _timed(self._settings(config), "backward-send"):
             _wait(self._start_send(input_tensor_grad, _B, edge))
 
@@ -479,45 +456,36 @@ class VTPCommunicator:
 
     def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> torch.Tensor | None:
         """The next activation; None on the first stage. Without a shape, whatever comes."""
-        return None if is_first_stage else self._received("forward-recv", self._irecv_next(_F, tensor_shapes))
+        return None if is_first_stage else self._exchange(_F, tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> torch.Tensor | None:
         """The next gradient; None on the last stage."""
-        return None if is_last_stage else self._received("backward-recv", self._irecv_next(_B, tensor_shapes))
+        return None if is_last_stage else self._exchange(_B, tensor_shapes)
 
     def send_forward_recv_backward(
         self, output_tensors: torch.Tensor, tensor_shapes: Any = None, is_last_stage: bool = False
     ) -> torch.Tensor | None:
         """Send an activation on and receive a gradient from the same stage, as one batch; None on the last stage."""
-        if is_last_stage:
-            return None
-        return self._exchange("forward-send-backward-recv", output_tensors, _F, tensor_shapes)
+        return None if is_last_stage else self._exchange(_B, tensor_shapes, sending=output_tensors)
 
     def send_backward_recv_forward(
         self, input_tensor_grads: torch.Tensor, tensor_shapes: Any = None, is_first_stage: bool = False
     ) -> torch.Tensor | None:
         """Send a gradient back and receive an activation from the same stage; None on the first stage."""
-        if is_first_stage:
-            return None
-        return self._exchange("backward-send-forward-recv", input_tensor_grads, _B, tensor_shapes)
+        return None if is_first_stage else self._exchange(_F, tensor_shapes, sending=input_tensor_grads)
 
-    def _irecv_next(self, direction: Direction, shapes: Any) -> Callable[[], BridgeReceive]:
-        name, edge = ("recv_prev", self._peers.previous()) if direction is _F else ("recv_next", self._peers.next())
-        found = require_stage(edge, self.stage, name, ring=self.topology.ring)
-        return lambda: self.irecv(edge=found, direction=direction, shapes=shapes)
-
-    def _received(self, timer: str, start: Callable[[], BridgeReceive]) -> torch.Tensor:
-        with _timed(self.config, timer):
-            received: torch.Tensor = start().result()
-        return received
-
-    def _exchange(self, timer: str, tensor: torch.Tensor, sending: Direction, shapes: Any) -> torch.Tensor:
-        start = self._irecv_next(_B if sending is _F else _F, shapes)
-        edge = self._peers.next() if sending is _F else self._peers.previous()
-        with _timed(self.config, timer):
-            with self.lanes.batch(by_lane=True):  # in the order of calls both sides would receive first
-                receiving = start()
-                sent = self._start_send(tensor, sending, edge)
+    def _exchange(self, arriving: Direction, shapes: Any, *, sending: torch.Tensor | None = None) -> torch.Tensor:
+        """Receive a tensor, and meanwhile send one to the stage that it comes from."""
+        leaving = _B if arriving is _F else _F
+        edge = self._there(self._peers.previous() if arriving is _F else self._peers.next(), _ARRIVES[arriving])
+        sent: Iterable[Handle] | None = None
+        timer = f"{arriving.name.lower()}-recv"
+        with _timed(self.config, timer if sending is None else f"{leaving.name.lower()}-send-{timer}"):
+            # A batch of both, by lane: in the order of calls both sides would receive first.
+            with nullcontext() if sending is None else self.lanes.batch(by_lane=True):
+                receiving = self.irecv(edge=edge, direction=arriving, shapes=shapes)
+                if sending is not None:
+                    sent = self._start_send(sending, leaving, edge)
             received: torch.Tensor = receiving.result()
             _wait(sent)
         return received

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.bridges.checks import as_integers
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.transport.edge import Edge
@@ -56,18 +55,12 @@ class Peers:
 
     def _checked(
         self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if group is None and next_rank is None and prev_rank is None:
-            return (), ()
-        following, before = _as_ranks(next_rank), _as_ranks(prev_rank)
-        if group is not None:
-            beside = [self._beside(dist.get_process_group_ranks(one)) for one in _as_list(group)]
-            following = following or tuple(after for _, after in beside)
-            before = before or tuple(previous for previous, _ in beside)
-        # What is not used by this call is looked at all the same: a wrong rank is wrong.
-        for named, side in ((_as_ranks(next_rank), "next"), (_as_ranks(prev_rank), "previous")):
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        following, before = _as_list(next_rank), _as_list(prev_rank)
+        for named, side in ((following, "next"), (before, "previous")):  # also the one that this call does not use
             self._edge(named, side)
-        return following, before
+        beside = [self._beside(dist.get_process_group_ranks(one)) for one in _as_list(group)]
+        return following or [after for _, after in beside], before or [previous for previous, _ in beside]
 
     def _edge(self, named: Sequence[int], side: str) -> Edge | None:
         ends = [(b.edge, b.source.ranks, b.destination.ranks) for b in self.boundaries]
@@ -77,37 +70,16 @@ class Peers:
         found = [edge for edge, there in across if set(named) <= set(there)]
         if named and not found:
             where = f"ranks {list(across[0][1])}" if across else "nowhere, at the end of a chain"
-            raise StageError(
-                f"rank {self.rank} was told that its {side} ranks are {list(named)}, but lanes lead to the "
-                f"neighbouring stage of its own replica only: {where}"
-            )
+            raise StageError(f"rank {self.rank} names {list(named)} as its {side} ranks, but its lanes lead to {where}")
         return found[0] if found else None
 
     def _beside(self, ranks: Sequence[int]) -> tuple[int, int]:
         """The ranks before and after this one in the order of a pipeline group, cyclic."""
         if self.rank not in ranks:
-            raise StageError(f"rank {self.rank} is not in the group of ranks {list(ranks)}; give a group that it is in")
+            raise StageError(f"rank {self.rank} is not in the group of ranks {list(ranks)}")
         index = ranks.index(self.rank)
         return ranks[index - 1], ranks[(index + 1) % len(ranks)]
 
 
-def require_stage(edge: Edge | None, stage: int, what: str, *, ring: bool) -> Edge:
-    """The edge, which must be there.
-
-    Raises:
-        StageError: it is not.
-    """
-    if edge is None:
-        raise StageError(
-            f"{what} on stage {stage}: there is no stage on that side"
-            + ("" if ring else "; make the topology with ring=True, where the last stage goes round to stage 0")
-        )
-    return edge
-
-
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _as_ranks(value: Ranks | Iterable[int]) -> tuple[int, ...]:
-    return () if value is None else as_integers(_as_list(value), "next_rank or prev_rank", error=StageError)
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -8,22 +8,20 @@ with replica ``d`` of the next one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.checks import as_integer, as_tuple
-from pipegrid.bridges.errors import ShapeError, VTPTopologyError
-from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage, check_sequence
-from pipegrid.topology.fields import Count, Index, checked, checked_fields, index_of, shown
+from pipegrid.bridges.errors import VTPTopologyError
+from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
+from pipegrid.topology.fields import Count, Index, checked_fields
 from pipegrid.transport.edge import Edge
 
 
-def _as_flags(value: Any) -> bool | tuple[bool, ...]:
-    if isinstance(value, bool):
-        return value
-    return as_tuple(value, "sequence_parallel", "flags, one per stage, or one flag for all", error=VTPTopologyError)
+def _as_flags(value: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
+    return value if isinstance(value, bool) else tuple(value)
 
 
 @frozen(slots=False, field_transformer=checked_fields(VTPTopologyError))
@@ -45,8 +43,8 @@ class VTPTopology:
 
     Raises:
         VTPTopologyError: a size below 1, a ring of one stage, ranks that are missing, given twice or past the world, a
-            world that has more ranks than the stages and no ``ranks``, a layout of another length, a sequence that a
-            stage cannot cut.
+            world that has more ranks than the stages and no ``ranks``, a layout of another length.
+        ShapeError: a sequence that a stage cannot cut.
     """
 
     tp_sizes: tuple[Count, ...]
@@ -60,105 +58,42 @@ class VTPTopology:
     sequence_axis: Index = field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if not self.tp_sizes:
-            raise VTPTopologyError("tp_sizes is empty; give the tensor-parallel size of each stage, like [2, 4, 4]")
-        if self.ring and self.num_stages < 2:
-            raise VTPTopologyError(
-                f"a ring of {self.num_stages} stage, tp_sizes {list(self.tp_sizes)}, would go round to itself; give "
-                f"two stages or more, or ring=False"
-            )
-        self._check_ranks()
+        if self.num_stages < 1 + self.ring:
+            raise VTPTopologyError(f"tp_sizes is {list(self.tp_sizes)}; a chain has one stage or more, a ring two")
+        listed = getattr(self.layout, "stages", self.layout)
+        layout = self.placement if listed is None else range(listed) if isinstance(listed, int) else listed
+        for what, given, needed in (
+            ("ranks", self.stage_ranks, self.num_stages),
+            ("sequence_parallel", self.cuts_sequence, self.num_stages),
+            ("layout", layout, self.num_plan_stages),
+        ):
+            if len(given) != needed:
+                raise VTPTopologyError(
+                    f"{what} has {len(given)} stages; tp_sizes {list(self.tp_sizes)}, ring={self.ring} has {needed}"
+                )
+        for stage, (ranks, size) in enumerate(zip(self.stage_ranks, self.tp_sizes, strict=True)):
+            if len(ranks) != size * self.dp:
+                raise VTPTopologyError(f"stage {stage} has ranks {list(ranks)}; it needs tp {size} x dp {self.dp}")
+        if len(self._place) != self.dp * sum(self.tp_sizes):
+            raise VTPTopologyError(f"ranks {self.ranks} name a rank twice")
         if self.world_size is not None:
             self.check_world(self.world_size)
-        self._check_layout()
-        self._check_sequence()
-
-    # -- checks -------------------------------------------------------------------------------------------
-
-    def _check_ranks(self) -> None:
-        if self.ranks is None:
-            return
-        if len(self.ranks) != self.num_stages:
-            raise VTPTopologyError(
-                f"ranks lists {len(self.ranks)} stages, but tp_sizes {list(self.tp_sizes)} has {self.num_stages}; give "
-                f"one list per stage"
-            )
-        seen: dict[int, int] = {}
-        for stage, (here, size) in enumerate(zip(self.ranks, self.tp_sizes, strict=True)):
-            if len(here) != size * self.dp:
-                raise VTPTopologyError(
-                    f"stage {stage} was given the {len(here)} ranks {list(here)}, but its tp size {size} with "
-                    f"dp={self.dp} needs {size * self.dp}"
-                )
-            for rank in here:
-                if rank in seen:
-                    raise VTPTopologyError(
-                        f"rank {rank} is given twice, in stage {seen[rank]} and in stage {stage}; a rank holds one "
-                        f"place"
-                    )
-                seen[rank] = stage
+        if self.sequence_length is not None:
+            for part in self.replica(0):
+                part.check_sequence(self.sequence_length)
 
     def check_world(self, world_size: int) -> None:
         """Raise unless the stages fit the world.
 
         Raises:
-            VTPTopologyError: the message says which world, or which ``dp``, would.
+            VTPTopologyError: the message says which world would.
         """
-        world_size = checked(world_size, Count, "world_size", VTPTopologyError)
-        needed = self.dp * sum(self.tp_sizes)
-        if self.ranks is not None:
-            last = max(itertools.chain.from_iterable(self.ranks))
-            if last >= world_size:
-                raise VTPTopologyError(
-                    f"rank {last} is given a stage, but the world has {world_size} ranks, 0 to {world_size - 1}; a "
-                    f"world of {last + 1} would fit"
-                )
-            return
-        if needed == world_size:
-            return
-        per_replica = sum(self.tp_sizes)
-        remedy = f"a world of {needed} would fit"
-        if world_size % per_replica == 0:
-            remedy += f", and so would dp={world_size // per_replica}"
-        if needed < world_size:
-            remedy += (
-                f"; to leave ranks {needed} to {world_size - 1} to others, say which ranks the stages have (ranks=)"
-            )
-        raise VTPTopologyError(
-            f"tp_sizes {list(self.tp_sizes)} with dp={self.dp} need {needed} ranks, but the world has {world_size}; "
-            f"{remedy}"
-        )
-
-    def _check_layout(self) -> None:
-        if self.layout is None:
-            return
-        listed = getattr(self.layout, "stages", self.layout)
-        stages = index_of(listed)
-        if stages is None:
-            stages = len(as_tuple(listed, "layout", "stages, or their number", error=VTPTopologyError))
-        if stages != self.num_plan_stages:
-            round_ = ", and one more for the way round of the ring" if self.ring else ""
+        needed = max(self._place) + 1
+        if world_size < needed or (world_size > needed and self.ranks is None):
             raise VTPTopologyError(
-                f"the layout has {stages} stages, but tp_sizes {list(self.tp_sizes)} are of {self.num_stages}{round_}; "
-                f"give a layout of {self.num_plan_stages} stages, or a tp size for each of its stages"
+                f"tp_sizes {list(self.tp_sizes)} with dp={self.dp} need a world of {needed}, not of {world_size}; "
+                "in a larger one say which ranks the stages have (ranks=)"
             )
-
-    def _check_sequence(self) -> None:
-        flags = self.sequence_parallel
-        if not isinstance(flags, bool) and len(flags) != self.num_stages:
-            raise VTPTopologyError(
-                f"sequence_parallel has {len(flags)} values, {flags}, but there are {self.num_stages} stages; give one "
-                f"per stage, or one for all"
-            )
-        if self.sequence_length is None:
-            return
-        for stage in self.replica(0):
-            try:
-                check_sequence(self.sequence_length, stage.name, stage.parts)
-            except ShapeError as error:
-                raise VTPTopologyError(str(error)) from None
-
-    # -- who is where -------------------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
@@ -176,6 +111,12 @@ class VTPTopology:
         return tuple(stage % self.num_stages for stage in range(self.num_plan_stages))
 
     @cached_property
+    def cuts_sequence(self) -> tuple[bool, ...]:
+        """Per stage, whether its ranks hold parts of the sequence."""
+        flags = self.sequence_parallel
+        return (flags,) * self.num_stages if isinstance(flags, bool) else flags
+
+    @cached_property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Per stage its ranks, replica after replica."""
         if self.ranks is not None:
@@ -184,13 +125,13 @@ class VTPTopology:
         return tuple(tuple(range(first, last)) for first, last in itertools.pairwise(ends))
 
     def replica(self, index: int) -> tuple[VTPStage, ...]:
-        """The stages of one replica of the pipeline; `VTPTopologyError` where there is no such replica."""
-        index = as_integer(index, "the index of a replica", least=0, most=self.dp - 1, error=VTPTopologyError)
-        flags = self.sequence_parallel
-        per_stage = (flags,) * self.num_stages if isinstance(flags, bool) else flags
+        """The stages of one replica of the pipeline."""
+        index = range(self.dp)[index]
         return tuple(
             VTPStage(f"stage {stage}", ranks[index * size : (index + 1) * size], cuts)
-            for stage, (ranks, size, cuts) in enumerate(zip(self.stage_ranks, self.tp_sizes, per_stage, strict=True))
+            for stage, (ranks, size, cuts) in enumerate(
+                zip(self.stage_ranks, self.tp_sizes, self.cuts_sequence, strict=True)
+            )
         )
 
     @cached_property
@@ -207,28 +148,19 @@ class VTPTopology:
         Raises:
             VTPTopologyError: it has none.
         """
-        number = index_of(rank)
-        if number is None or number not in self._place:
-            raise VTPTopologyError(
-                f"rank {shown(rank)} holds no stage of tp_sizes {list(self.tp_sizes)} on ranks "
-                f"{[list(ranks) for ranks in self.stage_ranks]}; only these make the communicator"
-            )
-        return self._place[number]
+        if rank not in self._place:
+            raise VTPTopologyError(f"rank {rank} holds no stage; the stages are on ranks {self.stage_ranks}")
+        return self._place[rank]
 
     def hears_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` receives activations, and sends gradients: not stage 0, unless as the end of a ring."""
-        stage = self._checked_stage(stage)
         return stage != 0 or is_end_stage
 
     def tells_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` sends activations, and receives gradients: not the last, in a ring stage 0 as its end."""
-        stage = self._checked_stage(stage)
         if self.ring:
             return stage != 0 or not is_end_stage
         return stage != self.num_stages - 1
-
-    def _checked_stage(self, stage: int) -> int:
-        return as_integer(stage, "stage", least=0, most=self.num_stages - 1, error=VTPTopologyError)
 
     def boundaries(self, replica: int) -> tuple[VTPBoundary, ...]:
         """The boundaries of one replica, from the first; in a ring the last one leads round to stage 0."""

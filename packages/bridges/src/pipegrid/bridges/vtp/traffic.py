@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 import torch
 
 from pipegrid.bridges.bridge import BridgeReceive, EdgeTraffic, Landed, PostedReceives
+from pipegrid.bridges.bridge.structure import kind_of
 from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.vtp.boundary import Shape, VTPBoundary
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.handle import Transfer
@@ -26,20 +27,11 @@ class BoundaryTraffic:
     def __init__(self, boundary: VTPBoundary, traffic: EdgeTraffic, *, variable: bool) -> None:
         self.boundary, self.traffic, self.variable = boundary, traffic, variable
         self.rank = traffic.wiring.rank
-        self._known: dict[tuple[Shape, Direction], tuple[Shape, RankPart]] = {}
+        self._crossing = lru_cache(maxsize=_MOST_KNOWN)(partial(boundary.crossing, rank=self.rank))
         self._announced: dict[Direction, Shape] = {}
 
     def __str__(self) -> str:
         return self.traffic.name
-
-    def _crossing(self, whole: Shape, direction: Direction) -> tuple[Shape, RankPart]:
-        key = whole, direction
-        if key not in self._known:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self.boundary.check(whole)
-            self._known[key] = self.boundary.crossing(whole, direction, self.rank)
-        return self._known[key]
 
     def forget_shapes(self) -> None:
         """Announce the next message anew."""
@@ -53,10 +45,7 @@ class BoundaryTraffic:
             P2PError: as `pipegrid.transport.Lane.isend`.
         """
         if not isinstance(tensor, torch.Tensor):
-            raise ShapeError(
-                f"{self} carries one tensor, got {type(tensor).__name__}; send the tensor, and zeros in place of a "
-                f"gradient that there is none of"
-            )
+            raise ShapeError(f"{self} carries one tensor, got {kind_of(tensor)}; zeros stand for no gradient")
         whole = self.boundary.whole(tensor.shape, self.rank)
         _, part = self._crossing(whole, direction)
         note = None if not self.variable and self._announced.get(direction) == whole else encode_shape(whole)
@@ -93,17 +82,13 @@ class BoundaryTraffic:
         if len(wholes) > 1 or len(dtypes) > 1:
             raise ShapeError(
                 f"{self}: the peers of rank {self.rank} send parts of different tensors: shapes {sorted(wholes)}, "
-                f"dtypes {sorted(map(str, dtypes))}; the ranks of a stage send one"
+                f"dtypes {sorted(map(str, dtypes))}"
             )
         (whole,), (dtype,) = wholes, dtypes
         shape, part = self._crossing(whole, direction)
-        if expected not in {None, whole}:
-            raise ShapeError(
-                f"{self}: rank {self.rank} expects shape {self._crossing(expected or (), direction)[0]}, but {shape} "
-                f"comes; give the shape that the other stage sends"
-            )
-        if out is not None and out.dtype is not dtype:
-            raise ShapeError(f"{self}: rank {self.rank} expects {out.dtype}, but {dtype} comes")
+        if expected not in {None, whole} or (out is not None and out.dtype is not dtype):
+            wanted = expected if out is None else f"{expected} of {out.dtype}"
+            raise ShapeError(f"{self}: rank {self.rank} expects a part of {wanted}, but of {whole} of {dtype} comes")
         view = None if out is None else out.detach().view(part.taken)
         filled, completions = self.traffic.fill(part, handles, direction, dtype=dtype, out=view)
         return [filled.view(shape) if out is None else out], completions

@@ -208,3 +208,32 @@ def test_an_abort_ends_it_too(ranks, streamed):
             with pytest.raises(P2PPeerError, match="out of memory"):
                 handle.synchronize()
         ranks.barrier()
+
+
+class Aborted:
+    """The ticket of a work that another thread aborts while a stream is ordered after it: it looks done."""
+
+    def __init__(self, lane):
+        self.lane = lane
+
+    def order(self):
+        self.lane.transfers.take_error(P2PPeerError("rank 0 ended lane 0>1"))  # the first part of an end
+
+    def done(self):
+        return True
+
+
+@over_gloo
+@pytest.mark.parametrize("verb", ["wait", "is_completed"])
+def test_an_aborted_transfer_that_looks_done_has_failed(ranks, streamed, verb):
+    with opening.open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
+        if ranks.rank == 1:
+            lane = lanes[THERE]
+            handle = lane.irecv()
+            handle.ticket = Aborted(lane)
+            if verb == "is_completed":
+                handle.ticket.order()
+                assert handle.is_completed()
+            with pytest.raises(P2PPeerError, match="rank 0 ended"):
+                handle.wait()
+        ranks.barrier()

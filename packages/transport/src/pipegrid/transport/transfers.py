@@ -215,11 +215,11 @@ class LaneTransfers:
         transfer.waited = True
         try:
             transfer.ticket.order()
-            done = transfer.ticket.done()  # raises, if it has failed by now
+            transfer.ticket.done()  # raises, if it has failed by now
         except RuntimeError as error:
             self.explain(error, transfer)
         else:
-            if not done and self.error is not None:  # the lane ends now, and with it this transfer
+            if self.error is not None:  # the lane ends now, and with it this transfer, done or not: see `_seen_done`
                 self._ended(transfer, _FAILED, self.error)
         self._raise_failure(transfer)
         used_here(transfer.tensors, transfer.stream)
@@ -268,7 +268,16 @@ class LaneTransfers:
         for transfer in self.queue.copy():
             if transfer.ticket is None or not self._is_done(transfer):
                 break
-            self._ended(transfer, _DONE)
+            self._seen_done(transfer)
+
+    def _seen_done(self, transfer: Transfer) -> None:
+        """Set the end of a transfer whose ticket is done.
+
+        An abort makes works look done, without their data. A lane takes its error before that, so a transfer is good
+        where the lane has none once its ticket is done.
+        """
+        error = self.error
+        self._ended(transfer, _DONE if error is None else _FAILED, error)
 
     def _is_done(self, transfer: Transfer) -> bool:
         """Ask the ticket of a transfer, where the mover is polled; True of a failed one, too."""
@@ -406,7 +415,7 @@ class LaneTransfers:
         for transfer in self.queue.copy() if self.mover.streams else ():
             while self.error is None and transfer.state is _ACTIVE and transfer.ticket is not None:
                 if self._is_done(transfer):
-                    self._ended(transfer, _DONE)
+                    self._seen_done(transfer)
                 elif time.monotonic() >= end or not (transfer.sending or transfer.waited):
                     break
                 else:

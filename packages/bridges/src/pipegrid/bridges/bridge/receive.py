@@ -16,6 +16,8 @@ from pipegrid.bridges.steps import Completing
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import current_stream, follow, has_streams, mark, used_here, working_on
 
+_LATE_SECONDS = 1.0  # of a completion whose messages took the whole deadline
+
 PostedReceives: TypeAlias = Mapping[int, ReceiveHandle]
 """The receives of one tensor on the lanes, by the sending rank."""
 
@@ -23,15 +25,15 @@ Landed: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[Completing]]
 """Tensors with the messages in their places, and the completions that fill the rest of them."""
 
 
-def remaining(timeout: float | None) -> Callable[[], float | None]:
-    """A countdown: the rest of ``timeout`` in seconds, at least a millisecond."""
+def remaining(timeout: float | None, *, least: float = 1e-3) -> Callable[[], float | None]:
+    """A countdown: the rest of ``timeout`` in seconds, at least ``least``."""
     if timeout is None:
         return _no_limit
     end = time.monotonic() + timeout
-    return lambda: max(end - time.monotonic(), 1e-3)
+    return lambda: max(end - time.monotonic(), least)
 
 
-def _no_limit() -> None:
+def _no_limit() -> float | None:
     return None
 
 
@@ -253,7 +255,7 @@ class BridgeReceive:
         """Return when the tensor is whole (on CUDA: when the current stream is ordered after it).
 
         May be called any number of times, from any thread. ``timeout`` is in seconds, for lanes and completion
-        together; None is the deadline of each.
+        together; None is the deadline, and a second more for a completion whose messages came at its very end.
 
         Raises:
             P2PError: as of the lanes.
@@ -265,9 +267,12 @@ class BridgeReceive:
         if timeout is None and self._alone and not self._landed:
             for handle in (self._handles or {}).values():
                 handle.wait()
-            left: Callable[[], float | None] = _no_limit
+            left = of_completion = _no_limit
         else:
-            left = remaining(timeout)
+            left = of_completion = remaining(timeout)
+            if timeout is None:
+                deadline = self._queue.waits.deadline
+                of_completion = remaining(deadline, least=min(deadline, _LATE_SECONDS))
             while not self._landed and not self._alone:
                 self._ask_first(left)
             if self._alone:
@@ -276,7 +281,7 @@ class BridgeReceive:
             if not self._done:
                 if not self._landed:
                     self.land()
-                self._finish(left)
+                self._finish(of_completion)
 
     def result(self) -> Any:
         """Wait, then the tensor or the payload; the same object each time."""

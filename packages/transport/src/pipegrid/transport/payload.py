@@ -253,9 +253,11 @@ class ReceiveBuffers:
 
     def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
         """Take back the buffers of a message; their next use comes after ``events``."""
-        # Without the gradients and the graph of the last message.
-        fresh = [tensors[0].detach()] if len(tensors) == 1 else [tensor.detach() for tensor in tensors]
-        self._free.append((fresh, events))
+        for tensor in tensors:
+            if tensor.requires_grad or tensor.grad is not None:  # the gradients and the graph of the last message
+                tensors = [tensor.detach() for tensor in tensors]
+                break
+        self._free.append((tensors, events))
 
     def prepare(self) -> None:
         """Allocate the next small message's buffers now, outside its latency."""

@@ -110,10 +110,10 @@ class GlooMover:
         for sending, tensors, lane, epoch in operations:
             verb, peer = self._send if sending else self._recv, self._peer
             tag = CONTROL_TAGS + epoch if self._lanes == 1 else self._tag(sending, lane, epoch)
-            works = []
-            for tensor in tensors:
-                works.append(verb([tensor], peer, tag))  # noqa: PERF401 -- a comprehension is a frame more
-            tickets.append(GlooTicket(works))
+            if len(tensors) == 1:  # most messages
+                tickets.append(GlooTicket((verb(tensors, peer, tag),)))
+            else:
+                tickets.append(GlooTicket([verb([tensor], peer, tag) for tensor in tensors]))
         return tickets
 
     def _tag(self, sending: bool, lane: int, epoch: int) -> int:

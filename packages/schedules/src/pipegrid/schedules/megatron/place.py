@@ -156,19 +156,21 @@ def step_plan(
     Raises:
         PlanError: as `schedule_for` and `lower`.
     """
+    require_graph(graph)
     return step_proof(
         graph,
-        num_microbatches,
-        tied,
-        placement=placement,
-        collectives=collectives,
-        frozen=frozen,
-        schedule=schedule,
+        checked(num_microbatches, Count, "num_microbatches", PlanError),
+        tuple((name, tuple(stages)) for name, stages in tied),
+        placement=None if placement is None else as_placement(placement),
+        collectives=tuple(collectives),
+        frozen=checked(frozen, tuple[Name, ...], "frozen", PlanError),
+        schedule=find_schedule(schedule).name,
         sharding=sharding_key(shard, prefetch),
-        num_slices=num_slices,
+        num_slices=checked(num_slices, Count, "num_slices", PlanError),
     ).plan
 
 
+@lru_cache(maxsize=64)
 def step_proof(
     graph: ModuleGraph,
     num_microbatches: int,
@@ -182,42 +184,11 @@ def step_proof(
     num_slices: int = 1,
 ) -> Proof:
     """The proof of `step_plan`, cached: the runtime takes it as it is."""
-    require_graph(graph)
-    num_microbatches = checked(num_microbatches, Count, "num_microbatches", PlanError)
-    return _step_proof(
-        graph,
-        num_microbatches,
-        tuple((name, tuple(stages)) for name, stages in tied),
-        None if placement is None else as_placement(placement),
-        tuple(collectives),
-        checked(frozen, tuple[Name, ...], "frozen", PlanError),
-        find_schedule(schedule).name,
-        sharding,
-        checked(num_slices, Count, "num_slices", PlanError),
+    computes = schedule_for(
+        graph, schedule, num_microbatches, placement=placement, forward_only=frozen, num_slices=num_slices
     )
-
-
-@lru_cache(maxsize=64)
-def _step_proof(
-    graph: ModuleGraph,
-    num_microbatches: int,
-    tied: Ties,
-    placement: tuple[tuple[int, ...], ...] | None,
-    collectives: tuple[Edge, ...],
-    frozen: tuple[str, ...],
-    schedule: str,
-    sharding: Sharding,
-    num_slices: int,
-) -> Proof:
-    lowered = lower(
-        schedule_for(
-            graph, schedule, num_microbatches, placement=placement, forward_only=frozen, num_slices=num_slices
-        ),
-        collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives},
-        tied=dict(tied),
-        **_sharded(sharding),
-        proved=True,
-    )
+    names = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives}
+    lowered = lower(computes, collectives=names, tied=dict(tied), **_sharded(sharding), proved=True)
     return verify(lowered, window=_window(sharding))
 
 

@@ -110,14 +110,14 @@ class PreparedStep:
             for stage in models
         }
         self.last_backwards: Mapping[Action, int] = last_backwards(plan, position)
-        self._hooks, self._config = _CallHooks(), None
-        self._output_layers: Sequence[Callable[[], None]] = ()
         hooked, messages, ties, *_ = key
+        self._hooks, self._config = _CallMessageHooks() if messages else _CallHooks(), None
+        self._output_layers: Sequence[Callable[[], None]] = ()
         self.runtime = PipelineRuntime(
             proof,
             self.stages,
             communicator,
-            hooks=[_CallMessageHooks(self._hooks) if messages else self._hooks] if hooked else [],
+            hooks=[self._hooks] if hooked else [],
             reducers={name: partial(self._reduce, name) for name in _names(ties)},
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
@@ -178,15 +178,11 @@ class _CallHooks:
             hook.after(action)
 
 
-class _CallMessageHooks:
+class _CallMessageHooks(_CallHooks):
     """`_CallHooks` where at least one hook is a `MessageHook`."""
 
-    def __init__(self, hooks: _CallHooks) -> None:
-        self._hooks = hooks
-        self.before, self.after = hooks.before, hooks.after
-
     def completed(self, action: Action) -> None:
-        for hook in self._hooks.current:
+        for hook in self.current:
             if isinstance(hook, MessageHook):
                 hook.completed(action)
 

@@ -21,7 +21,6 @@ from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments, Ste
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.megatron.prepared import PreparedStep, forget, prepared_step
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import StageCall, StageSettings
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import Hook
@@ -243,22 +242,6 @@ def require_one_config(models: Mapping[int, Any]) -> None:
     first, *others = [config_of(model) for model in models.values()]
     if any(other is not first and other != first for other in others):
         raise StepArgumentError("the models on this rank have different configs; a step has one")
-
-
-def message_shapes(
-    adjust: Callable[..., Any] | None, models: Mapping[int, Any], arguments: StepArguments, collection: Any
-) -> AnnouncedShapes | ExpectedShape | None:
-    """Expected shapes of messages: `announced_shapes` with an ``adjust`` function, else `expected_shape`.
-
-    All ``models`` are chunks of one module, and ``collection`` has its process groups.
-    """
-    sizes: dict[str, Any] = {
-        **dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), arguments.sizes, strict=True)),
-        "config": config_of(next(iter(models.values()))),
-        "tp_group": getattr(collection, "tp", None),
-        "cp_group": getattr(collection, "cp", None),
-    }
-    return expected_shape(**sizes) if adjust is None else announced_shapes(adjust, **sizes)
 
 
 def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection: Any) -> list[Callable[[], None]]:

@@ -16,8 +16,8 @@ from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import require_communicator, size_of
 from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments
 from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
-from pipegrid.schedules.megatron.step import message_shapes, require_one_config, run_step, single
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
+from pipegrid.schedules.megatron.step import require_one_config, run_step, single
 from pipegrid.schedules.runtime import describe
 from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Count, checked, checked_arguments
@@ -213,10 +213,17 @@ def _shapes_at(
     pg_collection: Any,
     adjust: Callable[..., Any] | None = None,
 ) -> AnnouncedShapes | ExpectedShape | None:
+    """Expected shapes of messages, of a pipeline of one module: from ``adjust``, or those that its config fixes."""
     if len(place.graph.modules) > 1:
         return None
     collection = None if pg_collection is None else collection_of(pg_collection, place.modules[0])
-    return message_shapes(adjust, models, arguments, collection)
+    options: dict[str, Any] = {
+        **dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), arguments.sizes, strict=True)),
+        "config": config_of(next(iter(models.values()))),
+        "tp_group": getattr(collection, "tp", None),
+        "cp_group": getattr(collection, "cp", None),
+    }
+    return expected_shape(**options) if adjust is None else announced_shapes(adjust, **options)
 
 
 def forward_backward_with_schedule(

@@ -6,12 +6,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 from attrs import define, field
 
-if TYPE_CHECKING:
-    from pipegrid.schedules.monitor.control import ControlStore
+from pipegrid.schedules.monitor.control import STORE_VERBS, ControlStore
 
 _T = TypeVar("_T")
 _JOIN_SECONDS = 1.0
@@ -88,34 +89,7 @@ def _end(calls: queue.SimpleQueue[_Call | None], threads: list[threading.Thread]
             thread.join(_JOIN_SECONDS)  # a store that is silent for good holds its thread, which is a daemon
 
 
-@define
-class BoundedStore:
-    """A `ControlStore` of which every call ends within ``seconds``, with an answer or a `SilentStoreError`."""
-
-    store: ControlStore
-    calls: BoundedCalls
-    seconds: float
-
-    def set(self, key: str, value: str, /) -> None:
-        """See `ControlStore`."""
-        self.calls.run(self.store.set, key, value, seconds=self.seconds)
-
-    def get(self, key: str, /) -> bytes:
-        """See `ControlStore`."""
-        return self.calls.run(self.store.get, key, seconds=self.seconds)
-
-    def add(self, key: str, amount: int, /) -> int:
-        """See `ControlStore`."""
-        return self.calls.run(self.store.add, key, amount, seconds=self.seconds)
-
-    def check(self, keys: list[str], /) -> bool:
-        """See `ControlStore`."""
-        return self.calls.run(self.store.check, keys, seconds=self.seconds)
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """See `ControlStore`."""
-        return self.calls.run(self.store.compare_set, key, expected, desired, seconds=self.seconds)
-
-    def delete_key(self, key: str, /) -> bool:
-        """See `ControlStore`."""
-        return self.calls.run(self.store.delete_key, key, seconds=self.seconds)
+def bounded_store(store: ControlStore, calls: BoundedCalls, seconds: float) -> ControlStore:
+    """``store``, of which every call ends within ``seconds``, with an answer or a `SilentStoreError`."""
+    verbs = {verb: partial(calls.run, getattr(store, verb), seconds=seconds) for verb in STORE_VERBS}
+    return cast("ControlStore", SimpleNamespace(**verbs))

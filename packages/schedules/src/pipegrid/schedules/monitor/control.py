@@ -153,10 +153,7 @@ class Control:
 
 def _difference(step: int, said: dict[int, str]) -> str:
     """In words: who runs what."""
-    groups: dict[str, list[int]] = {}
-    for rank, what in said.items():
-        groups.setdefault(what, []).append(rank)
-    table = "; ".join(f"{_listed(ranks)}: {what}" for what, ranks in groups.items())
+    table = "; ".join(_grouped(said))
     return (
         f"the ranks do not run the same step {step}: {table}. Give every rank the same plan, so the same microbatches"
     )
@@ -164,10 +161,15 @@ def _difference(step: int, said: dict[int, str]) -> str:
 
 def where_all_stand(positions: dict[int, str]) -> str:
     """One line for each position, with the ranks that stand there."""
+    return "\n".join(f"  {line}" for line in _grouped(positions))
+
+
+def _grouped(said: dict[int, str]) -> list[str]:
+    """``ranks 0-2: text`` for each text."""
     groups: dict[str, list[int]] = {}
-    for rank, position in positions.items():
-        groups.setdefault(position, []).append(rank)
-    return "\n".join(f"  {_listed(ranks)}: {position}" for position, ranks in groups.items())
+    for rank, text in said.items():
+        groups.setdefault(text, []).append(rank)
+    return [f"{_listed(ranks)}: {text}" for text, ranks in groups.items()]
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, frozen
 
-from pipegrid.schedules.monitor.bounded import BoundedCalls, BoundedStore
+from pipegrid.schedules.monitor.bounded import BoundedCalls, bounded_store
 from pipegrid.schedules.monitor.collectives import under_way
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
@@ -124,25 +124,24 @@ class Monitor:
         deadline = checked(deadline, Seconds | None, "deadline", MonitorError)
         first_deadline = checked(first_deadline, Seconds | None, "first_deadline", MonitorError)
         interval = checked(interval, Seconds, "interval", MonitorError)
-        for verb in STORE_VERBS:
-            if isinstance(store, type) or not callable(getattr(store, verb, None)):
-                raise MonitorError(f"store is {shown(store)}, without {verb}(); give control_store('monitor')")
+        lacking = [verb for verb in STORE_VERBS if not callable(getattr(store, verb, None))]
+        if lacking:
+            raise MonitorError(f"store is {shown(store)}, without {lacking[0]}(); give control_store('monitor')")
         if device is not None and not isinstance(getattr(device, "type", None), str):
             raise MonitorError(f"device is {shown(device)}; give the torch.device that computes, or None")
         rank = checked(rank, Index, "rank", MonitorError)
         everyone: tuple[int, ...] = checked(ranks, tuple[Index, ...], "ranks", MonitorError)
         if rank not in everyone:
             raise MonitorError(f"rank {rank} is not among the ranks {list(everyone)}: give all ranks that run steps")
-        self.rank = rank
-        self.deadline = deadline
+        self.rank, self.deadline = rank, deadline
         self.first_deadline = max(_FIRST_DEADLINE, deadline or 0.0) if first_deadline is None else first_deadline
         self.interval = interval
         self.progress = None if device is None else progress_of(device)
         self._calls = BoundedCalls()
         patience = deadline or self.first_deadline
-        self._control = Control(BoundedStore(store, self._calls, patience), rank, everyone)
+        self._control = Control(bounded_store(store, self._calls, patience), rank, everyone)
         # For looks and for a failing rank: a store that is silent delays neither.
-        self._brief = Control(BoundedStore(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, everyone)
+        self._brief = Control(bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, everyone)
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
         self._steps = 0

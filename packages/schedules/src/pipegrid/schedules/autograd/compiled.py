@@ -78,8 +78,8 @@ class SplitBackend:
             return _raising(
                 SplitBackwardError(
                     f'a compiled region of {self.name} cannot be split, as compile="split" asks: {reason}. It must not '
-                    "write to its inputs, return a view of one or have DTensors among them; compile the layer whole "
-                    '(compile="whole"), so that all of it runs at I, or leave it in eager mode'
+                    "write to its inputs, return a view of one or have DTensors among them; use "
+                    'compile="whole", or eager mode'
                 )
             )
 

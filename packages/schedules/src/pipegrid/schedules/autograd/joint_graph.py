@@ -16,11 +16,7 @@ from pipegrid.schedules.autograd.unsplittable import SplitBackwardError
 
 
 def require_joint_graphs() -> None:
-    """Raise unless this torch has what `compile_split` takes from it.
-
-    Raises:
-        SplitBackwardError: it has not.
-    """
+    """Raise SplitBackwardError unless this torch has what `compile_split` takes from it."""
     for module, name in (_JOINT, _PARTITION, _STORAGE):
         _part(module, name)
     if not hasattr(Tensor, "_is_view"):
@@ -70,5 +66,5 @@ def _part(module: str, name: str) -> Any:
 def _lacking(name: str) -> SplitBackwardError:
     return SplitBackwardError(
         f'torch {torch.__version__} has no {name}, by which compile="split" cuts a compiled backward in halves; '
-        'compile layers whole (compile="whole"), so that all of them run at I, or leave them in eager mode'
+        'compile layers whole (compile="whole"), or leave them in eager mode'
     )

@@ -9,11 +9,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-_REMEDY = (
-    "or choose a schedule whose backwards are whole (B in place of I and W: gpipe, 1f1b, interleaved_1f1b, looped_bfs)"
-)
-
-
 UNSPLITTABLE = "CheckpointFunctionBackward"
 """A reentrant checkpoint: it cannot run while others of its graph are kept for later."""
 COMPILED = "CompiledFunctionBackward"
@@ -29,22 +24,15 @@ class SplitBackwardError(ValueError):
 
 
 def require_splittable(path: Iterable[Node], stage: int, model: Any) -> None:
-    """Raise for a graph with a node that cannot run while others of the graph are kept for later.
+    """Raise SplitBackwardError for a reentrant checkpoint on the ``path`` to the inputs of ``stage``.
 
-    Args:
-        path: the nodes that lead to the stage's inputs.
-        stage: its number.
-        model: its module, for the names in the message; anything else has none.
-
-    Raises:
-        SplitBackwardError: reentrant checkpointing.
+    ``model``: the stage's module, for the names in the message; anything else has none.
     """
     for node in path:
         if node.name() == UNSPLITTABLE:
             raise SplitBackwardError(
-                f"stage {stage}: {_checkpointed(node, model)} is checkpointed with use_reentrant=True, which runs a "
-                "whole backward of its own and cannot be split into I and W; checkpoint it with use_reentrant=False, "
-                f"{_REMEDY}"
+                f"stage {stage}: {_checkpointed(node, model)} is checkpointed with use_reentrant=True, which cannot be "
+                "split into I and W; checkpoint it with use_reentrant=False, or choose a schedule with whole backwards"
             )
 
 
@@ -54,16 +42,10 @@ def _checkpointed(node: Node, model: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", function)
-    if isinstance(owner, torch.nn.Module):
-        return _named(owner, model)
-    return f"function {getattr(function, '__name__', type(function).__name__)!r}"
-
-
-def _named(module: torch.nn.Module, model: Any) -> str:
-    for name, found in _modules(model):
-        if found is module and name:
-            return f"module {name!r} ({type(module).__name__})"
-    return f"module {type(module).__name__}"
+    if not isinstance(owner, torch.nn.Module):
+        return f"function {getattr(function, '__name__', type(function).__name__)!r}"
+    name = next((name for name, found in _modules(model) if found is owner), "")
+    return f"module {name!r} ({type(owner).__name__})" if name else f"module {type(owner).__name__}"
 
 
 def compiled_modules(model: Any) -> list[str]:

@@ -50,15 +50,15 @@ class PipelineConfig(P2PConfig):
     """Settings of a pipelined step, and (inherited) of the communicator that it runs on.
 
     Attributes:
-        hidden_size: last axis of the activations. Given, and without ``variable_seq_lengths``, what the stages of a
-            single module send is checked against the step's ``seq_length`` and ``micro_batch_size``.
+        hidden_size: last axis of the activations. Without ``variable_seq_lengths``, what the stages of a single module
+            send is checked against it, ``seq_length`` and ``micro_batch_size``.
         sequence_parallel: activations between stages are sharded along the sequence over tp.
-        calculate_per_token_loss: the loss function returns a sum over tokens; gradients are divided by the
-            global number of tokens once, by ``finalize_model_grads_func``.
+        calculate_per_token_loss: the loss function returns a sum over tokens; ``finalize_model_grads_func`` divides
+            gradients by the global number of tokens.
         deallocate_pipeline_outputs: free a sent activation's storage; only its ``grad_fn`` is still needed.
         num_microbatches_with_partial_activation_checkpoints: of each window of in-flight microbatches, how many
-            follow the model's own setting (``checkpoint_activations_microbatch`` False); the others checkpoint their
-            activations whole (True). None passes no such argument.
+            follow the model's own setting (``checkpoint_activations_microbatch`` False), the others checkpoint whole
+            (True). None passes no such argument.
         enable_autocast: run forwards under autocast.
         autocast_dtype: with this dtype (None: the pipeline's).
         grad_scale_func: scales the loss before the backward (mixed precision), such as a `LossScaler`.
@@ -87,8 +87,7 @@ class PipelineConfig(P2PConfig):
         prefetch: with ``shard``, how many stages of a rank are gathered ahead of the one that computes.
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
-        monitor: a `pipegrid.schedules.Monitor`, which says of a failed or stuck step where every rank stood, and
-            notices before a step that ranks would run different numbers of microbatches.
+        monitor: a `pipegrid.schedules.Monitor`.
         overlap_grad_reduce: start the reduction of a bucket in the last backward that touches it, where the step
             function reduces; False starts all after the last backward.
         grad_bucket_bytes: about the bytes of gradients that are reduced together, where the step function reduces.
@@ -136,11 +135,7 @@ def option(config: Any, name: str) -> Any:
 
 
 def checked_option(config: Any, name: str) -> Any:
-    """`option`, with the check that a `PipelineConfig` makes when it is made, for a config of another class.
-
-    Raises:
-        P2PConfigError: the value breaks the rule of its annotation.
-    """
+    """`option`, with the check that a `PipelineConfig` makes when it is made, for a config of another class."""
     return checked(option(config, name), _ANNOTATIONS[name], f"config.{name}", P2PConfigError)
 
 

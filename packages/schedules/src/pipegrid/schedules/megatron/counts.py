@@ -38,9 +38,6 @@ def get_pp_rank_microbatches(
 
     Returns:
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
-
-    Raises:
-        StepArgumentError: one of the sizes is not an integer of at least 1.
     """
     total = num_microbatches * num_model_chunks
     stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
@@ -76,10 +73,8 @@ def size_of(group: Any) -> int:
 
 def _distance_to_loss(communicator: Any) -> int:
     """Stages between this rank and the last; in a graph of modules, on the longest path."""
-    distance = getattr(communicator, "distance_to_sink", None)
-    if distance is None:
-        distance = communicator.total_stages - communicator.current_stage - 1
-    return int(distance)
+    distance: int | None = getattr(communicator, "distance_to_sink", None)
+    return communicator.total_stages - communicator.current_stage - 1 if distance is None else distance
 
 
 @checked_arguments(StepArgumentError)
@@ -89,9 +84,6 @@ def get_schedule_table(
     """``(microbatch, chunk)`` in the order of forwards: groups of N microbatches, chunk-major inside a group.
 
     The last group is shorter where N does not divide the number of microbatches.
-
-    Raises:
-        StepArgumentError: one of the sizes is not an integer of at least 1.
     """
     table: list[tuple[int, int]] = []
     for start in range(0, num_microbatches, microbatch_group_size_per_vp_stage):

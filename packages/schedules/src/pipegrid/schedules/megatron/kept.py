@@ -1,9 +1,8 @@
 """Cache of the step functions: all that is derived from the arguments, for the next call with equal ones.
 
-Deriving it costs about as much as the forward and the backward of two empty microbatches: the place of this rank, the
-plan, the policy of gradients, expected shapes. The next call compares its arguments, the options of its config and the
-marks of its parameters, and derives nothing. Weak references only lead to models and configs, as in the cache of
-runtimes.
+The place of this rank, the plan, the policy of gradients and the expected shapes cost about as much as two empty
+microbatches. The next call compares its arguments, the options of its config and the marks of its parameters, and
+derives nothing. References to models and configs are weak, as in the cache of runtimes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Cache of the step functions: the runtime of a plan and its stages, reused by later calls.
 
-Building a runtime costs as much as several steps of a small model; its inputs are the plan, the communicator and the
-models. The cache is a weak dictionary by first model: between steps it holds no reference to a model, an iterator, a
-config or a hook, so a deleted model is freed at once, together with its runtime. `pipegrid.schedules.megatron.kept`
-keeps what leads from the arguments of a call to its runtime.
+Building a runtime costs as much as several steps of a small model. The cache is a weak dictionary by first model:
+between steps it holds no reference to a model, an iterator, a config or a hook, so a deleted model is freed at once,
+with its runtime. `pipegrid.schedules.megatron.kept` leads from the arguments of a call to its runtime.
 """
 
 from __future__ import annotations

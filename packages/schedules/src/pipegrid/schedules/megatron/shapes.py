@@ -1,22 +1,19 @@
-"""Check of message shapes against the arguments of a step.
-
-Neighbours agree on shapes by themselves; the check finds a stage whose output does not match the arguments, before the
-send.
-"""
+"""Check of message shapes against the arguments of a step, before the send; neighbours agree on shapes without it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from attrs import frozen
 
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.config import option
-from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.runtime import flatten
 from pipegrid.topology.fields import Count, checked
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 class AnnouncedShapesError(ValueError):
@@ -30,15 +27,11 @@ class AnnouncedShapes:
     An empty shape (``variable_seq_lengths``) matches any.
     """
 
-    received: tuple[tuple[int, ...], ...]
-    sent: tuple[tuple[int, ...], ...]
+    received: tuple[Shape, ...]
+    sent: tuple[Shape, ...]
 
     def check(self, payload: Any, *, sent: bool, stage: int, microbatch: int) -> None:
-        """Compare a payload's tensors with the announced shapes.
-
-        Raises:
-            StageOutputError: another number of tensors, or another shape.
-        """
+        """Raise StageOutputError for another number of tensors, or another shape, than announced."""
         expected = self.sent if sent else self.received
         found = [tuple(tensor.shape) for tensor in flatten(payload) if tensor is not None]
         fits = [not shape or shape == other for shape, other in zip(expected, found, strict=False)]
@@ -49,42 +42,19 @@ class AnnouncedShapes:
             )
 
 
-def announced_shapes(
-    adjust: Callable[..., Any],
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None,
-    config: Any,
-    tp_group: Any,
-    cp_group: Any,
-) -> AnnouncedShapes:
-    """Shapes from ``adjust(receive_shapes, send_shapes)``, applied to `get_tensor_shapes`.
-
-    Raises:
-        AnnouncedShapesError: ``adjust`` does not return two lists of shapes.
-        StepArgumentError: as `get_tensor_shapes`.
-    """
-    shapes = get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config,
-        tp_group=tp_group,
-        cp_group=cp_group,
-    )
+def announced_shapes(adjust: Callable[..., Any], shapes: Sequence[Shape]) -> AnnouncedShapes:
+    """Shapes from ``adjust(receive_shapes, send_shapes)``, applied to those of the arguments (`get_tensor_shapes`)."""
     adjusted = adjust(list(shapes), list(shapes))
     try:
         received, sent = adjusted
         return AnnouncedShapes(_as_shapes(received), _as_shapes(sent))
     except (TypeError, ValueError):
         raise AnnouncedShapesError(
-            f"adjust_tensor_shapes_fn returned {adjusted!r}; expected (receive shapes, send shapes), each a list with "
-            "one shape per tensor"
+            f"adjust_tensor_shapes_fn returned {adjusted!r}; expected (receive shapes, send shapes)"
         ) from None
 
 
-def _as_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
+def _as_shapes(shapes: Any) -> tuple[Shape, ...]:
     return tuple(tuple(int(size) for size in shape) for shape in shapes)
 
 
@@ -102,11 +72,7 @@ class ExpectedShape:
     exact: bool
 
     def check(self, payload: Any, *, sent: bool, stage: int, microbatch: int) -> None:
-        """Compare a sent payload of one tensor; the arguments of a step do not determine several.
-
-        Raises:
-            StageOutputError: another shape.
-        """
+        """Raise StageOutputError for a sent tensor of another shape; several are not determined by the arguments."""
         tensors = [tensor for tensor in flatten(payload) if tensor is not None]
         if not sent or len(tensors) != 1 or not tensors[0].is_floating_point():
             return
@@ -139,12 +105,8 @@ def expected_shape(
 ) -> ExpectedShape | None:
     """The shape of every message, if the config fixes it; else None.
 
-    A config fixes it with a ``hidden_size`` and an explicit ``variable_seq_lengths=False``: a config of another
-    library may have a ``hidden_size`` that is unrelated to messages. The sequence is the encoder's or the decoder's,
-    where both have a length.
-
-    Raises:
-        StepArgumentError: one of the sizes is not an integer of at least 1.
+    A config fixes it with a ``hidden_size`` and an explicit ``variable_seq_lengths=False``: that of another library may
+    have a ``hidden_size`` that is unrelated to messages. The sequence is the encoder's or the decoder's.
     """
     hidden_size = option(config, "hidden_size")
     fixed = getattr(config, "variable_seq_lengths", None) is False and option(config, "shapes") in (None, *_FIXED)

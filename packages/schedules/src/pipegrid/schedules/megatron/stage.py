@@ -94,10 +94,9 @@ class StageCall:
 
 @define(eq=False)
 class MegatronStage:
-    """Runs one microbatch of one stage through `forward_step`.
+    """Runs one microbatch of one stage through `run_model`.
 
-    In a graph of one module, a payload is the output of the user's function, such as a tensor. In a graph of several,
-    inputs are a dict by source module, and the output is a dict with the key of the stage's own module.
+    In a graph of several modules, inputs are a dict by source module, and the output is one by the stage's own module.
 
     Attributes:
         stage: global number.

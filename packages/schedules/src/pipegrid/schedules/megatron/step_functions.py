@@ -13,7 +13,7 @@ from pipegrid.schedules.generators import find_schedule, require_slices
 from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
-from pipegrid.schedules.megatron.counts import require_communicator, size_of
+from pipegrid.schedules.megatron.counts import get_tensor_shapes, require_communicator, size_of
 from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments
 from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
@@ -40,8 +40,7 @@ def get_forward_backward_func(
     ``"zero_bubble_v"``, needs no sizes: see `forward_backward_with_schedule`, also for ``num_slices``.
 
     Raises:
-        StepArgumentError: no pipeline size (there is no global parallel state), a size that is not an integer of at
-            least 1, chunks without a pipeline, or slices without a schedule.
+        StepArgumentError: no pipeline size, chunks without a pipeline, or slices without a schedule.
         PlanError: no schedule has that name, or it has no slices.
     """
     if schedule is not None:
@@ -151,8 +150,7 @@ def forward_backward_pipelining_without_interleaving(
         On a last stage the ``info`` of every microbatch's loss function, in order; elsewhere an empty list.
 
     Raises:
-        StepArgumentError: no communicator, chunks, an argument without effect, or models of other modules than this
-            rank's.
+        StepArgumentError: an argument that cannot be used, has no effect, or contradicts another.
         ReductionError: these groups and options do not give correct gradients; nothing was sent.
         GradientError: ``pg_collection`` is not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
@@ -223,7 +221,7 @@ def _shapes_at(
         "tp_group": getattr(collection, "tp", None),
         "cp_group": getattr(collection, "cp", None),
     }
-    return expected_shape(**options) if adjust is None else announced_shapes(adjust, **options)
+    return expected_shape(**options) if adjust is None else announced_shapes(adjust, get_tensor_shapes(**options))
 
 
 def forward_backward_with_schedule(
@@ -309,10 +307,8 @@ def forward_backward_pipelining_with_interleaving(
 
     - ``model`` is the list of this rank's V chunks. The config of the first is read, where
       ``microbatch_group_size_per_vp_stage`` is the number N of microbatches that a chunk runs before the next chunk
-      (default P), and with ``overlap_p2p_comm`` receives are posted one compute ahead, which hides transfers. With
-      ``overlap_moe_expert_parallel_comm`` one more forward runs before the first backward, for a model that
-      interleaves two microbatches. ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` may be
-      lists, one per chunk.
+      (default P), and with ``overlap_p2p_comm`` receives are posted one compute ahead, which hides transfers.
+      ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` may be lists, one per chunk.
     - ``data_iterator`` is a list with one iterator per chunk (None where a chunk needs no data).
     - ``p2p_communicator`` is a `P2PCommunicator`, whose stages are placed round-robin on its ranks (no placement).
 

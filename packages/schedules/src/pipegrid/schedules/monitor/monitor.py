@@ -92,15 +92,15 @@ class _Watched:
 class Monitor:
     """Watches this rank's steps and relays failures between all ranks of the job.
 
-    One monitor may serve many steps and many runtimes, one at a time. When a rank fails or exceeds the deadline, the
-    first failure is the job's: every rank ends its transfers, and its error starts with that failure.
+    One monitor may serve many runtimes, one at a time. When a rank fails or exceeds the deadline, every rank ends its
+    transfers, and its error starts with that failure.
 
     Args:
         store: for this monitor alone, such as `pipegrid.topology.control_store("monitor")`.
         rank: this rank.
         ranks: all ranks of the job that run steps.
-        deadline: seconds that a rank may spend at one step of its plan, computing and waiting included; None leaves
-            deadlines to the transfers.
+        deadline: seconds that a rank may spend at one step of its plan, waiting included; None leaves deadlines to the
+            transfers.
         first_deadline: the same for the first step of each plan, in which ranks compile, allocate and connect, and for
             the wait of all ranks for each other before it. None: 60 seconds, or ``deadline`` if that is longer.
         interval: seconds between two looks at the store.
@@ -204,8 +204,7 @@ class Monitor:
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
 
-        The record comes before the abort, so that ranks which the abort reaches find it. Neither waits long for a
-        silent store.
+        The record comes before the abort, so that ranks which the abort reaches find it.
         """
         watched, self._watched = self._watched, None
         first = self._record(text)
@@ -220,29 +219,22 @@ class Monitor:
         return Report(first, places)
 
     def lost(self, rank: int, text: str) -> None:
-        """Record that ``rank`` is gone, as something beside the steps has noticed, and end this rank's transfers.
-
-        From any thread.
-        """
+        """Record that ``rank`` is gone, and end this rank's transfers. From any thread."""
         watched, known = self._watched, self._failure
         first = self._record(text, rank)
         if known is None and watched is not None:
             self._fail(watched, first)
 
     def check(self) -> None:
-        """Raise if the job has failed, as far as this rank knows. Cheap, and local.
-
-        Raises:
-            JobFailedError: it has; the text is the first failure's.
-        """
+        """Raise JobFailedError with the job's first failure, if this rank knows of one. Local."""
         if self._failure is not None:
             raise JobFailedError(f"{_first_line(self._failure)}. {_REBUILD}")
 
     def wait(self, work: Work, what: str) -> None:
         """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
 
-        Returns when the collective has ended. On CUDA only the current stream waits for it, and the device's progress
-        is watched; a collective that fails there later is the job's failure as soon as the thread sees it.
+        On CUDA only the current stream waits for it, and the device's progress is watched; a collective that fails
+        there later is the job's failure as soon as the thread sees it.
 
         Args:
             work: of a collective that was started with ``async_op=True``.
@@ -314,7 +306,7 @@ class Monitor:
             return  # without the store, no rank could read it
 
     def _record(self, text: str, rank: int | None = None) -> Failure:
-        """The job's first failure: one that is known here, else the store's, else this one."""
+        """The job's first failure: one known here, else the store's, else this one."""
         if self._failure is None:
             try:
                 self._failure = self._brief.record(text, rank=rank)
@@ -324,8 +316,8 @@ class Monitor:
 
     def _late(self, stood: float, place: str, deadline: float) -> str:
         return (
-            f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s. Look "
-            "at what it waits for; if it is only slow, give the monitor a longer deadline"
+            f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s: look at what "
+            "it waits for"
         )
 
     def _busy(self, watched: _Watched) -> bool:

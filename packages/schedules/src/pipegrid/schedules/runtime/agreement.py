@@ -7,8 +7,8 @@ abort, and sees the difference when it looks again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from attrs import define, field
 
@@ -24,21 +24,12 @@ _CONNECT_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 
 
-@runtime_checkable
-class NeighbourlyCommunicator(Protocol):
-    """A communicator between processes, with a handshake beside its lanes."""
-
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The handshake with the ranks at the other ends of ``edges``."""
-        ...
-
-
 @define(eq=False)
 class StepAgreement:
     """The handshake of this rank with those at the other ends of ``edges``.
 
-    Without a `NeighbourlyCommunicator` (positions within one process) nothing is compared. ``deadline`` bounds every
-    handshake in seconds; the first one, which connects, has at least 60.
+    Without a communicator that knows its ``neighbours(edges)`` (positions within one process) nothing is compared.
+    ``deadline`` bounds every handshake in seconds; the first one, which connects, has at least 60.
     """
 
     plan: Plan
@@ -52,9 +43,7 @@ class StepAgreement:
     _what: str = field(default="", init=False)
 
     def begin(self, kind: str, agree: str = "") -> None:
-        """A step of this ``kind`` ("a step", "an evaluation") begins; nothing was sent for it yet.
-
-        ``agree`` is what else must be alike, in words.
+        """Compare before a step of this ``kind`` ("a step", "an evaluation"); ``agree``: what else must be alike.
 
         Raises:
             DisagreementError: a neighbour runs something else.
@@ -63,9 +52,9 @@ class StepAgreement:
         """
         if not self._connected:
             self._connected = True
-            if self.edges and isinstance(self.communicator, NeighbourlyCommunicator):
-                connecting = self.communicator.neighbours
-                self._handshake = self._calls.run(connecting, self.edges, seconds=max(self.deadline, _CONNECT_SECONDS))
+            connect: Callable[[Iterable[Edge]], Handshake] | None = getattr(self.communicator, "neighbours", None)
+            if self.edges and connect is not None:
+                self._handshake = self._calls.run(connect, self.edges, seconds=max(self.deadline, _CONNECT_SECONDS))
         if self._handshake is None:
             return
         self._what = (
@@ -77,8 +66,7 @@ class StepAgreement:
             raise
         except RuntimeError as error:
             raise SilentStoreError(
-                f"the store on which ranks compare their steps does not answer: its process has stopped or ended "
-                f"({error})"
+                f"the store on which ranks compare steps does not answer: its process has stopped or ended ({error})"
             ) from error
         if others:
             raise DisagreementError(self._difference(others))
@@ -97,6 +85,5 @@ class StepAgreement:
         theirs = ", ".join(f"rank {rank} {what}" for rank, what in others.items())
         return (
             f"the ranks do not run the same step: rank {self.rank} runs {self._what}, {theirs}. Give every rank the "
-            "same plan, so the same number of microbatches, and call step() and eval() in the same order on all; "
-            "rebuild the communicator and the runtime first"
+            "same plan, and call step() and eval() in one order; rebuild the communicator and the runtime first"
         )

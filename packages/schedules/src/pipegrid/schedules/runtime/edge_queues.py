@@ -114,12 +114,11 @@ class RecvQueue:
 class SendQueue:
     """Payloads that leave along an edge: kept until their send, or put into ``local``, the queue at the other end.
 
-    At most two sends per edge are outstanding. Waiting for the older one never deadlocks (`verify` proves the plan even
-    for sends that block until received) and bounds the memory that messages hold, so completion needs no polling.
-    A wait costs about as much as moving a small message, and several in a row little more than one; so up to 16 sends
-    of at most 64 KB are outstanding where no hook asks for their ends.
-    Computing on a device with streams (``in_streams``) waits for no send before the end of the step: the host's lead
-    bounds those under way, and a lane keeps what it sends.
+    At most two sends per edge are outstanding: waiting for the older one never deadlocks (`verify` proves the plan even
+    for sends that block until received) and bounds the memory that messages hold. Of sends of at most 64 KB it is 16,
+    where no hook asks for their ends, since several waits in a row cost little more than one.
+    On a device with streams (``in_streams``) no send is waited for before the end of the step: the host's lead bounds
+    those under way.
     """
 
     edge: Edge
@@ -203,9 +202,8 @@ def exchange(
 ) -> None:
     """``COLLECTIVE``: send the payload of ``sends`` and wait for the payload of ``receives``.
 
-    Stages that share ranks but shard data differently (an encoder on dp 2 over a language model on pp 2) exchange all
-    at once. Every position of both leaves the action with its data, as the proof of the plan assumes: a later wait
-    could hold up another member at an action behind this one.
+    Every position of both stages leaves the action with its data, as the proof of the plan assumes: a later wait could
+    hold up another member at an action behind this one.
     """
     payload, pending = None, None
     if sends is not None:

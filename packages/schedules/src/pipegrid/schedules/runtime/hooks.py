@@ -44,15 +44,11 @@ class ProfilerRanges:
     """
 
     def __init__(self) -> None:
-        self._names: dict[Action, str] = {}
         self._range: torch.profiler.record_function | None = None
 
     def before(self, action: Action) -> None:
         """Open the action's range."""
-        name = self._names.get(action)
-        if name is None:
-            name = self._names[action] = str(action)
-        self._range = torch.profiler.record_function(name)
+        self._range = torch.profiler.record_function(str(action))
         self._range.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
 
     def after(self, action: Action) -> None:
@@ -67,8 +63,8 @@ class HostLead:
     """A `Hook` that holds the host at most ``most`` microbatches ahead of a device with streams.
 
     It records an event after the last compute of each microbatch, and before each compute waits until at most ``most``
-    of them are pending: a bound for the memory in flight, whatever the host's speed. A wait ends without this host: all
-    that the event depends on was issued before it, here and, in a verified plan, on the other positions.
+    of them are pending. A wait ends without this host: all that the event depends on was issued before it, here and, in
+    a verified plan, on the other positions.
     """
 
     def __init__(self, actions: Iterable[Action], device: torch.device, most: int = _MICROBATCHES_AHEAD) -> None:

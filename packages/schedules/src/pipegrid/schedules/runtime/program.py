@@ -59,13 +59,8 @@ class Program:
     ) -> Program:
         """The program of some steps, each one action or a batch of them, with each hook around every action.
 
-        What an action needs from elsewhere is waited for before it counts as started, so that a recorded timeline shows
-        computing as computing and waiting as waiting. Without hooks the actions wait themselves.
-
-        Args:
-            steps: those of a plan; empty ones are left out.
-            hooks: in order.
-            batched: makes one call of a batch's; None where a batch is its messages one by one.
+        With hooks, inputs are waited for before an action counts as started, so that a recorded timeline shows waiting
+        as waiting. ``batched`` makes one call of a batch's; None where a batch is its messages one by one.
         """
         steps = [bounds for bounds in steps if bounds]
         calls: list[Call] = []

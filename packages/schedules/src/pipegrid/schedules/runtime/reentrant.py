@@ -47,8 +47,8 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[None]:
         if region is not None and not any(isinstance(one, torch.Tensor) and one.requires_grad for one in region):
             raise StageInputError(
                 f"stage {number}: {type(module).__name__} (its parameter {name!r} requires grad) is checkpointed with "
-                "use_reentrant=True, and no input of the checkpointed region requires grad: its parameters would get "
-                "no gradient. Checkpoint it with use_reentrant=False, or call requires_grad_() on the input"
+                "use_reentrant=True, and no input of the region requires grad: its parameters would get no gradient. "
+                "Use use_reentrant=False"
             )
 
     handle = register_module_forward_pre_hook(look)

@@ -1,8 +1,7 @@
-"""Execute a verified plan: exactly its actions, in its order, through anything that speaks the protocol.
+"""Execute a verified plan: exactly its actions, in its order.
 
-The runtime decides nothing. A plan says what this rank's position does; a `Stage` says what a forward is; a
-`PipelineCommunicator` moves payloads along edges. At construction every action is bound to what it does, so that a
-step only calls.
+A plan says what this rank's position does, a `Stage` what a forward is; a `PipelineCommunicator` moves payloads along
+edges. At construction every action is bound to what it does, so that a step only calls.
 """
 
 from __future__ import annotations
@@ -75,23 +74,22 @@ class PipelineRuntime:
 
     Args:
         plan: a lowered plan, which is verified here, or the `Proof` that `verify` returned for it; the same on every
-            rank. The proof must be of the communicator's kind of lanes (separate or shared).
+            rank.
         stages: this rank's stages by global number: exactly those that one position of the plan holds.
         communicator: moves payloads along the plan's edges.
         hooks: called around every action, in order.
         reducers: the effect of a ``REDUCE`` (tied parameters), by its group, or by stage where it has none.
         deallocate_outputs: free the storage of an activation after its send, even if other objects still hold it.
-        reuse_buffers: the buffer of a received activation takes another one after the backward of its microbatch, so
-            the plan's peak is all that is ever allocated. A stage must not keep what it received beyond that, nor a
-            view of it (in a log, for example). Bridges between modules allocate all the same.
+        reuse_buffers: the buffer of a received activation takes another one after the backward of its microbatch. A
+            stage must not keep what it received beyond that, nor a view of it. Bridges between modules allocate all
+            the same.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
         monitor: publishes this rank's place in the plan, enforces deadlines and relays failures.
 
     Raises:
         RuntimeArgumentError: an argument cannot be used.
-        PlanMismatchError: no position holds exactly these stages; the plan has not been lowered, has actions that
-            cannot be run, or messages without a communicator; the reducers are not those that it asks for.
+        PlanMismatchError: stages, communicator or reducers that are not those of the plan, or a plan without messages.
         PlanError: the plan has faults, all of which are listed.
     """
 
@@ -193,10 +191,8 @@ class PipelineRuntime:
             agree: what else neighbours must run alike; compared beside the plan, before the first message.
 
         Raises:
-            DisagreementError: a neighbour runs another plan or evaluates; with a monitor, any rank does. The rank that
-                comes second to the step sends nothing.
-            PipelineError: the step failed, or an earlier one did. Its first line is the first failure of the job as
-                far as it is known here: rank, stage, microbatch and error.
+            DisagreementError: a neighbour (with a monitor, any rank) runs another plan, or evaluates.
+            PipelineError: the step failed, or an earlier one did.
             JobFailedError: with a monitor, another rank failed before this step; nothing was sent.
             ReductionError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
@@ -297,11 +293,7 @@ class PipelineRuntime:
         )
 
     def _abort(self, reason: str) -> None:
-        """End the lanes and pass the reason on, so that neighbours need not wait for their deadlines.
-
-        With them, a device's collectives beside the plan. For no longer than 0.3 s: a peer that is stopped does not
-        take its note, and must not delay the error here.
-        """
+        """End the lanes and a device's collectives, and pass the reason on to neighbours, for no longer than 0.3 s."""
         under_way.abort()
         abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
         if abort is not None:

@@ -31,18 +31,14 @@ class ShardedStage:
     _pending: list[Any] = field(factory=list, init=False)
 
     def begin(self) -> None:
-        """Find the sharded modules, and leave their parameters to the plan.
-
-        Raises:
-            PlanMismatchError: there is none.
-        """
+        """Find the sharded modules, and leave their parameters to the plan."""
         self._pending.clear()
         found = {id(module): module for _, module in modules_of(self.stage) if is_fsdp(module)}
         self._modules = tuple(found.values())
         if not self._modules:
             raise PlanMismatchError(
                 f"the plan gathers the parameters of stage {self.number} ({self.number}UNSHARD), and nothing in the "
-                "stage is sharded: call fully_shard on its model, or leave the module out of shard="
+                "stage is sharded by fully_shard"
             )
         self._roots = outermost(self._modules)
         for root in self._roots:

@@ -24,9 +24,8 @@ Kept: TypeAlias = dict[Hashable, dict[int, torch.Tensor]]
 class Slice:
     """A slice of a microbatch, the third argument of a stage's forward in a plan with slices.
 
-    A stage keeps with it what later slices of the microbatch need, and reads what earlier ones have kept. For attention
-    that is one line, `update`; `keep` and `past` are its parts. A forward that runs again in the backward, for
-    checkpointed activations, reads the same and keeps nothing anew.
+    A stage keeps with it what later slices of the microbatch need, and reads what earlier ones have kept: for attention
+    by `update`. A forward that runs again in the backward, for checkpointed activations, keeps nothing anew.
 
     Attributes:
         index: place in the sequence, from 0.
@@ -81,14 +80,11 @@ class Slice:
             return
         kept = self._kept.setdefault(key, {})
         if self.index in kept:
-            raise StageOutputError(
-                f"slice {self.index} keeps a second tensor under {key!r}; give each layer's a key of its own"
-            )
+            raise StageOutputError(f"slice {self.index} keeps a second tensor under {key!r}; each has its own key")
         if self._training and not torch.is_grad_enabled():
             raise StageOutputError(
                 f"slice {self.index} keeps a tensor under {key!r} that is made without a graph (no_grad, or a region "
-                "checkpointed with use_reentrant=True): its gradients from later slices would be lost. Checkpoint with "
-                "use_reentrant=False"
+                "checkpointed with use_reentrant=True)"
             )
         differentiable = self._training and tensor.requires_grad
         if differentiable:

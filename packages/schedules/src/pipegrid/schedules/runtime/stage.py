@@ -24,9 +24,8 @@ class Forwarded:
 
     Attributes:
         outputs: the payload of each outgoing edge; one payload may go to several.
-        loss: the scalar to differentiate, on a stage without outgoing edges; None in a forward-only run. A stage with
-            outgoing edges may have a loss as well (an auxiliary loss that balances experts, for example): its backward
-            starts from that and from the gradients of its outputs, so the step differentiates the sum of all losses.
+        loss: the scalar to differentiate, on a stage without outgoing edges; None in a forward-only run. Any other
+            stage may have one as well (a balance of experts): the step differentiates the sum of all losses.
     """
 
     outputs: Mapping[Edge, Payload]

@@ -68,7 +68,7 @@ def test_a_fixed_scale_stays():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"scale": 0.5}, r"scale is 0\.5, outside of min_scale=1\.0"),
+        ({"scale": 0.5}, r"scale is 0\.5; it must be in 1\.0 to"),
         ({"scale": float("inf")}, "scale is inf; it must be a finite number above 0"),
         ({"growth_factor": 0.5}, r"growth_factor is 0\.5; it must be a finite number of at least 1"),
         ({"backoff_factor": 0}, "backoff_factor is 0; it must be a finite number above 0"),
@@ -81,8 +81,8 @@ def test_what_no_scale_can_be(settings, text):
         LossScale(**settings)
 
 
-def test_a_checkpoint_without_a_value_is_refused():
-    with pytest.raises(LossScaleError, match=r"has no \['clean_steps', 'overflows'\]; it has \['scale'\]"):
+def test_a_checkpoint_without_a_value_is_an_error():
+    with pytest.raises(KeyError, match="clean_steps"):
         from_state(LossScale(), {"scale": 2.0})
 
 

@@ -102,7 +102,7 @@ def test_what_a_dtensor_cannot_be_is_an_error(ranks):
     mesh = init_device_mesh(ranks.device.type, (2,))
     module = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))})
     module["w"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    with pytest.raises(GradientError, match="DTensor over 2 data lanes, and not by fully_shard"):
+    with pytest.raises(GradientError, match="a DTensor, not by fully_shard over a mesh of 2 ranks"):
         reduce_gradients(module, Groups(dp=dist.group.WORLD))
     partial = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))})
     partial["w"].grad = DTensor.from_local(torch.ones(4, device=ranks.device), mesh, [Partial()])

@@ -34,8 +34,7 @@ Divisor = torch.Tensor | float
 class Bucket:
     """Parameters whose gradients travel in one buffer, with one flag each that counts the lanes that had a gradient.
 
-    A large gradient that is alone travels as it is, in place, and its flag beside it: a copy there and back would be
-    computing that nothing overlaps.
+    A large gradient that is alone is summed in place, and its flag beside it: nothing would overlap copies of it.
 
     Attributes:
         module: name of the module, for errors.
@@ -165,11 +164,9 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
-        """Divide, and put the results where the gradients were.
+        """Divide by ``divisor`` (None: the module's data lanes), and put the results where the gradients were.
 
-        Args:
-            divisor: of all gradients; None is the module's own number of data lanes.
-            used: which parameters have a gradient on any rank.
+        ``used``: which parameters have a gradient on any rank.
         """
         mark = mark_of(self.parameters[0])
         if mark is not None:
@@ -215,10 +212,9 @@ def used_in(buckets: Sequence[Bucket]) -> list[list[bool]]:
 def alike(
     parameters: Iterator[torch.nn.Parameter], bucket_bytes: int, divided: Mapping[int, float | None]
 ) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-    """Parameters in order, cut where their kind changes or the bucket is full.
+    """Parameters in order, cut where their kind changes or the bucket is full; a tied one is a bucket of its own.
 
-    A tied parameter is a bucket of its own: in which order an all-reduce sums depends on the place in the buffer, and
-    the copies, which lie in different modules, must get the same bits.
+    The order in which an all-reduce sums depends on the place in the buffer, and all copies must get the same bits.
     """
     bucket: list[torch.nn.Parameter] = []
     size = 0

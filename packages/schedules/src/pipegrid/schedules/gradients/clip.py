@@ -45,11 +45,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
 
-    Replicas count once: a parameter is counted by the first data lane, and by the first tp rank unless it is
-    sharded over tp (attribute ``tensor_model_parallel``); of a tied parameter, the copy of the lowest stage counts,
-    the others (attribute ``tied_replica``) do not. Of a DTensor each rank counts its own shard, along mesh dims that
-    replicate the first rank's. ``main_grad`` is clipped where a parameter keeps one. A norm that is not finite is not
-    finite on every rank, and so are then the gradients: see `LossScaler` for a step to skip.
+    Replicas count once: a parameter by its first data lane, and by the first tp rank unless it is sharded over tp
+    (attribute ``tensor_model_parallel``); a tied one by the copy of its lowest stage (the others have the attribute
+    ``tied_replica``); a DTensor by its shards. ``main_grad`` is clipped where a parameter keeps one. A norm that is not
+    finite is so on every rank, and so are then the gradients: see `LossScaler` for a step to skip.
 
     Args:
         modules: as in `reduce_gradients`; call that first.
@@ -110,8 +109,8 @@ def _counts(
         placements, device_mesh = gradient.placements, gradient.device_mesh  # type: ignore[attr-defined]
         if any(placement.is_partial() for placement in placements):
             raise GradientError(
-                f"a parameter of shape {tuple(parameter.shape)} has a DTensor gradient with the placements "
-                f"{placements}, of which a norm needs the sum: call reduce_gradients first"
+                f"a DTensor gradient has the placements {placements}, of which a norm needs the sum: call "
+                "reduce_gradients first"
             )
         coordinates = device_mesh.get_coordinate() or ()
         first_of_mesh = all(
@@ -136,6 +135,6 @@ def _first_outside(mesh: frozenset[int], group: dist.ProcessGroup | None, parame
     if len(shared) < group.size():
         raise GradientError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor over {len(shared)} of the {group.size()} "
-            "ranks of a group of its module; its mesh must have all of them, or this one alone"
+            "ranks of a group of its module; its mesh must have all or one"
         )
     return True

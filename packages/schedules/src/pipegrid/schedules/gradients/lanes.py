@@ -65,11 +65,7 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
 
 
 def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
-    """The group of a module's data lanes, dp x cp; None where it has one lane.
-
-    Raises:
-        GradientError: there is a cp group, but none for dp and cp together.
-    """
+    """The group of a module's data lanes, dp x cp; None where it has one lane."""
     collection = collection_of(collections, name)
     group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
     if group is not None:
@@ -83,12 +79,6 @@ def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
     return data_parallel
 
 
-def tensor_group(collections: Any, name: str) -> dist.ProcessGroup | None:
-    """The group of a module's tensor-parallel ranks; None where there is none."""
-    group: dist.ProcessGroup | None = getattr(collection_of(collections, name), "tp", None)
-    return group
-
-
 def is_expert(parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter is an expert's, with data lanes of its own: by Megatron's mark, or ours."""
     return getattr(parameter, "allreduce", True) is False or bool(getattr(parameter, "expert", False))
@@ -97,15 +87,10 @@ def is_expert(parameter: torch.nn.Parameter) -> bool:
 def groups_of(
     parameter: torch.nn.Parameter, collections: Any, name: str
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The data lanes and the tensor-parallel ranks of a parameter: of an expert's those of the expert view.
-
-    Raises:
-        GradientError: an expert's parameter in a module with several data lanes, and no group of the experts' own.
-    """
-    lanes = lanes_group(collections, name)
+    """The data lanes and the tensor-parallel ranks of a parameter: of an expert's those of the expert view."""
+    lanes, collection = lanes_group(collections, name), collection_of(collections, name)
     if not is_expert(parameter):
-        return lanes, tensor_group(collections, name)
-    collection = collection_of(collections, name)
+        return lanes, getattr(collection, "tp", None)
     experts: dist.ProcessGroup | None = getattr(collection, "expt_dp", None)
     if experts is None and size_of(lanes) > 1:
         raise GradientError(

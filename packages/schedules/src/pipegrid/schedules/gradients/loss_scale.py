@@ -54,24 +54,15 @@ class LossScale:
 
     def __attrs_post_init__(self) -> None:
         if not self.min_scale <= self.scale <= self.max_scale:
-            raise LossScaleError(
-                f"scale is {self.scale}, outside of min_scale={self.min_scale} to max_scale={self.max_scale}"
-            )
+            raise LossScaleError(f"scale is {self.scale}; it must be in {self.min_scale} to {self.max_scale}")
         if self.backoff_factor > 1:
-            raise LossScaleError(
-                f"backoff_factor is {self.backoff_factor}; it must be at most 1: an overflow never grows"
-            )
+            raise LossScaleError(f"backoff_factor is {self.backoff_factor}; it must be at most 1")
 
 
 def fixed(scale: float) -> LossScale:
     """A loss scale that never changes; steps that overflow are still skipped."""
-    return LossScale(
-        scale=scale,
-        growth_factor=1.0,
-        backoff_factor=1.0,
-        min_scale=min(1.0, scale),
-        max_scale=max(2.0**24, scale),
-    )
+    least, most = min(1.0, scale), max(2.0**24, scale)
+    return LossScale(scale=scale, growth_factor=1.0, backoff_factor=1.0, min_scale=least, max_scale=most)
 
 
 def updated(state: LossScale, *, overflow: bool) -> LossScale:
@@ -91,17 +82,5 @@ def to_state(state: LossScale) -> dict[str, Any]:
 
 
 def from_state(settings: LossScale, saved: Mapping[str, Any]) -> LossScale:
-    """The loss scale of a checkpoint, with the rules of ``settings``.
-
-    Raises:
-        LossScaleError: ``saved`` lacks a value, or has one outside its range or the bounds of ``settings``.
-    """
-    missing = {"scale", "clean_steps", "overflows"} - set(saved)
-    if missing:
-        raise LossScaleError(f"a saved loss scale has no {sorted(missing)}; it has {sorted(saved)}")
-    return evolve(
-        settings,
-        scale=saved["scale"],
-        clean_steps=saved["clean_steps"],
-        overflows=saved["overflows"],
-    )
+    """The loss scale of a checkpoint, with the rules of ``settings``."""
+    return evolve(settings, **{name: saved[name] for name in ("scale", "clean_steps", "overflows")})

@@ -18,11 +18,7 @@ from pipegrid.topology.fields import Index, checked, checked_fields
 
 
 def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
-    """``loss`` times the scale, in float32 where it is narrower.
-
-    Compute the loss in float32 (``output.float()``): the first gradient, the scale itself, is in the loss's type,
-    and float16 ends at 65504.
-    """
+    """``loss`` times the scale, in float32 where it is narrower: the first gradient is the scale in that type."""
     wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
     return wide * state.scale
 
@@ -34,17 +30,13 @@ def unscale_gradients_(
     """Divide this rank's gradients by ``scale``; whether any gradient of the job is infinite or NaN.
 
     Every rank of the job calls it, once per step: after the reduction, so that sums that overflowed are seen, and
-    before clipping, so that the norm is that of the unscaled gradients. One all-reduce of one number; reading it is
-    the only time in a step that the host waits for the device, because what follows depends on it.
+    before clipping. One all-reduce of one number, which the host reads.
 
     Args:
         modules: all of this rank's, as in `reduce_gradients`; ``main_grad`` is read where a parameter keeps one.
         scale: what the losses were multiplied by.
         job_group: all ranks of the job; default: the default process group (one process without one).
         deadline: seconds that the host waits for the others; None leaves it to the group's timeout.
-
-    Returns:
-        Whether a gradient anywhere in the job is infinite or NaN: the same on every rank.
 
     Raises:
         LossScaleError: a scale that is not positive and finite.

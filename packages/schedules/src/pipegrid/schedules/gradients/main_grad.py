@@ -1,8 +1,7 @@
 """Gradients that accumulate in a wider type than their parameter's: ``parameter.main_grad`` in place of ``.grad``.
 
-A bfloat16 sum over microbatches loses a contribution that is 2^-9 of the sum before it. Summed in float32, each
-microbatch is rounded once, to the parameter's type, and never again. A parameter with the attribute ``main_grad`` keeps
-its sum there, whatever library set it; all reads and writes of gradients go through this file.
+A bfloat16 sum over microbatches loses a contribution that is 2^-9 of the sum before it. A parameter with the attribute
+``main_grad`` keeps its sum there, whatever library set it; all reads and writes of gradients go through this file.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ class MainGradError(ValueError):
 
 
 def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules with their names; an empty name where they have none.
-
-    Raises:
-        StepArgumentError: a value that is not a module.
-    """
+    """The modules with their names; an empty name where they have none."""
     by_name = modules.items() if isinstance(modules, Mapping) else [("", modules)]
     for name, stages in by_name:
         what = f"modules[{name!r}]" if isinstance(modules, Mapping) else "modules"
@@ -43,11 +38,6 @@ def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
                 yield name, stage
         else:
             yield name, checked(stages, Module, what, StepArgumentError)
-
-
-def modules_of(modules: Modules, name: str) -> list[torch.nn.Module]:
-    """The modules of that name."""
-    return [module for own, module in named_modules(modules) if own == name]
 
 
 def parameters_of(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -63,8 +53,8 @@ def parameters_of(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
 def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.float32) -> list[RemovableHandle]:
     """From now on, let every trained parameter of ``modules`` sum its gradients in ``parameter.main_grad``.
 
-    A hook adds each gradient that a backward leaves in ``.grad`` and drops it there, so that the narrow gradient
-    lives no longer than its parameter's part of one backward. ``main_grad`` is None until the first gradient.
+    A hook moves each gradient out of ``.grad`` as soon as a backward leaves it there. ``main_grad`` is None until the
+    first gradient.
 
     Args:
         modules: wrapped or bare; parameters must not be replaced afterwards (moving a module in place is fine).
@@ -80,25 +70,16 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
     for parameter in parameters:
         if torch.promote_types(parameter.dtype, dtype) != dtype:
             raise MainGradError(
-                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, which {dtype} cannot hold: "
-                "sums would lose what gradients have; choose a dtype at least as wide"
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, which {dtype} cannot hold"
             )
         if keeps_main_grad(parameter):
-            raise MainGradError(
-                f"a parameter of shape {tuple(parameter.shape)} keeps a main_grad already; call this once, or leave "
-                "it to the wrapper that does it"
-            )
+            raise MainGradError(f"a parameter of shape {tuple(parameter.shape)} keeps a main_grad already")
     handles = []
     for parameter in parameters:
         parameter.main_grad = None  # type: ignore[attr-defined]
         parameter.main_grad_dtype = dtype  # type: ignore[attr-defined]
-        handles.append(_hooked(parameter))
+        handles.append(parameter.register_post_accumulate_grad_hook(_move_to_main_grad))  # type: ignore[no-untyped-call]
     return handles
-
-
-def _hooked(parameter: torch.Tensor) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(_move_to_main_grad)  # type: ignore[no-untyped-call]
-    return handle
 
 
 def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
@@ -118,10 +99,9 @@ def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
 def fresh_gradients(modules: Modules) -> Iterator[None]:
     """Set the gradients of ``modules`` aside, so that a step and its reduction see only what the step adds.
 
-    Gradients accumulate over several steps before one optimizer step. What earlier steps left is reduced already;
-    reduced again, it would count once per data lane. On leaving, it is added to the new gradients, in the tensors that
-    held it; after an error it is put back, without what the failed step added. Costs no memory where gradients are
-    None, and one more copy of them where they are not (zeros included: use ``zero_grad(set_to_none=True)``).
+    What earlier steps left is reduced already; reduced again, it would count once per data lane. On leaving, it is
+    added to the new gradients, in the tensors that held it; after an error it is put back, without what the failed step
+    added. Costs one more copy of gradients that are not None (zeros included: use ``zero_grad(set_to_none=True)``).
 
     The step functions do this themselves where they reduce; around a step of your own::
 

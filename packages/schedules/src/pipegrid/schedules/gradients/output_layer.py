@@ -34,10 +34,9 @@ def output_linear(
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, for an output layer whose weight gradient may be deferred.
 
-    With ``config.defer_embedding_wgrad_compute``, the backward skips the weight's gradient and appends the
-    input to ``module.embedding_activation_buffer`` and the output's gradient to ``module.grad_output_buffer`` (lists),
-    both in the backward, so they match in any schedule. With ``config.wgrad_deferral_limit`` n > 0, only while fewer
-    than n microbatches are stored.
+    With ``config.defer_embedding_wgrad_compute``, the backward skips the weight's gradient and appends the input to
+    ``module.embedding_activation_buffer`` and the output's gradient to ``module.grad_output_buffer`` (lists); with
+    ``config.wgrad_deferral_limit`` n > 0, only while fewer than n microbatches are stored.
 
     Over tp, ``weight`` is this rank's rows (its part of the vocabulary), the output stays sharded along its last axis,
     and the gradient of ``x`` is summed over ``tp_group``. With ``config.sequence_parallel``, ``x`` is sharded along
@@ -138,10 +137,7 @@ def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
     """Clear the buffers before a step: an aborted one may have left entries.
 
-    Args:
-        config: ``defer_embedding_wgrad_compute``.
-        model: this rank's stage, or its chunks, with the output layer in the last.
-        is_last_stage: whether this rank has the output layer.
+    ``model`` is this rank's stage, or its chunks, with the output layer in the last.
 
     Returns:
         The module with the buffers, for `finish_embedding_wgrad_compute`; None without deferral.

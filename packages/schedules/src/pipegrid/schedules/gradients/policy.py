@@ -71,9 +71,6 @@ class GradientPolicy:
         """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives. One small all-reduce per module, once per runtime.
-
-        Raises:
-            DisagreementError: with the ranks of either kind.
         """
         for name, stage in {name: stage for stage, name in self.names.items()}.items():
             group = None if pg_collection is None else lanes_group(pg_collection, name)
@@ -156,10 +153,6 @@ def gradient_policy(
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
     that is right; then `reduce_gradients` over the groups of ``pg_collection``. The ``frozen`` modules get no gradient;
     their ranks only take part in counting tokens.
-
-    Raises:
-        ReductionError: gradients would not be the sum over the data lanes of their module, divided by the lanes of the
-            loss or by the tokens of the job.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None

@@ -1,9 +1,8 @@
 """Reduction of gradients over data lanes, bucket by bucket, each started as soon as its last gradient is there.
 
-Every module of the job has its own data lanes, and each lane's gradient is the part of the loss that flowed
-through it. So the gradient of a module is the **sum** over its own lanes, whatever their number; what it is
-divided by belongs to the loss: the loss side's number of lanes for a mean loss (each lane has averaged over its
-own share), the global number of tokens for a token-weighted one.
+Each lane's gradient is the part of the loss that flowed through it. So the gradient of a module is the **sum** over its
+own lanes, whatever their number; the divisor belongs to the loss: its number of lanes for a mean loss (each lane has
+averaged over its own share), the tokens of the job for a token-weighted one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pipegrid.schedules.gradients.lanes import (
     ranks_of,
     size_of,
 )
-from pipegrid.schedules.gradients.main_grad import Modules, modules_of, named_modules, parameters_of
+from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
 from pipegrid.schedules.gradients.tied import mark_of
 from pipegrid.topology.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
@@ -49,28 +48,21 @@ def reduce_gradients(
 ) -> None:
     """Sum gradients over the data lanes of each module, in buckets, and divide by what the loss asks for.
 
-    Call it once per step, after the last backward, on every rank of the job. A parameter that had no gradient
-    on this lane but on another counts as zero; one that had none anywhere keeps None. Where a parameter keeps a
-    ``main_grad``, that is what is summed, in its dtype. A tied parameter must have had its ``REDUCE``: the sum over
-    its copies comes first, and where that was over data lanes, too (`tie_parameters`), it is only divided here.
+    Call it once per step, after the last backward, on every rank of the job; see `fresh_gradients` for several steps
+    per update. A parameter without a gradient on this lane counts as zero; one that has none anywhere keeps None.
 
-    A parameter that is whole on every tensor-parallel rank, but whose gradient is only this rank's part (a norm inside
-    sequence parallelism, a gain per head), is summed over tp as well where it is marked: by Megatron's
-    ``parameter.sequence_parallel = True``, or by ``parameter.partial_over_tp = True``.
-
-    An expert's parameter (Megatron's ``parameter.allreduce = False``, or ``parameter.expert = True``) has seen the
-    tokens of its expert-parallel ranks, so it is summed over the ``expt_dp`` group of its collection alone, and divided
-    like the others.
-
-    DTensors, of any mesh, are reduced by their local shards. Parts of a sum (placement ``Partial``) are summed over
-    their mesh and get the parameter's placements. What ``fully_shard`` has spread over the data lanes is reduced
-    already, and divided by their number (or by its ``set_gradient_divide_factor``): that is made up for, so that mean
-    and per-token losses and other numbers of loss lanes come out right.
-
-    Gradients that several steps accumulate: see `fresh_gradients`.
+    - ``main_grad`` is summed where a parameter keeps one, in its dtype.
+    - A tied parameter must have had its ``REDUCE``; where that was over data lanes, it is only divided here.
+    - A parameter that is whole on every tp rank, but whose gradient is this rank's part (a norm inside sequence
+      parallelism, a gain per head), is summed over tp as well where it is marked: ``parameter.sequence_parallel =
+      True`` (Megatron's), or ``parameter.partial_over_tp = True``.
+    - An expert's (``parameter.allreduce = False``, Megatron's, or ``parameter.expert = True``) has seen the tokens of
+      its expert-parallel ranks: it is summed over the ``expt_dp`` group alone, and divided like the others.
+    - DTensors are reduced by their local shards. Parts of a sum (placement ``Partial``) are summed over their mesh;
+      what ``fully_shard`` has reduced and divided already is only multiplied by the ratio of the two divisors.
 
     Args:
-        modules: this rank's stages, as the step functions take them: of one module, or by module; one each, or several.
+        modules: this rank's stages: of one module, or by module; one each, or several.
         collections: process groups: one collection for all, or a mapping by module name (also as attribute
             ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's data lanes, None is one lane; ``tp`` is read
             for marked parameters.
@@ -83,9 +75,8 @@ def reduce_gradients(
         deadline: seconds that the host waits for each all-reduce; None leaves it to the group's timeout.
 
     Raises:
-        GradientError: the gradients could not come out right: sparse ones, a DTensor over some of the data lanes, or
-            over all without ``fully_shard``, several modules without ``loss_lanes``, a module name without a
-            collection, cp without dp_cp, a marked parameter without a tp group, a tied one that no ``REDUCE`` has
+        GradientError: the gradients could not come out right: sparse ones, a DTensor over some of the data lanes,
+            several modules without ``loss_lanes``, a group that is missing, a tied parameter that no ``REDUCE`` has
             summed. Nothing is sent then.
         ReductionTimeoutError: past the deadline; gradients are undefined then, as partial sums may be among them.
     """
@@ -125,11 +116,7 @@ class GradientReduction:
         job_group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
     ) -> GradientReduction:
-        """The reduction that `reduce_gradients` with these arguments is.
-
-        Raises:
-            GradientError: as there, but for sparse gradients and missing sums of tied parameters.
-        """
+        """The reduction that `reduce_gradients` with these arguments is."""
         loss_lanes = checked(loss_lanes, Count | None, "loss_lanes", GradientError)
         bucket_bytes = checked(
             BUCKET_BYTES if bucket_bytes is None else bucket_bytes, Count, "bucket_bytes", GradientError
@@ -142,7 +129,8 @@ class GradientReduction:
             own_lanes = size_of(lanes_group(collections, name))
             divided = {
                 number: factor
-                for module in modules_of(modules, name)
+                for own, module in named_modules(modules)
+                if own == name
                 for number, factor in fsdp_divisors(module).items()
             }
             for parameter in parameters:
@@ -206,10 +194,6 @@ class GradientReduction:
         """Start the remaining buckets, wait for all, divide, and store the gradients.
 
         The host reads the device at most once: where a parameter of this rank had no gradient.
-
-        Raises:
-            GradientError: sparse gradients, tied parameters that no ``REDUCE`` has summed.
-            ReductionTimeoutError: as `Waiting.wait`.
         """
         if num_tokens is not None and not (isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1):
             num_tokens = checked(num_tokens, Amount, "num_tokens", GradientError)
@@ -264,15 +248,12 @@ def _require_reducible(
 ) -> None:
     mesh = mesh_ranks(parameter)
     shared = max(len(mesh & ranks_of(lanes)), 1)
-    if by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
+    whole = (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1))
+    if (by_fsdp and (shared, len(mesh)) != whole) or (not by_fsdp and shared > 1):
         raise GradientError(
-            f"{described(parameter, name)} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which "
-            f"{shared} are of its {size_of(lanes)} data lanes; the mesh must have all lanes, and beside them tp at most"
-        )
-    if not by_fsdp and shared > 1:
-        raise GradientError(
-            f"{described(parameter, name)} is a DTensor over {shared} data lanes, and not by fully_shard: what is "
-            "summed over them already is not known; set finalize_model_grads_func"
+            f"{described(parameter, name)} is a DTensor{'' if by_fsdp else ', not'} by fully_shard over a mesh of "
+            f"{len(mesh)} ranks, of which {shared} are of its {size_of(lanes)} data lanes; over data lanes, DTensors "
+            "must be by fully_shard over all of them, and beside them over tp at most"
         )
     if partial_over_tp(parameter) and (
         tensor is None or getattr(parameter, "tensor_model_parallel", False) or mark_of(parameter) is not None

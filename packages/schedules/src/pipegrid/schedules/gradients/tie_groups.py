@@ -48,9 +48,6 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
         stages: global numbers of the stages with a copy.
         graph: the modules and their stages.
         grids: the grid of each of these modules.
-
-    Raises:
-        TyingError: a grid whose ``pp`` is not the module's depth; a rank that holds different shards of two stages.
     """
     alike = shards_alike(stages, graph, grids)
     members: dict[Shard, list[int]] = {}

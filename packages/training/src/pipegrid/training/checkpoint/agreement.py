@@ -30,9 +30,6 @@ def require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: str
         outcome: of a difference, the first words of its text.
         of_ranks: the values of each rank, by name.
         hint: the end of the text.
-
-    Raises:
-        CheckpointMismatchError: two differ.
     """
     known: dict[str, tuple[int, Any]] = {}
     for rank, values in enumerate(of_ranks):
@@ -46,12 +43,7 @@ def require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: str
 
 
 def require_whole_names(outcome: str, tables: Sequence[Iterable[Held]]) -> None:
-    """Every name is that of one tensor of the whole model: on one stage, or on several that are tied.
-
-    Raises:
-        CheckpointMismatchError: two stages of a module have a tensor with the same name, which is then local to each;
-            or two ranks have different shapes or types of one tensor.
-    """
+    """Every name is that of one tensor of the whole model: on one stage, or on several that are tied."""
     forms = [
         {
             f"{held.name!r} of module {held.module!r}": (

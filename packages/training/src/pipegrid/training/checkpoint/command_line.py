@@ -50,11 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def found_at(path: Path) -> Path:
-    """The checkpoint at ``path``, or the newest in it.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint at ``path``, or the newest in it."""
     if (path / folder.MANIFEST).is_file():
         return path
     saved = folder.saved_in(path)

@@ -50,9 +50,6 @@ def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
 
     A model asks the entry of some layer, often the first, how many tokens the cache has; the entries of layers on other
     stages stay empty. So each of them is an own layer's of the same kind (full or sliding), where there is one.
-
-    Raises:
-        GenerationError: the model is not one of Hugging Face's, or has an encoder and a decoder.
     """
     config = getattr(whole, "config", None)
     if config is None or len(assignment.lists) != 1:

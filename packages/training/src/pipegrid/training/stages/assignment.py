@@ -78,11 +78,7 @@ def as_layout(layout: str | PipelineParallelLayerLayout) -> PipelineParallelLaye
 
 
 def assign(model: nn.Module, layout: PipelineParallelLayerLayout, names: Names) -> Assignment:
-    """The stage of each layer and parameter: layers by the layout, the rest with the first, the last or the next layer.
-
-    Raises:
-        CutError: the layout has another number of layers than the model, or kinds of layer that it has not.
-    """
+    """The stage of each layer, by the layout, and of each parameter beside them: with the first, last or next layer."""
     lists = {kind: layers_of(model, path) for kind, path in names.layers.items()}
     kinds = _kinds(layout, lists)
     try:

@@ -69,11 +69,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_names(model: nn.Module) -> Names:
-    """The first row of the table whose lists of layers the model has.
-
-    Raises:
-        CutError: none; the text has the lists that the model has.
-    """
+    """The first row of the table whose lists of layers the model has."""
     lists = {name for name, _ in _lists(model)}
     for names in TABLE:
         if set(names.layers.values()) <= lists:
@@ -86,11 +82,7 @@ def find_names(model: nn.Module) -> Names:
 
 
 def given_names(model: nn.Module, names: Names) -> Names:
-    """``names``, of parts that the model has.
-
-    Raises:
-        CutError: a part of the embedding or the head is neither a submodule nor a parameter.
-    """
+    """``names``, of parts that the model has."""
     if not isinstance(names, Names):
         raise CutError(f"names is {shown(names)}; give Names(layers=...), such as Names('model.layers')")
     there = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
@@ -102,11 +94,7 @@ def given_names(model: nn.Module, names: Names) -> Names:
 
 
 def layers_of(model: nn.Module, path: str) -> tuple[str, ...]:
-    """The dotted names of the layers in the list ``path``.
-
-    Raises:
-        CutError: there is no such list of modules.
-    """
+    """The dotted names of the layers in the list ``path``."""
     lists = dict(_lists(model))
     if path not in lists:
         raise CutError(

@@ -44,9 +44,6 @@ def forward_of_slice(
         tokens: the ids or hidden states of the slice.
         given: arguments of the model.
         forward: the model's forward over the stage.
-
-    Raises:
-        CutError: an argument or a model that would see other tokens in slices than in the whole sequence.
     """
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {*_INPUTS, *_LABELS}
@@ -97,11 +94,7 @@ def _loss(whole: nn.Module, result: Any, *, shift_labels: Tensor, num_items_in_b
 
 
 def require_slices(stage: nn.Module, accepted: Sequence[str], config: Any) -> None:
-    """Raise unless the attention of a stage can be that of a Hugging Face decoder in slices.
-
-    Raises:
-        CutError: what hinders it.
-    """
+    """Raise unless the attention of a stage can be that of a Hugging Face decoder in slices."""
     decoder = "past_key_values" in accepted and config is not None and not getattr(config, "is_encoder_decoder", False)
     both_ways = [path for path, module in stage.named_modules() if getattr(module, "is_causal", True) is False]
     if getattr(config, "use_bidirectional_attention", None):

@@ -93,11 +93,7 @@ class ForeignPart(Foreign):
     """A part beside the layers on another stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return NaN in the shape of the part's result; a later part ends the forward.
-
-        Raises:
-            CutError: the part runs after the layers and is placed before them, or the other way round.
-        """
+        """Return NaN in the shape of the part's result; a later part ends the forward."""
         if not self.earlier:
             if self.run.left is None:
                 raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")

@@ -83,11 +83,7 @@ def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dic
 
 
 def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[int, nn.Module]:
-    """This rank's stages of a module by their numbers.
-
-    Raises:
-        CheckpointError: a stage without a number.
-    """
+    """This rank's stages of a module by their numbers."""
     if isinstance(stages, Mapping):
         return dict(stages)
     listed = [stages] if isinstance(stages, nn.Module) else list(stages)
@@ -108,11 +104,7 @@ def slots_of(
     names: Mapping[str, str] | None,
     ties: Sequence[Tie],
 ) -> list[Slot]:
-    """Where each stored tensor of a stage is: parameters once, and buffers that are part of its ``state_dict``.
-
-    Raises:
-        CheckpointError: two tensors of the stage would have one name; state that is no tensor.
-    """
+    """Where each stored tensor of a stage is: parameters once, and buffers that are part of its ``state_dict``."""
     saved = {_clean(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
     extra = sorted(name for name in saved if name.endswith("_extra_state"))
     if extra:

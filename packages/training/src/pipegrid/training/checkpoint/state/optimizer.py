@@ -17,11 +17,7 @@ Owners = Mapping[int, tuple[str, str]]
 
 
 def entries(optimizers: Sequence[Any], owners: Owners) -> Iterator[tuple[str, Any]]:
-    """Every entry of the states under its key.
-
-    Raises:
-        CheckpointError: a parameter that is in no stage.
-    """
+    """Every entry of the states under its key."""
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -59,11 +55,7 @@ def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
 
 
 def merged(of_ranks: Sequence[Sequence[GroupEntry]]) -> tuple[GroupEntry, ...]:
-    """The groups of all ranks: those with the same place and options become one.
-
-    Raises:
-        CheckpointMismatchError: a parameter with two different options.
-    """
+    """The groups of all ranks: those with the same place and options become one."""
     found: list[GroupEntry] = []
     names: list[dict[tuple[str, str], None]] = []
     place_of: dict[tuple[str, str], int] = {}
@@ -95,9 +87,6 @@ def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
     """The saved options of every parameter group: those of its parameters.
 
     A group without parameters on this rank has those of the saved group in the same place.
-
-    Raises:
-        CheckpointMismatchError: a parameter that no saved optimizer had, or a group of parameters with two options.
     """
     of_name = {name: group for group in saved for name in group.parameters}
     found = []

@@ -99,11 +99,7 @@ class Camera:
         self._copies = Copies()
 
     def shoot(self, step: int) -> Shot:
-        """Copy the state; overwrites the copies of the shot before.
-
-        Raises:
-            CheckpointError: something of it cannot be stored.
-        """
+        """Copy the state; overwrites the copies of the shot before."""
         tensors, values = self._read()
         if self._inventory is None or not self._copies.fit(tensors):
             self._inventory = Inventory(self.state)

@@ -44,11 +44,7 @@ METADATA = ".metadata"
 
 
 def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> Metadata:
-    """Write the files of a checkpoint, each forced to the disk; all ranks of ``group`` together, or this process alone.
-
-    Raises:
-        CheckpointError: a rank could not; on every rank.
-    """
+    """Write the files of a checkpoint and sync them; all ranks of ``group`` together, or this process alone."""
     with _told():
         written: Any = state_dict_saver.save(
             {}, storage_writer=_Writer(path), planner=planner, process_group=group, no_dist=_alone(group)
@@ -60,11 +56,7 @@ def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> M
 
 
 def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill ``tensors`` in place; all ranks of ``group`` together, or this process alone.
-
-    Raises:
-        CheckpointError: a rank could not; on every rank.
-    """
+    """Fill ``tensors`` in place; all ranks of ``group`` together, or this process alone."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _told():
         reader = FileSystemReader(path)

@@ -104,12 +104,7 @@ def write(path: Path, manifest: Manifest) -> None:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of the checkpoint in the folder ``path``.
-
-    Raises:
-        CorruptCheckpointError: the file is not the one that was written.
-        CheckpointError: it is of a format that this version does not know.
-    """
+    """The manifest of the checkpoint in the folder ``path``."""
     try:
         written = json.loads((path / folder.MANIFEST).read_text(encoding="utf-8"))
         checksum, content = written["checksum"], written["content"]
@@ -131,11 +126,7 @@ def _checksum(content: Any) -> int:
 
 
 def checksum_of(path: Path, start: int, length: int) -> int:
-    """The checksum of some bytes of a file.
-
-    Raises:
-        CorruptCheckpointError: the file ends before.
-    """
+    """The checksum of some bytes of a file."""
     found = 0
     with path.open("rb") as file:
         file.seek(start)

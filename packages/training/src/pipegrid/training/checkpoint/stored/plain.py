@@ -15,11 +15,7 @@ from pipegrid.training.errors import CheckpointError
 
 
 def to_plain(value: Any, what: str) -> Any:
-    """``value`` as JSON can hold it; ``what`` names it in errors.
-
-    Raises:
-        CheckpointError: data of a type that no rule covers.
-    """
+    """``value`` as JSON can hold it; ``what`` names it in errors."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def shown(path: Path, found: Manifest) -> str:
         lines.append(f"  {len(held):>6,} {text}, {stored:,} bytes")
     for module in found.modules:
         keys = [key for key in found.tensors if key.startswith(f"model/{module}/")]
-        count = sum(_count(found.tensors[key].shape) for key in keys)
+        count = sum(math.prod(found.tensors[key].shape) for key in keys)
         grid = (found.grids or {}).get(module)
         lines.append(f"  module {module}: {len(keys):,} tensors, {count:,} values" + (f", grid {grid}" if grid else ""))
     for group in found.groups:
@@ -80,13 +81,6 @@ def shown(path: Path, found: Manifest) -> str:
             lines.append(f"  {name}: {json.dumps(value):.200}")
     lines.extend(f"  {name}: {entry.length:,} bytes" for name, entry in found.files.items())
     return "\n".join(lines)
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,13 +16,7 @@ Result = TypeVar("Result")
 
 
 class Job:
-    """The ranks that save together; one process without a process group is a job of one.
-
-    Attributes:
-        group: their gloo group; None without a process group.
-        rank: of this process among them.
-        size: how many they are.
-    """
+    """The ranks that save together, over a gloo group of theirs; a process without a process group is a job of one."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -31,11 +25,6 @@ class Job:
             spec = GroupSpec(dist.get_process_group_ranks(group), "checkpoints", shared=False)
             self.group = create_groups([spec], backend="gloo", timeout=timeout)[spec]
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes what there is once."""
-        return self.rank == 0
 
     def gather(self, value: Result) -> list[Result]:
         """The values of all ranks, on every rank."""
@@ -68,7 +57,7 @@ class Job:
 
     def first(self, what: str, function: Callable[[], Result]) -> Result:
         """What ``function`` returns on the first rank, which alone calls it; on every rank."""
-        return self.together(what, lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]
+        return self.together(what, lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def close(self) -> None:
         """Destroy the group."""

@@ -67,7 +67,7 @@ def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> L
             skipped.append(str(error))
             continue
         loaded = _fill(job, state, path, found, tuple(skipped))
-        for text in skipped if job.is_first else ():  # last: a filter may make it an error, on this rank alone
+        for text in skipped if job.rank == 0 else ():  # last: a filter may make it an error, on this rank alone
             warnings.warn(f"skipped: {text}", stacklevel=3)
         return loaded
     if skipped:

@@ -38,10 +38,8 @@ class Assignment:
     """A model over stages.
 
     Attributes:
-        num_stages: of the layout.
         lists: the layers of each list, in the order of their run.
-        stage_of_layer: the stage of each layer, by its name.
-        stage_of_parameter: the stage of each parameter, by its name; a tied one has several names.
+        stage_of_parameter: by name; a tied parameter has several names.
         ties: parameters on several stages.
     """
 

@@ -1,10 +1,9 @@
 """Build a model with the parameters of some stages only, and the initial values that one process gives them.
 
-The function that makes the model runs twice. The first run counts parameters in the order of their registration, all
-on the meta device. In the second, the parameters of other stages are, as soon as they are registered, views of one
-scratch buffer of the largest one's size: initialization writes there, and the generator goes through the states of one
-process. So own values are bit for bit those of one process with the same seed, and the memory is that of the own
-parameters and two others.
+The function that makes the model runs twice. The first run counts parameters in the order of their registration, on the
+meta device. In the second, the parameters of other stages become views of one scratch buffer as soon as they are
+registered: initialization writes there, and the generator goes through the states of one process. So own values are bit
+for bit those of one process with the same seed, and the memory is that of the own parameters and two others.
 """
 
 from __future__ import annotations

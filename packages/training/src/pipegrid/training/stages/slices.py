@@ -1,8 +1,8 @@
 """A Hugging Face model over slices of a sequence: its cache is what the slices of a microbatch keep for each other.
 
-The model's own forward runs on a slice as it does on further tokens of a text: positions begin after the earlier
-slices, and attention gets their keys and values out of the cache. Unlike in generation they belong to the graph of
-their own slice, to which `pipegrid.schedules.Slice` returns the gradients of all later ones.
+A slice runs as further tokens of a text do: positions begin after the earlier slices, and attention gets their keys and
+values out of the cache. Unlike in generation they belong to the graph of their own slice, to which
+`pipegrid.schedules.Slice` returns the gradients of all later ones.
 """
 
 from __future__ import annotations
@@ -34,16 +34,9 @@ def forward_of_slice(
     given: Mapping[str, Any],
     forward: Callable[[dict[str, Any]], Any],
 ) -> Any:
-    """Run ``forward`` on the slice ``part``, with the cache of the microbatch among its arguments.
+    """Run ``forward`` on the slice ``part``, with the cache of the microbatch among its arguments ``given``.
 
-    Args:
-        whole: the model, of which this is a stage.
-        assignment: of the model's layers to stages.
-        number: the stage's.
-        part: the slice.
-        tokens: the ids or hidden states of the slice.
-        given: arguments of the model.
-        forward: the model's forward over the stage.
+    ``tokens``: the ids or hidden states of the slice; ``number``: of the stage of the model ``whole``.
     """
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {*_INPUTS, *_LABELS}

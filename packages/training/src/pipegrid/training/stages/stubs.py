@@ -1,9 +1,7 @@
 """What replaces the parts of a model that are on other stages, so that the model's own forward runs on every stage.
 
-A model's forward is: embedding, tables (masks, positions, rotary), layers in turn, norm and head. On a stage it runs as
-it is. The stages differ in what foreign parts do: an earlier layer returns what arrived; an earlier part, such as the
-embedding, returns NaN in the shape of its result, from which the tables are made; the first later part ends the
-forward.
+An earlier layer returns what arrived; an earlier part, such as the embedding, returns NaN in the shape of its result,
+from which tables (masks, positions, rotary) are made; the first later part ends the forward.
 """
 
 from __future__ import annotations

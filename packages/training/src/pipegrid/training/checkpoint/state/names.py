@@ -19,15 +19,11 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_f
 
 @frozen
 class Slot:
-    """Where a stored tensor of the model is on this rank.
+    """Where a stored tensor of the model is on this rank: ``leaf`` of the submodule ``owner``.
 
     Attributes:
-        module: of the graph of modules.
         name: in the whole module.
-        stage: number of the stage in the module.
         tied: the name is declared for several stages.
-        owner: the submodule with the tensor.
-        leaf: the tensor's name in ``owner``.
         parameter: whether it is a parameter, or a buffer.
         aliases: its other names on this stage.
     """
@@ -57,10 +53,6 @@ def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dic
 
     ``whole_names(stage, layers={"blocks": [4, 5]})`` gives ``blocks.0.weight`` the name ``blocks.4.weight``. The ids
     are those of the layout: ``layout.get_layer_id_list(...)``.
-
-    Args:
-        stage: the stage's module.
-        layers: by the path of a list of layers, the global id of each of its layers.
 
     Raises:
         CheckpointError: a list has another number of layers.
@@ -145,10 +137,6 @@ def _clean(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def _no_names() -> dict[nn.Module, Mapping[str, str]]:
-    return {}
-
-
 @frozen(eq=False, kw_only=True)
 class TrainingState:
     """What a checkpoint holds of this rank, by reference: it is read when a checkpoint is saved, and filled by a load.
@@ -172,7 +160,7 @@ class TrainingState:
     optimizers: Sequence[Any] = ()
     scaler: Any = None
     data: Any = None
-    names: Mapping[nn.Module, Mapping[str, str]] = field(factory=_no_names)
+    names: Mapping[nn.Module, Mapping[str, str]] = field(factory=dict)
     ties: Mapping[str, Sequence[Tie]] = field(factory=dict)
     plan: Any = None
     grids: Mapping[str, Any] | None = None

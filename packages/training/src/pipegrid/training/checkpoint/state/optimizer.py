@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from pipegrid.training.checkpoint.stored.manifest import GroupEntry, Manifest
@@ -18,12 +21,17 @@ Owners = Mapping[int, tuple[str, str]]
 
 def entries(optimizers: Sequence[Any], owners: Owners) -> Iterator[tuple[str, Any]]:
     """Every entry of the states under its key."""
+    for optimizer, _, parameter, (module, name) in _parameters(optimizers, owners):
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            yield f"optimizer/{module}/{name}/{entry}", value
+
+
+def _parameters(optimizers: Sequence[Any], owners: Owners) -> Iterator[tuple[Any, Any, Tensor, tuple[str, str]]]:
+    """Every parameter, after its optimizer and its group; its module and name."""
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                module, name = owner_of(parameter, owners, number)
-                for entry, value in optimizer.state.get(parameter, {}).items():
-                    yield f"optimizer/{module}/{name}/{entry}", value
+                yield optimizer, group, parameter, owner_of(parameter, owners, number)
 
 
 def owner_of(parameter: Tensor, owners: Owners, number: int) -> tuple[str, str]:
@@ -56,27 +64,19 @@ def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
 
 def merged(of_ranks: Sequence[Sequence[GroupEntry]]) -> tuple[GroupEntry, ...]:
     """The groups of all ranks: those with the same place and options become one."""
-    found: list[GroupEntry] = []
-    names: list[dict[tuple[str, str], None]] = []
-    place_of: dict[tuple[str, str], int] = {}
-    for group in (group for groups_of_rank in of_ranks for group in groups_of_rank):
-        place = (group.optimizer, group.index, group.options)
-        known = (i for i, one in enumerate(found) if (one.optimizer, one.index, one.options) == place)
-        at = next(known, len(found))
-        if at == len(found):
-            found.append(group)
-            names.append({})
+    found: dict[tuple[int, int, str], tuple[GroupEntry, dict[tuple[str, str], None]]] = {}
+    options_of: dict[tuple[str, str], dict[str, Any]] = {}
+    for group in itertools.chain.from_iterable(of_ranks):
+        place = (group.optimizer, group.index, json.dumps(group.options, sort_keys=True))
+        names = found.setdefault(place, (group, {}))[1]
         for name in group.parameters:
-            if found[place_of.setdefault(name, at)].options != group.options:
+            if options_of.setdefault(name, group.options) != group.options:
                 raise CheckpointMismatchError(
-                    f"two ranks have different options for {name[1]} of module {name[0]!r}: "
-                    f"{found[place_of[name]].options} and {group.options}"
+                    f"two ranks have different options for {name[1]} of module {name[0]!r}: {options_of[name]} and "
+                    f"{group.options}"
                 )
-            names[at][name] = None
-    return tuple(
-        GroupEntry(group.optimizer, group.index, group.options, tuple(held))
-        for group, held in zip(found, names, strict=True)
-    )
+            names[name] = None
+    return tuple(evolve(group, parameters=tuple(names)) for group, names in found.values())
 
 
 GroupOptions = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -88,12 +88,21 @@ def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
 
     A group without parameters on this rank has those of the saved group in the same place.
     """
-    of_name = {name: group for group in saved for name in group.parameters}
-    found = []
+    of_name = {name: group.options for group in saved for name in group.parameters}
+    found: GroupOptions = []
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
-            entry = _saved_group(group, number, index, owners, of_name, saved)
-            found.append((group, {} if entry is None else entry.options))
+            names = [owner_of(parameter, owners, number) for parameter in group["params"]]
+            options = [of_name.get(name) for name in names]
+            for name, own in zip(names, options, strict=True):
+                if own is None or own != options[0]:
+                    raise CheckpointMismatchError(
+                        f"group {index} of optimizer {number} has {name[1]}, saved with the options {own}, and "
+                        f"{names[0][1]}, saved with {options[0]}"
+                    )
+            in_place = [one.options for one in saved if (one.optimizer, one.index) == (number, index)]
+            known = [own for own in options if own is not None] or in_place
+            found.append((group, known[0] if known else {}))
     return found
 
 
@@ -101,28 +110,6 @@ def restore_groups(options: GroupOptions) -> None:
     """Give every parameter group the options that it was saved with."""
     for group, saved in options:
         group.update({option: from_plain(value) for option, value in saved.items()})
-
-
-def _saved_group(
-    group: Mapping[str, Any],
-    number: int,
-    index: int,
-    owners: Owners,
-    of_name: Mapping[tuple[str, str], GroupEntry],
-    saved: Sequence[GroupEntry],
-) -> GroupEntry | None:
-    names = [owner_of(parameter, owners, number) for parameter in group["params"]]
-    if not names:
-        return next((one for one in saved if (one.optimizer, one.index) == (number, index)), None)
-    first = of_name.get(names[0])
-    for name in names:
-        own = of_name.get(name)
-        if own is None or first is None or own.options != first.options:
-            raise CheckpointMismatchError(
-                f"group {index} of optimizer {number} has {names[0][1]}, saved with the options "
-                f"{first and first.options}, and {name[1]}, saved with {own and own.options}"
-            )
-    return first
 
 
 def prepared(
@@ -142,16 +129,14 @@ def prepared(
             stored.setdefault((module, name), {})[entry] = key
     targets: dict[str, Tensor] = {}
     states = []
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state: dict[str, Any] = {}
-                for entry, key in stored.get(owner_of(parameter, owners, number), {}).items():
-                    if key in manifest.values:
-                        state[entry] = from_plain(manifest.values[key])
-                    else:
-                        state[entry] = targets.setdefault(key, _like(parameter, manifest, key, group))
-                states.append((optimizer, parameter, state))
+    for optimizer, group, parameter, owner in _parameters(optimizers, owners):
+        state: dict[str, Any] = {}
+        for entry, key in stored.get(owner, {}).items():
+            if key in manifest.values:
+                state[entry] = from_plain(manifest.values[key])
+            else:
+                state[entry] = targets.setdefault(key, _like(parameter, manifest, key, group))
+        states.append((optimizer, parameter, state))
     return targets, states
 
 

@@ -22,13 +22,8 @@ class Shot:
     """What one rank saves.
 
     Attributes:
-        snapshot: copies of the tensors.
-        random: captured states of random generators.
-        seed: torch's initial seed.
         groups: parameter groups of the optimizers.
         values: entries of optimizer states that are no tensors.
-        scaler: state of the loss scaler.
-        data: the data position.
         settings: the text of the plan, the grids, the layout.
         held: the tensors of the model.
     """
@@ -58,9 +53,7 @@ class Inventory:
     """Which tensors a state has, under which names; as read from its modules at one time.
 
     Attributes:
-        slots: of the model's tensors.
         owners: module and name of each parameter, by its id.
-        held: what the rank tells the others of its tensors.
         device: of the rank: that of its first tensor off the CPU, else the CPU.
     """
 
@@ -94,7 +87,7 @@ class Camera:
 
     def __init__(self, state: TrainingState) -> None:
         self.state = state
-        self._settings = _settings_of(state)
+        self._settings = _plan_text(state.plan), _grids(state.grids), _layout(state.layout)
         self._inventory: Inventory | None = None
         self._copies = Copies()
 
@@ -134,11 +127,6 @@ class Camera:
 def stages_of(held: Sequence[Held]) -> tuple[tuple[str, int], ...]:
     """The stages of a rank."""
     return tuple(dict.fromkeys((one.module, one.stage) for one in held))
-
-
-def _settings_of(state: TrainingState) -> tuple[str | None, Any, Any]:
-    """The text of the plan, the grids and the layout as plain data."""
-    return _plan_text(state.plan), _grids(state.grids), _layout(state.layout)
 
 
 def _plan_text(plan: Any) -> str | None:

@@ -65,17 +65,14 @@ class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-        step: of the training.
         tensors: by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``.
         files: those without tensors.
         groups: parameter groups.
         values: entries of optimizer states that are no tensors, by the same keys.
-        scaler: the state of the loss scaler.
         data: the data position.
         seed: torch's initial seed on the first rank.
         ranks: the stages ``[module, number]`` of each rank.
         grids: shape and first rank of each grid.
-        layout: of the layers, as text by module.
     """
 
     step: int

@@ -20,7 +20,7 @@ _BUFFERS = ("embedding_activation_buffer", "grad_output_buffer")
 
 
 class DeferralError(ValueError):
-    """A model lacks the buffers of deferred weight gradients, or they do not match, or it has no such weight."""
+    """A model lacks the buffers, or the weight, of deferred weight gradients."""
 
 
 def output_linear(
@@ -177,29 +177,17 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         tp_group: None is one rank.
 
     Raises:
-        DeferralError: the two buffers hold different numbers of microbatches, or there is no weight.
+        DeferralError: there is no weight.
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
-    if len(inputs) != len(gradients):
-        raise DeferralError(
-            f"{type(embedding_module).__name__} holds {len(inputs)} inputs of its output layer and {len(gradients)} "
-            "gradients; only output_linear may fill the buffers"
-        )
-    if not inputs:
+    if not inputs and not gradients:
         return
-    weight = getattr(getattr(embedding_module, "output_layer", None), "weight", None)
-    if weight is None:
-        weight = getattr(embedding_module, "shared_embedding_or_output_weight", lambda: None)()
-    if not isinstance(weight, torch.nn.Parameter):  # another tensor would lose its gradient
-        raise DeferralError(
-            f"{type(embedding_module).__name__} has no Parameter as output_layer.weight, nor one from "
-            "shared_embedding_or_output_weight()"
-        )
+    weight = _weight_of(embedding_module)
     shared = _size(tp_group) > 1 and bool(getattr(config, "sequence_parallel", False))
     following = _start_gather(inputs[0], tp_group) if shared else None
-    while inputs:
+    while inputs or gradients:  # as many of both
         x = inputs.pop(0)
         if following is not None:
             x, handle = following
@@ -215,6 +203,15 @@ def deferred_weight_gradients(config: Any, model: Any, *, is_last_stage: bool, t
     """
     module = clear_embedding_activation_buffer(config, model, is_last_stage)
     return partial(finish_embedding_wgrad_compute, config, module, is_last_stage and module is not None, tp_group)
+
+
+def _weight_of(module: Any) -> torch.nn.Parameter:
+    weight = getattr(getattr(module, "output_layer", None), "weight", None)
+    if weight is None:
+        weight = getattr(module, "shared_embedding_or_output_weight", lambda: None)()
+    if not isinstance(weight, torch.nn.Parameter):  # another tensor would lose its gradient
+        raise DeferralError(f"{type(module).__name__} has no Parameter as output_layer.weight, nor a shared one")
+    return weight
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.schedules.gradients.buckets import Bucket, alike, partial_over_tp, used_in
+from pipegrid.schedules.gradients.buckets import Bucket, Divisor, alike, partial_over_tp, used_in
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors, mesh_ranks
 from pipegrid.schedules.gradients.lanes import (
     GradientError,
@@ -195,20 +195,14 @@ class GradientReduction:
 
         The host reads the device at most once: where a parameter of this rank had no gradient.
         """
-        if num_tokens is not None and not (isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1):
-            num_tokens = checked(num_tokens, Amount, "num_tokens", GradientError)
-        remaining = [bucket for bucket in self.buckets if not bucket.started]
-        for bucket in remaining:
-            if (fault := bucket.fault()) is not None:
-                raise GradientError(fault)
-        tokens = None
+        remaining = self._startable()
+        divisor: Divisor | None = self.loss_lanes
         if num_tokens is not None:
-            tokens = global_tokens(num_tokens, device_of(self.modules, self.job_group), self.job_group, waiting)
+            divisor = global_tokens(num_tokens, device_of(self.modules, self.job_group), self.job_group, waiting)
         for bucket in remaining:
             bucket.start()
         for bucket in self.buckets:
             bucket.proceed(waiting)
-        divisor = tokens if tokens is not None else self.loss_lanes
         unknown: list[Bucket] = []
         for bucket in self.buckets:
             if bucket.wait is not None:
@@ -220,6 +214,14 @@ class GradientReduction:
         for bucket, used in zip(unknown, used_in(unknown), strict=True):
             bucket.finish(divisor, used)
 
+    def _startable(self) -> list[Bucket]:
+        """The buckets that no backward has started; one whose gradients cannot be summed is an error."""
+        remaining = [bucket for bucket in self.buckets if not bucket.started]
+        for bucket in remaining:
+            if (fault := bucket.fault()) is not None:
+                raise GradientError(fault)
+        return remaining
+
 
 def global_tokens(
     num_tokens: torch.Tensor | float, device: torch.device, job_group: dist.ProcessGroup | None, waiting: Waiting
@@ -229,11 +231,12 @@ def global_tokens(
     In float64 on every rank, whatever was counted here: a rank without a loss cannot know whether others count whole
     tokens or weigh them, and up to 2**53 a count is exact in it.
     """
-    if isinstance(num_tokens, torch.Tensor):
+    if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1:
         # Not blocking to a device with streams: memory of the host is read before the call returns.
         total = num_tokens.detach().to(device, torch.float64, non_blocking=has_streams(device), copy=True).reshape(())
     else:
-        total = torch.full((), num_tokens, dtype=torch.float64, device=device)
+        count = checked(num_tokens, Amount, "num_tokens", GradientError)
+        total = torch.full((), count, dtype=torch.float64, device=device)
     all_reduce(total, job_group)(waiting)
     return torch.where(total > 0, total, torch.ones_like(total))
 

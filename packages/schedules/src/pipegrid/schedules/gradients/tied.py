@@ -201,32 +201,42 @@ def _require_copies(name: str, copies: Mapping[int, torch.nn.Parameter], held: S
             raise TyingError(f"tied parameter {name!r}: the copy of stage {stage} is already tied as {mark.name!r}")
 
 
-@torch.no_grad()
 def _require_equal(tied: TiedParameters) -> None:
-    """Raise on all members or none: every member gathers the differences of all, and the text is the same."""
-    first = tied.copies[0]
+    """Raise on all members or none: every member gathers the forms and differences of all, and the text is the same."""
     ranks = [dist.get_rank()] if tied.group is None else dist.get_process_group_ranks(tied.group)
-    form = " beside ".join(dict.fromkeys(f"{copy.dtype} of shape {tuple(copy.shape)}" for copy in tied.copies))
-    word = torch.tensor(list(form.encode().ljust(_FORM_BYTES)[:_FORM_BYTES]), dtype=torch.uint8, device=first.device)
-    forms = [bytes(each.tolist()).decode().rstrip() for each in _gathered(word, tied.group)]
+    forms = _forms(tied)
     if len(set(forms)) > 1 or " beside " in forms[0]:
         found = ", ".join(f"{each} on rank {ranks[forms.index(each)]}" for each in dict.fromkeys(forms))
         raise TyingError(f"the copies of tied parameter {tied.name!r} differ: {found}")
-    flats = [copy.detach().reshape(-1) for copy in tied.copies]
-    difference = torch.zeros((), dtype=torch.float64, device=first.device)
-    for start in range(0, first.numel(), _CHUNK):
-        reference = flats[0][start : start + _CHUNK].clone()
-        if tied.group is not None:
-            dist.broadcast(reference, ranks[0], group=tied.group)
-        for flat in flats:
-            difference = torch.maximum(difference, _difference(flat[start : start + _CHUNK], reference))
-    differences = torch.stack(_gathered(difference, tied.group)).tolist()
-    if any(differences):
-        apart = [f"rank {rank} by {value:.6g}" for rank, value in zip(ranks, differences, strict=True) if value]
+    apart = [f"rank {rank} by {value:.6g}" for rank, value in zip(ranks, _differences(tied), strict=True) if value]
+    if apart:
         raise TyingError(
             f"the copies of tied parameter {tied.name!r} differ from that of rank {ranks[0]}: {', '.join(apart)}; "
             "initialize them with the same seed, or broadcast one of them first"
         )
+
+
+def _forms(tied: TiedParameters) -> list[str]:
+    """Dtype and shape of the copies of each rank of the group."""
+    form = " beside ".join(dict.fromkeys(f"{copy.dtype} of shape {tuple(copy.shape)}" for copy in tied.copies))
+    own = list(form.encode().ljust(_FORM_BYTES)[:_FORM_BYTES])
+    forms = _gathered(torch.tensor(own, dtype=torch.uint8, device=tied.copies[0].device), tied.group)
+    return [bytes(each.tolist()).decode().rstrip() for each in forms]
+
+
+@torch.no_grad()
+def _differences(tied: TiedParameters) -> list[float]:
+    """How far the copies of each rank of the group are from that of its first rank."""
+    flats = [copy.detach().reshape(-1) for copy in tied.copies]
+    difference = torch.zeros((), dtype=torch.float64, device=flats[0].device)
+    for start in range(0, flats[0].numel(), _CHUNK):
+        reference = flats[0][start : start + _CHUNK].clone()
+        if tied.group is not None:
+            dist.broadcast(reference, group_src=0, group=tied.group)
+        for flat in flats:
+            difference = torch.maximum(difference, _difference(flat[start : start + _CHUNK], reference))
+    differences: list[float] = torch.stack(_gathered(difference, tied.group)).tolist()
+    return differences
 
 
 def _difference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

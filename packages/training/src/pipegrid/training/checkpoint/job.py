@@ -66,14 +66,14 @@ class Job:
 
 
 @contextmanager
-def reached() -> Iterator[None]:
-    """A rank that is gone, or does not come within the timeout, is an error of the checkpoint."""
+def reached(what: str = "") -> Iterator[None]:
+    """A rank that is gone, or does not come within the timeout, is an error of the checkpoint; ``what`` begins it."""
     try:
         yield
-    except RuntimeError as error:  # of the process group
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"a rank of the job is gone, or does not save and load: {error}") from error
+    except RuntimeError as error:
+        known = isinstance(error, CheckpointError)  # else of the process group
+        text = str(error) if known else f"a rank of the job is gone, or does not save and load: {error}"
+        raise CheckpointError(what + text) from error
 
 
 def _told(error: Exception) -> tuple[type[CheckpointError], str]:

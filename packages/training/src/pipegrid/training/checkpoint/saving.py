@@ -86,11 +86,8 @@ class Saver:
         own = f"random/{self._job.rank}"
         randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(shot.random).items()}
         planner = SnapshotPlanner(shot.snapshot, randoms, lowest=self._replicas == "first")
-        try:
-            with reached():
-                metadata = dcp.save(path, planner, self._job.group)
-        except CheckpointError as error:
-            raise CheckpointError(f"{what}: {error}") from error
+        with reached(f"{what}: "):
+            metadata = dcp.save(path, planner, self._job.group)
         written = self._job.together(
             what,
             lambda: (

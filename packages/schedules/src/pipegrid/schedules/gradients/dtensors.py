@@ -1,9 +1,7 @@
 """Gradients that are DTensors: the shard of this rank, what fully_shard has summed already, and partial sums.
 
-A DTensor of tensor parallelism is reduced over the data lanes shard by shard. One that ``fully_shard`` has spread over
-the data lanes arrives reduced, divided by the number of lanes or by a factor of the user's. Where tensor parallelism
-leaves a gradient partial (a norm inside sequence parallelism), its parts are summed over the mesh first. No DTensor
-operation that communicates is used: in one, a rank without the parameter, or without its gradient, is missing.
+No DTensor operation that communicates is used: in one, a rank without the parameter, or without its gradient, is
+missing.
 """
 
 from __future__ import annotations

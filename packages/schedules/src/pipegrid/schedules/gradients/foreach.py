@@ -1,8 +1,6 @@
-"""Multi-tensor operations: one call for a list of tensors in place of a Python loop of small kernels.
+"""Multi-tensor operations, ``torch._foreach_*``: one call for a list of tensors; a test pins what they do.
 
-torch has them as ``torch._foreach_*`` and documents only a part of those; whatever uses them goes through this file,
-and a test pins what they do. Tensors of one list may differ in dtype and device. A DTensor would
-make each of them a collective: pass local shards (`dtensors.local_of`).
+Tensors of one list may differ in dtype and device. A DTensor would make each a collective: pass `dtensors.local_of`.
 """
 
 from __future__ import annotations

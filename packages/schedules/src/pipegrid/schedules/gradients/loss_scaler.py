@@ -33,7 +33,7 @@ def unscale_gradients_(
     before clipping. One all-reduce of one number, which the host reads.
 
     Args:
-        modules: all of this rank's, as in `reduce_gradients`; ``main_grad`` is read where a parameter keeps one.
+        modules: all of this rank's, as in `reduce_gradients`.
         scale: what the losses were multiplied by.
         job_group: all ranks of the job; default: the default process group (one process without one).
         deadline: seconds that the host waits for the others; None leaves it to the group's timeout.

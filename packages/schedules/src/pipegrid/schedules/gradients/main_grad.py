@@ -56,9 +56,7 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
     A hook moves each gradient out of ``.grad`` as soon as a backward leaves it there. ``main_grad`` is None until the
     first gradient.
 
-    Args:
-        modules: wrapped or bare; parameters must not be replaced afterwards (moving a module in place is fine).
-        dtype: of the sums.
+    Parameters must not be replaced afterwards (moving a module in place is fine).
 
     Returns:
         One handle per parameter; ``remove()`` ends it. What is in ``main_grad`` then stays.

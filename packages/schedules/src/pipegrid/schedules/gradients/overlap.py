@@ -26,13 +26,8 @@ def last_backwards(plan: Plan, position: int) -> dict[Action, int]:
 class EarlyReduction:
     """A hook of the runtime that tells a `GradientReduction` which gradients are whole, as the last backwards go on.
 
-    Parameters are whole one by one inside the last backward of their stage, and all of them after it: also those that
-    this microbatch did not use. A parameter of several stages is whole in the last of their last backwards.
-
-    Args:
-        reduction: of this step.
-        last: `last_backwards` of this position.
-        models: by stage.
+    Parameters are whole one by one inside the last backward of their stage (`last_backwards`), and all after it: also
+    those that this microbatch did not use. One of several stages is whole in the last of their last backwards.
     """
 
     def __init__(

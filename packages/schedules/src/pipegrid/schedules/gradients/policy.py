@@ -151,8 +151,9 @@ def gradient_policy(
     """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
-    that is right; then `reduce_gradients` over the groups of ``pg_collection``. The ``frozen`` modules get no gradient;
-    their ranks only take part in counting tokens.
+    that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens.
+    Gradients that would not be the sum over the data lanes of their module, divided by the lanes of the loss or by the
+    tokens of the job, are a `ReductionError`.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
@@ -227,12 +228,7 @@ def _size(grid: Any, dims: tuple[str, ...]) -> int:
 def required_ties(
     *, models: Sequence[torch.nn.Module], config: Any, stages: Sequence[int]
 ) -> tuple[TiedParameters, ...]:
-    """The ties whose ``REDUCE`` the plan of a step needs, checked against what this rank runs.
-
-    Args:
-        models: this rank's chunks.
-        config: ``tied_parameters``.
-        stages: the stages that they are.
+    """The ties whose ``REDUCE`` the plan of a step needs, checked against this rank's ``models``, which are ``stages``.
 
     Raises:
         ReductionError: a tie of one of ``stages`` without a copy in ``models``, a tied parameter whose tie the config

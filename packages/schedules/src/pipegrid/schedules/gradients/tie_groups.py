@@ -37,17 +37,11 @@ class TieGroup:
 
 
 def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> tuple[TieGroup, ...]:
-    """Groups of a tied parameter: one per tp rank, across stages and data lanes.
+    """Groups of a tied parameter with copies on ``stages``: one per tp rank, across stages and data lanes.
 
     Modules whose grids agree in all dims but ``pp``, ``dp`` and ``cp`` have one group per shard. With different grids
     (tp 2 beside tp 1), every tp rank must hold the whole parameter: all copies are one group, in which the first tp
     rank of each module contributes.
-
-    Args:
-        name: the parameter's.
-        stages: global numbers of the stages with a copy.
-        graph: the modules and their stages.
-        grids: the grid of each of these modules.
     """
     alike = shards_alike(stages, graph, grids)
     members: dict[Shard, list[int]] = {}

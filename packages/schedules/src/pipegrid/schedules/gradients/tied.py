@@ -1,9 +1,8 @@
 """Tied parameters: copies of one parameter on several stages, equal when tied, with one summed gradient.
 
-The copies (an embedding and the head that shares its weight) are on several stages, and on every data lane of each.
-The gradient is the sum over all of them, and must be bitwise equal on all copies, or they drift apart. One all-reduce
-therefore sums over stages and data lanes together, and the data-parallel reduction only divides. That is correct for
-any numbers of data lanes on the two sides.
+The copies (an embedding and the head that shares its weight) are on every data lane of their stages. Their gradient
+must be bitwise equal, or they drift apart: so one all-reduce sums over stages and data lanes together, and the
+data-parallel reduction only divides, whatever the numbers of lanes.
 """
 
 from __future__ import annotations
@@ -102,14 +101,13 @@ def tie_parameters(
 ) -> TiedParameters:
     """Tie the copies of a parameter on ``stages``: check that they are equal; their gradients are summed in each step.
 
-    Collective: every rank of the pipeline calls it, several ties in the same order; on a rank without a copy it
-    costs nothing. The result goes to `PipelineConfig` (``tied_parameters``), or to a plan and a runtime directly:
-    ``with_reduce(plan, {tied.name: tied.stages})`` and ``reducers={tied.name: tied.reduce}``.
+    Collective: every rank of the pipeline calls it, several ties in the same order. The result goes to `PipelineConfig`
+    (``tied_parameters``), or to a plan and a runtime: ``with_reduce(plan, {tied.name: tied.stages})`` and
+    ``reducers={tied.name: tied.reduce}``.
 
     With ``grids``, one all-reduce in a new group sums over stages and data lanes (dp x cp) together, and
-    `reduce_gradients` only divides: all copies stay bitwise equal, for any numbers of lanes of their modules.
-    With ``group``, the all-reduce sums over the stages of one data lane, and `reduce_gradients` then over lanes: for
-    wrappers that reduce over lanes, and for existing groups.
+    `reduce_gradients` only divides. With ``group``, it sums over the stages of one data lane, and `reduce_gradients`
+    then over lanes: for wrappers that reduce over lanes, and for existing groups.
 
     Args:
         name: a group name, unique in the plan.
@@ -123,7 +121,7 @@ def tie_parameters(
 
     Raises:
         TyingError: stages, grids and copies do not match; copies differ in shape, dtype or value (raised on every rank
-            with a copy, with the ranks and the difference); a copy is already tied under another name.
+            with a copy); a copy is already tied under another name.
     """
     stages = tuple(sorted(checked(stages, tuple[Index, ...], "stages", TyingError)))
     if len(set(stages)) != len(stages) or len(stages) < 2:
@@ -255,11 +253,7 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.
 
 
 def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`.
-
-    Raises:
-        TyingError: a duplicate name.
-    """
+    """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`."""
     pairs = tuple((each.name, each.stages) for each in tied)
     if len(dict(pairs)) != len(pairs):
         raise TyingError(f"tied parameters have the names {[name for name, _ in pairs]}; names are unique")

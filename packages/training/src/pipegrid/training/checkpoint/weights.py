@@ -42,13 +42,10 @@ _DTYPES: Final = {
 def export_safetensors(checkpoint: Path, target: Path, *, module: str | None = None) -> list[str]:
     """Write the parameters and buffers of a checkpoint's model as one file; no ranks are needed.
 
-    Names are those of the whole model. With several modules each name begins with that of its module, unless one is
-    chosen.
-
     Args:
         checkpoint: the folder of a checkpoint.
         target: the file, ``model.safetensors``; written aside and renamed.
-        module: the only one to write.
+        module: the only one to write. Of several, each name begins with that of its module.
 
     Returns:
         The names.

@@ -56,9 +56,6 @@ class Attempt:
         monitor: the job's, which relays failures between ranks and bounds the wait for all ranks after a step.
         limit: failures at one step after which the run ends.
         timeout: seconds that ranks wait for each other after a step; None is the default process group's.
-
-    Raises:
-        RestartError: from entering the block; the launcher's restart must end.
     """
 
     def __init__(

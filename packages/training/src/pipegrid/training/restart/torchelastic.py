@@ -31,9 +31,8 @@ def launch_name() -> str:
 def stop_restarts() -> None:
     """End this node's torchrun, which would otherwise start its ranks again. Every rank calls it.
 
-    torchrun has no exit code for that (https://github.com/pytorch/pytorch/issues/133877). On SIGTERM it ends its ranks
-    and does not start them again, so the first rank of each node sends it that. Nothing happens under another launcher,
-    or when no restart is left.
+    torchrun has no exit code for that (https://github.com/pytorch/pytorch/issues/133877): the first rank of each node
+    sends it SIGTERM. Nothing happens under another launcher, or when no restart is left.
     """
     environment = os.environ
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart_count()
@@ -44,17 +43,12 @@ def stop_restarts() -> None:
 def attempt_store(*, timeout: float = 60.0) -> Store | None:
     """A store with the keys of this attempt alone, for `torch.distributed.init_process_group`; every rank calls it.
 
-    torchrun keeps one store over its restarts. Ranks that are started again would find the addresses of dead ones in
-    it, and torchrun's count of restarts may differ between nodes: so ranks agree on a prefix.
-
-    Args:
-        timeout: seconds for all ranks to come.
-
-    Returns:
-        None where the launcher keeps no store; `init_process_group` makes a new one then.
+    torchrun keeps one store over its restarts, with the addresses of dead ranks, and its count of restarts may differ
+    between nodes: so ranks agree on a prefix. None where the launcher keeps no store; `init_process_group` makes a new
+    one then.
 
     Raises:
-        TimeoutError: ranks did not come.
+        TimeoutError: ranks did not come within ``timeout`` seconds.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -73,9 +67,6 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
 
     Rank 0 chooses it. Each other rank asks with a number of its own, and takes only the answer to that; rank 0 answers
     all it finds, questions of dead ranks included, until every rank has confirmed this name.
-
-    Raises:
-        TimeoutError: ranks did not come.
     """
     name, end = uuid.uuid4().hex, time.monotonic() + timeout
     if rank > 0:

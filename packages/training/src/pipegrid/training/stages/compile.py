@@ -29,7 +29,6 @@ def compile_layers(
         dynamic: as of `torch.compile`; False compiles once for each shape.
 
     Raises:
-        CutError: another value of ``compile``.
         SplitBackwardError: this torch has no joint graphs (see `compile_split`). A region that cannot be split raises
             one in its first forward.
     """

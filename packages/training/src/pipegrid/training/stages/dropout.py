@@ -1,8 +1,8 @@
 """Dropout masks that do not depend on the cut.
 
-The generator is seeded before the embedding, before each layer and after the last one, so what a layer draws is the
-same on any stage. Each seed is made from the one before, of which it replaces the number of the layer: inside a
-checkpointed region, which runs again with the generator as it was, seeds are those of the checkpointed microbatch.
+The generator is seeded before the embedding, before each layer and after the last one. Each seed is the one before with
+another number of the layer: inside a checkpointed region, which runs again with the generator as it was, seeds are
+those of the checkpointed microbatch.
 """
 
 from __future__ import annotations
@@ -45,13 +45,7 @@ class DropoutMasks:
     microbatch: Index = 0
 
     def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
-        """Seed the forwards of a stage made by `cut`, or of a whole model with one list of layers.
-
-        ``names`` says where the layers of a whole model are; None: by the names that Hugging Face models have.
-
-        Raises:
-            CutError: layers not found, or several lists of them.
-        """
+        """Seed the forwards of a stage made by `cut`, or of a whole model with one list of layers (in ``names``)."""
         if isinstance(model, Stage):
             layers, before = model.layers, model.assignment.before(model.number)
         else:

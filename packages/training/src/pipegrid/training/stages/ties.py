@@ -54,8 +54,7 @@ def tie(
         timeout: of the creation of groups.
 
     Raises:
-        CutError: a stage in place of its ties; or copies on one rank are two parameters, their stages cut by separate
-            calls.
+        CutError: copies on one rank are two parameters, their stages cut by separate calls.
         TyingError: as `tie_parameters`.
     """
     if isinstance(ties, nn.Module):

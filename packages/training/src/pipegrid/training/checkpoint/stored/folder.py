@@ -1,9 +1,8 @@
 """The directory of a run's checkpoints: written aside, switched by one rename, the last few kept. No torch.
 
-A checkpoint is a folder ``save-0007-step-00000100``: the seventh save of the directory, of step 100. The newest is the
-one saved last, also after a run went back to an earlier step. Until it is whole, a checkpoint is ``.saving-...``;
-before its files are removed, it is renamed to ``.removing-...``. So a folder without a dot is whole, whenever a
-process ended.
+``save-0007-step-00000100`` is the seventh save of the directory, of step 100. The newest is the one saved last, also
+after a run went back to an earlier step. Until it is whole, a checkpoint is ``.saving-...``; before its files are
+removed, ``.removing-...``. So a folder without a dot is whole, whenever a process ended.
 """
 
 from __future__ import annotations

@@ -42,9 +42,12 @@ MISTAKES = {
     "an unknown unit": (lambda: planned(memory="80gb"), "memory is '80gb'; .* or a text such as \"80GB\""),
     "memory below zero": (lambda: planned(memory=-1), "memory is -1; it must be a number of bytes"),
     "no memory": (lambda: planned(device=Device(1e14)), "device.memory is missing; give it in the job, or memory="),
-    "a path for a job": (lambda: planned(of="job.toml"), r"job is 'job.toml'; give a Job, such as read_job\(path\)"),
-    "a dict for a job": (lambda: planned(of={"modules": []}), "job is {'modules': .*give a Job"),
-    "a dict for a text": (lambda: parse_job({"modules": []}), "text is {'modules': .*give the job's text"),
+    "a path for a job": (
+        lambda: planned(of="job.toml"),
+        r"job is 'job.toml'; it must be a Job, such as read_job",
+    ),
+    "a dict for a job": (lambda: planned(of={"modules": []}), "job is {'modules': .*it must be a Job"),
+    "a dict for a text": (lambda: parse_job({"modules": []}), "text is {'modules': .*it must be the job's text"),
     "no file": (lambda: read_job("/nowhere.toml"), "/nowhere.toml: .*No such file"),
     "TOML for JSON": (lambda: parse_job("a = 1", form="json"), "not JSON: .*line 1 column 1"),
     "a kind that is none": (
@@ -78,7 +81,10 @@ MISTAKES = {
         lambda: Training(schedules="1f1b"),
         "Training.schedules is '1f1b'; it must be a list or tuple",
     ),
-    "a schedule that is none": (lambda: Training(schedules=["1f2b"]), "training.schedules names '1f2b'; the schedules"),
+    "a schedule that is none": (
+        lambda: Training(schedules=["1f2b"]),
+        "schedules\\[0\\] is '1f2b'; it must be a",
+    ),
     "no batch": (lambda: job(global_batch=0), "Job.global_batch is 0; it must be an integer of at least 1"),
 }
 

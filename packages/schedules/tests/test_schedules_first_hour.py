@@ -51,10 +51,14 @@ MISTAKES = {
     "stages that do not fit": (
         PlanError,
         lambda: interleaved_1f1b(2, 4, num_chunks=2, num_stages=5),
-        "num_stages is 5; 2 chunks on 2 positions are 3..4 stages",
+        "num_stages is 5; 2 chunks on 2 positions are 3..4",
     ),
     "a schedule that is none": (PlanError, lambda: find_schedule("1f2b"), "there is no schedule '1f2b'; the schedules"),
-    "chunks of a V": (PlanError, lambda: find_schedule("zero_bubble_v").plan(2, 4, 3), "zero_bubble_v has 2 chunks"),
+    "chunks of a V": (
+        PlanError,
+        lambda: find_schedule("zero_bubble_v").plan(2, 4, 3),
+        "zero_bubble_v has 2 per",
+    ),
     "a dict as graph": (PlanError, lambda: multi_module_1f1b({"a": 1}, 2), "graph is {'a': 1}.*give a ModuleGraph"),
     "an unknown module": (
         ModuleGraphError,
@@ -124,7 +128,7 @@ MISTAKES = {
         "there is no schedule 'gpip'",
     ),
     "a generator to draw": (TimelineError, lambda: timeline(gpipe), "source is .*<function gpipe.*give a Plan"),
-    "nothing to draw": (TimelineError, lambda: write_svg([], "x.svg"), "there is no timeline to draw"),
+    "nothing to draw": (TimelineError, lambda: write_svg([], "x.svg"), "timeline is .*; give timeline"),
     "a plan to write": (TimelineError, lambda: write_svg(PLAN, "x.svg"), "give timeline"),
     "no room": (TimelineError, lambda: ascii_timeline(timeline(PLAN), width=0), "width is 0; it must be an integer"),
     "no scale": (TimelineError, lambda: scaled(timeline(PLAN), 0, unit="s"), "factor is 0; "),

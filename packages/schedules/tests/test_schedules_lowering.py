@@ -255,9 +255,9 @@ def test_batches_match_one_to_one_between_positions():
 @pytest.mark.parametrize(
     ("plan", "options", "message"),
     [
-        (lower(one_f_one_b(2, 2)), {}, "the plan has communications already"),
+        (lower(one_f_one_b(2, 2)), {}, "the plan communicates or offloads already"),
         (one_f_one_b(2, 2), {"receives": "never"}, "receives is 'never'; it must be 'late' or 'early'"),
-        (one_f_one_b(2, 2), {"collectives": {Edge(0, 2): "g"}}, "collectives names edge 0>2; the graph has 0>1"),
+        (one_f_one_b(2, 2), {"collectives": {Edge(0, 2): "g"}}, "collectives names edge 0>2; the graph has ['0>1']"),
         (one_f_one_b(2, 2), {"tied": {"t": [2]}}, "tied 't' names stage 2; the plan has stages 0..1"),
         (
             forward_only(2, 2),
@@ -267,7 +267,7 @@ def test_batches_match_one_to_one_between_positions():
         (
             one_f_one_b(3, 2),
             {"collectives": {Edge(0, 1): "g", Edge(1, 2): "g"}},
-            "edge 1>2 lies on positions [1, 2] and its group 'g' has [0, 1]",
+            "group 'g' has positions [0, 1]; its stages lie on [0, 1, 2]",
         ),
     ],
 )

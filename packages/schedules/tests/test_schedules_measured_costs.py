@@ -122,8 +122,8 @@ def test_recordings_survive_json(entries):
     ("text", "error", "match"),
     [
         ("[", PlanError, "line 1"),
-        ("{}", TimelineError, "a recording is an object with 'plan' and 'tracks'"),
-        ('{"plan": {}, "tracks": 1}', TimelineError, "tracks is 1; it must be a list"),
+        ("{}", TimelineError, "it must be an object with 'plan' and 'tracks'"),
+        ('{"plan": {}, "tracks": 1}', TimelineError, "it must be an object with 'plan' and 'tracks', a list"),
         ('{"plan": {}, "tracks": []}', PlanError, "microbatches"),
     ],
 )

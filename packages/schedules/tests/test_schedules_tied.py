@@ -63,14 +63,14 @@ def test_two_ties_are_reduced_in_one_order_everywhere():
 @pytest.mark.parametrize(
     ("plan", "tied", "text"),
     [
-        (one_f_one_b(4, 2), TIED, "no communication; pass tied=... to lower"),
+        (one_f_one_b(4, 2), TIED, "to be done here, and never done"),
         (lower(one_f_one_b(4, 2), tied=TIED), TIED, "another group has embedding as well"),
         (lower(one_f_one_b(2, 2)), TIED, "names stage 3; the plan has stages 0..1"),
     ],
 )
 def test_a_reduce_that_cannot_stand_in_the_plan(plan, tied, text):
     with pytest.raises(PlanError, match=text):
-        with_reduce(plan, tied)
+        verify(with_reduce(plan, tied))
 
 
 def grid(shape, dims, offset=0):

@@ -31,7 +31,15 @@ def bytes_of(value: Any) -> float:
     return float(number().convert(value))
 
 
-Bytes: TypeAlias = Annotated[float, Rule(bytes_of, f'a number of bytes, or a text such as "80GB" ({", ".join(UNITS)})')]
+def _rate_of(value: Any) -> float:
+    return float(number(above=0.0).convert(bytes_of(value)))
+
+
+_BYTES = f'a number of bytes, or a text such as "80GB" ({", ".join(UNITS)})'
+Bytes: TypeAlias = Annotated[float, Rule(bytes_of, _BYTES)]
+GivenBytes: TypeAlias = Annotated[float | str, Rule(bytes_of, _BYTES)]
+Rate: TypeAlias = Annotated[float, Rule(_rate_of, f"{_BYTES}, above 0")]
+"""Bytes per second."""
 Sharding: TypeAlias = Literal["none", "optimizer"]
 Placing: TypeAlias = Literal["any", "apart", "colocated"]
 MOST_LAYERS = 10_000
@@ -39,6 +47,16 @@ MOST_LAYERS = 10_000
 
 SEARCHED = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 """The schedules of a search that names none."""
+
+_WHOLE = [one.name for one in SCHEDULES.values() if one.trains and not one.sliced and one.name != "u_shape"]
+
+
+def _schedule(name: Any) -> str:
+    return _WHOLE[_WHOLE.index(name)]
+
+
+ScheduleName: TypeAlias = Annotated[str, Rule(_schedule, f"a schedule of whole microbatches: {', '.join(_WHOLE)}")]
+"""The name of a schedule that the planner has costs for."""
 
 Kind: TypeAlias = Literal["embedding", "encoder", "decoder", "mtp", "loss"]
 """The layer kinds of the standard layout grammar."""
@@ -81,9 +99,7 @@ class Layers:
             given = "neither" if self.flops is None else "both"
             raise JobError(f"the {self.kind} layers have {given} of flops and seconds; give one of them")
         if self.attention_flops > (self.flops or 0.0):
-            raise JobError(
-                f"attention_flops is {self.attention_flops:g}, more than all {self.flops or 0:g} flops of the layer"
-            )
+            raise JobError(f"attention_flops is {self.attention_flops:g}, of {self.flops or 0:g} flops of the layer")
 
 
 @frozen(slots=False, field_transformer=_checked)
@@ -154,15 +170,10 @@ class Device:
 class Network:
     """Bytes per second of one GPU to others ``inside`` its node and ``between`` nodes; seconds of latency."""
 
-    inside: Bytes
-    between: Bytes
+    inside: Rate
+    between: Rate
     gpus_per_node: Count = 8
     latency: Amount = 0.0
-
-    def __attrs_post_init__(self) -> None:
-        for name, value in (("inside", self.inside), ("between", self.between)):
-            if value <= 0:
-                raise JobError(f"links.{name} is {value:g}; it must be above 0")
 
 
 @frozen(field_transformer=_checked)
@@ -179,23 +190,9 @@ class Training:
     gradient_bytes: Amount = 4.0
     optimizer_bytes: Amount = 12.0
     sharding: Sharding = "optimizer"
-    schedules: tuple[Name, ...] = SEARCHED
+    schedules: tuple[ScheduleName, ...] = SEARCHED
     chunks: tuple[Count, ...] = (2,)
     microbatch: tuple[Count, ...] = ()
-
-    def __attrs_post_init__(self) -> None:
-        known = [one.name for one in SCHEDULES.values() if one.trains and not one.sliced and one.name != "u_shape"]
-        for name in self.schedules:
-            if name in SCHEDULES and SCHEDULES[name].sliced:
-                raise JobError(
-                    f"training.schedules names {name!r}, which cuts microbatches along the sequence; the planner has "
-                    f"no costs of slices and plans whole microbatches: {', '.join(known)}"
-                )
-            if name not in known:
-                raise JobError(f"training.schedules names {name!r}; the schedules are {', '.join(known)}")
-        for key, values in (("schedules", self.schedules), ("chunks", self.chunks)):
-            if not values:
-                raise JobError(f"training.{key} is empty; name at least one, or leave it out")
 
 
 def _as_edges(value: Any) -> Any:
@@ -224,8 +221,7 @@ class Job:
         for source, destination in self.edges:
             if self.module(destination).frozen and not self.module(source).frozen:
                 raise JobError(
-                    f"edges: {source!r} is trained and feeds the frozen {destination!r}, which returns no gradient; "
-                    "freeze both or neither"
+                    f"edges: {source!r} is trained and feeds the frozen {destination!r}: no gradient returns"
                 )
         if all(self.module(name).frozen for name in graph.sinks):
             raise JobError(f"modules: {graph.order[-1]!r}, the end of the graph, is frozen; a step must train it")

@@ -13,10 +13,13 @@ from attrs import fields, has
 
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Job
-from pipegrid.topology.fields import shown
+from pipegrid.topology.fields import checked, instance
 
 if TYPE_CHECKING:
     from cattrs import Converter
+
+
+_Text = Annotated[str, instance(str, "the job's text; read_job takes a path")]
 
 
 def read_job(path: str | Path) -> Job:
@@ -44,8 +47,7 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
     """
     from cattrs import BaseValidationError, transform_error
 
-    if not isinstance(text, str):
-        raise JobError(f"text is {shown(text)}; give the job's text, or its path to read_job")
+    checked(text, _Text, "text", JobError)
     try:
         data = json.loads(text) if form == "json" else tomllib.loads(text)
     except ValueError as error:  # both decoders' errors, with line and column

@@ -10,18 +10,18 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 from attrs import define, field, frozen
 
 from pipegrid.planner.choice import Arrangement, Choice, Shape, in_flight
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.job import Job, Module, bytes_of
+from pipegrid.planner.job import GivenBytes, Job, Module
 from pipegrid.planner.model import CostModel, Part
 from pipegrid.schedules import SCHEDULES, ActionKind, Plan, PlanError, fitting_schedules, lower, verify
 from pipegrid.schedules.generators import looped_placement, v_placement
 from pipegrid.schedules.verify import Proof
-from pipegrid.topology.fields import Count, checked_arguments, shown
+from pipegrid.topology.fields import Count, checked_arguments, instance
 
 BEST = 10
 """Choices in the result."""
@@ -62,8 +62,11 @@ class Planned:
         return self.choices[0]
 
 
+GivenJob: TypeAlias = Annotated[Job, instance(Job, "a Job, such as read_job(path) or parse_job(text)")]
+
+
 @checked_arguments(JobError)
-def plan(job: Job, *, gpus: Count, memory: float | str | None = None, limit: Count = 200) -> Planned:
+def plan(job: GivenJob, *, gpus: Count, memory: GivenBytes | None = None, limit: Count = 200) -> Planned:
     """The best grids, layout, schedule and microbatch size of ``job`` on at most ``gpus`` GPUs.
 
     Args:
@@ -76,16 +79,10 @@ def plan(job: Job, *, gpus: Count, memory: float | str | None = None, limit: Cou
         NoFitError: no candidate keeps to the GPUs, the batch or the memory; with the nearest that does.
         JobError: no job, or no memory, here or in the job.
     """
-    if not isinstance(job, Job):
-        raise JobError(f"job is {shown(job)}; give a Job, such as read_job(path) or parse_job(text)")
-    given = job.device.memory if memory is None else memory
-    if given is None:
+    capacity = job.device.memory if memory is None else memory
+    if capacity is None:
         raise JobError("device.memory is missing; give it in the job, or memory=")
-    try:
-        capacity = bytes_of(given)
-    except ValueError:
-        raise JobError(f'memory is {shown(given)}; it must be a number of bytes, or a text such as "80GB"') from None
-    return _Search(CostModel(job), gpus, capacity, limit).run()
+    return _Search(CostModel(job), gpus, float(capacity), limit).run()
 
 
 def _sizes(most: int) -> list[int]:

@@ -62,10 +62,7 @@ SEARCHED = ("greedy", "search")
 def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
     """The plan of `greedy` or `search`; the latter reports progress on a terminal."""
     if arguments.slices not in (None, 1):
-        raise PlanError(
-            f"--slices is {arguments.slices}; {arguments.schedule} orders whole microbatches: show one of the "
-            "schedules named seq1f1b"
-        )
+        raise PlanError(f"--slices is {arguments.slices}; {arguments.schedule} orders whole microbatches")
     chunks = 1 if arguments.chunks is None else arguments.chunks
     pp = checked(arguments.pp, Count, "num_positions", PlanError)
     stages = pp * checked(chunks, Count, "num_chunks", PlanError)
@@ -96,9 +93,7 @@ def show(arguments: argparse.Namespace) -> int:
     costs = read_costs(arguments.costs)
     name: str = arguments.schedule
     if arguments.memory_limit is not None and name not in SEARCHED:
-        raise PlanError(
-            "--memory-limit is what greedy and search keep to; verify and compare hold other plans against it"
-        )
+        raise PlanError("--memory-limit is of greedy and search; verify and compare hold other plans against it")
     path = Path(name)
     if path.is_file():
         plan, name = read_plan(path), path.name

@@ -6,24 +6,25 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
-from pipegrid.schedules.sharding import Shard, sharded_stages, window_of, with_gathers
+from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
+from pipegrid.schedules.sharding import Shard, sharded_stages, with_gathers
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import Times, collector_paused, play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
-from pipegrid.topology.fields import Amount, Count, Index, checked, instance
+from pipegrid.topology.fields import Amount, Count, Index, checked, checked_arguments, instance
 from pipegrid.transport.edge import Direction, Edge
 
 _Dates: TypeAlias = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
 Receives: TypeAlias = Literal["late", "early"]
-_Collectives = Annotated[Any, instance(Mapping, "a dict from an Edge to its group's name")]
-_Ties = Annotated[Any, instance(Mapping, "a dict from a group's name to the stages that share it")]
+_Ties = Annotated[
+    Mapping[str, Sequence[int]], instance(Mapping, "a dict from a group's name to the stages that share it")
+]
 F, W = ActionKind.F, ActionKind.W
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -33,15 +34,16 @@ def unit_duration(action: Action) -> float:
     return 2.0 if action.kind is ActionKind.B else 1.0
 
 
+@checked_arguments(PlanError)
 def lower(
     plan: Plan,
     *,
     receives: Receives = "late",
     collectives: Mapping[Edge, str] | None = None,
-    tied: Mapping[str, Sequence[int]] | None = None,
+    tied: _Ties | None = None,
     shard: Shard | None = None,
-    prefetch: int = 1,
-    ahead: int | None = None,
+    prefetch: Index = 1,
+    ahead: Count | None = None,
     duration: Callable[[Action], float] = unit_duration,
     proved: bool = False,
 ) -> Plan:
@@ -81,11 +83,8 @@ def lower(
             `verify`), or ``collectives`` or ``tied`` name a part that the plan does not have.
     """
     require_plan(plan)
-    if any(action.kind in OFFLOADING for position in range(plan.num_positions) for action in plan.actions(position)):
-        raise PlanError("the plan offloads activations already; lower it first, then offload")
-    checked(receives, Receives, "receives", PlanError)
-    if plan.has_communication:
-        raise PlanError("the plan has communications already; lower takes a plan of computes alone")
+    if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
+        raise PlanError("the plan communicates or offloads already; lower takes a plan of computes alone")
     groups = with_collectives(plan, {} if collectives is None else collectives)
     groups += tied_groups(plan, {} if tied is None else tied)
     with collector_paused():
@@ -96,11 +95,11 @@ def lower(
             # Each REDUCE is added below.
             verify(evolve(plan, groups=[evolve(group, tied=()) for group in groups]) if ties else plan)
         computes = [list(plan.actions(position)) for position in range(plan.num_positions)]
-        line = _line(plan, computes, duration, None if ahead is None else checked(ahead, Count, "ahead", PlanError))
+        line = _line(plan, computes, duration, ahead)
         steps = _steps(plan, computes, line, receives)
         if shard is not None:
-            reduce, window = sharded_stages(plan, shard), window_of(prefetch)
-            steps = [with_gathers(own, reduce, forward_only=plan.forward_only, window=window) for own in steps]
+            reduce = sharded_stages(plan, shard)
+            steps = [with_gathers(own, reduce, forward_only=plan.forward_only, window=prefetch + 1) for own in steps]
         positions = [own + reductions(position, plan, plan.groups) for position, own in enumerate(steps)]
         return evolve(plan, positions=positions)
 
@@ -368,7 +367,8 @@ def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: t
     return _Party(writer, line.at[position], frozenset(flow.parties) - {position}, actions)
 
 
-def with_reduce(plan: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
+@checked_arguments(PlanError)
+def with_reduce(plan: Plan, tied: _Ties) -> Plan:
     """``plan`` with a ``REDUCE`` of each tied parameter, after the last backward of all its stages.
 
     The same as the argument ``tied`` of `lower`, for a lowered plan. The ``REDUCE`` is the last step of each position
@@ -379,11 +379,9 @@ def with_reduce(plan: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
         tied: the stages with a copy, by name.
 
     Raises:
-        PlanError: a plan of computes alone, a name in use, or a stage that does not exist or has no backward.
+        PlanError: a name in use, or a stage that does not exist or has no backward.
     """
     require_plan(plan)
-    if plan.num_positions > 1 and not plan.has_communication:
-        raise PlanError("the plan has no communication; pass tied=... to lower, which adds both")
     added = tied_groups(plan, tied)
     positions = tuple((*steps, *reductions(position, plan, added)) for position, steps in enumerate(plan.positions))
     return evolve(plan, positions=positions, groups=plan.groups + added)
@@ -393,21 +391,14 @@ def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group
     """The plan's groups, with those that carry ``collectives``: the positions of an edge's two stages.
 
     Raises:
-        PlanError: an edge that the graph does not have, or a group with other positions than its edge.
+        PlanError: an edge that the graph does not have.
     """
-    checked(collectives, _Collectives, "collectives", PlanError)
     groups = {group.name: group for group in plan.groups}
     for edge, name in collectives.items():
         if edge not in plan.graph.stage_edges:
-            known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
-            raise PlanError(f"collectives names edge {edge}; the graph has {known}")
+            raise PlanError(f"collectives names edge {edge}; the graph has {list(map(str, plan.graph.stage_edges))}")
         places = {*plan.placement[edge.source], *plan.placement[edge.destination]}
         group = groups.setdefault(name, Group(name, places))
-        if set(group.positions) != places:
-            raise PlanError(
-                f"edge {edge} lies on positions {sorted(places)} and its group {name!r} has {list(group.positions)}; "
-                "give it a group of exactly its own positions"
-            )
         groups[name] = evolve(group, edges={*group.edges, edge})
     return tuple(groups.values())
 
@@ -418,7 +409,6 @@ def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, .
     Raises:
         PlanError: a stage that the plan does not have.
     """
-    checked(tied, _Ties, "tied", PlanError)
     for name, stages in tied.items():
         for stage in checked(stages, tuple[Index, ...], f"tied[{name!r}]", PlanError):
             if stage >= plan.num_stages:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from attrs import define, evolve, field
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind, Plan, Step, require_plan
+from pipegrid.schedules.plan import Action, ActionKind, Plan, Step, require_plan
 from pipegrid.topology.fields import Amount, Index, checked_arguments
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
@@ -27,7 +27,8 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
     """``plan`` with ``OFFLOAD``, ``RELEASE`` and ``RELOAD``, so that no position holds more than ``memory_limit``.
 
     The order of computes stays, so messages are those of ``plan`` and nothing new can deadlock. Positions that keep to
-    the limit stay as they are.
+    the limit stay as they are. `verify` proves the result: neither a plan that offloads already nor one with slices, of
+    which later ones read what earlier ones keep, has one that is right.
 
     Args:
         plan: lowered, or computes alone.
@@ -37,16 +38,9 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
         prefetch: computes before a backward at which its ``RELOAD`` may come, at most.
 
     Raises:
-        PlanError: a limit that does not hold one microbatch of each stage that is between two computes; a plan that
-            offloads already, or with slices, of which later ones read what earlier ones keep.
+        PlanError: a limit that does not hold one microbatch of each stage that is between two computes.
     """
     require_plan(plan)
-    if any(action.kind in OFFLOADING for position in range(plan.num_positions) for action in plan.actions(position)):
-        raise PlanError("the plan offloads already; give the plan without OFFLOAD, RELEASE and RELOAD")
-    if plan.num_slices > 1:
-        raise PlanError(
-            f"the plan has {plan.num_slices} slices, and later ones read what a slice keeps; offload a plan without"
-        )
     if sizes is None:
         sizes = [1 / beside for beside in plan.stages_beside]
     if len(sizes) != plan.num_stages:
@@ -132,14 +126,13 @@ class _Position:
         for index in range(count):
             while (held := self._held(index)) > self.limit - room + _SLACK:
                 idle = [stay for stay in self.stays if stay.first < index <= stay.last and stay.used > index]
-                hidden = [stay for stay in idle if stay.first < index - 1]
-                if held > self.limit + _SLACK:
-                    hidden = hidden or idle
-                    if not idle:
-                        raise PlanError(
-                            f"memory_limit {self.limit:g} does not hold what position {self.number} computes with; "
-                            f"the least that works there is {held:g}"
-                        )
+                over = held > self.limit + _SLACK
+                if over and not idle:
+                    raise PlanError(
+                        f"memory_limit {self.limit:g} does not hold what position {self.number} computes with; "
+                        f"the least that works there is {held:g}"
+                    )
+                hidden = [stay for stay in idle if stay.first < index - 1] or (idle if over else [])
                 if not hidden:
                     break
                 self._cut(max(hidden, key=lambda stay: stay.used), index)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Action, ActionKind, Plan, Step
-from pipegrid.topology.fields import Index, checked, instance
+from pipegrid.topology.fields import checked, instance
 
 Reduce: TypeAlias = Literal["step", "microbatch"]
 Shard: TypeAlias = Reduce | Mapping[str, Reduce]
@@ -104,8 +104,3 @@ def _swaps(uses: Sequence[tuple[int, int]], window: int) -> list[tuple[int, list
     # Stages that no compute needs any more are freed at once, where no swap has freed them for another.
     swaps += [(number + 1, [stage], []) for stage, number in gathered.items()]
     return sorted(swaps, key=lambda swap: swap[0])
-
-
-def window_of(prefetch: int) -> int:
-    """The most stages of a position that are gathered at once: that of the compute, and those gathered ahead."""
-    return int(checked(prefetch, Index, "prefetch", PlanError)) + 1

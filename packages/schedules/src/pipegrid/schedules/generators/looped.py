@@ -191,8 +191,8 @@ def _num_stages(num_positions: int, num_chunks: int, num_stages: int | None) -> 
     if num_stages is None:
         return most
     if not most - num_positions < num_stages <= most:
+        few = most - num_positions + 1
         raise PlanError(
-            f"num_stages is {num_stages}; {num_chunks} chunks on {num_positions} positions are "
-            f"{most - num_positions + 1}..{most} stages"
+            f"num_stages is {num_stages}; {num_chunks} chunks on {num_positions} positions are {few}..{most}"
         )
     return num_stages

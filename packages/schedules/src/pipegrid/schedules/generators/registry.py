@@ -16,7 +16,7 @@ from pipegrid.schedules.generators.u_shaped import u_shape
 from pipegrid.schedules.generators.v_shaped import dualpipe_v, zero_bubble_v
 from pipegrid.schedules.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from pipegrid.schedules.plan import Plan
-from pipegrid.topology.fields import Count, checked, shown
+from pipegrid.topology.fields import Count, checked_arguments, shown
 
 
 @frozen
@@ -36,14 +36,15 @@ class Schedule:
     trains: bool = True
     sliced: bool = False
 
+    @checked_arguments(PlanError)
     def plan(
         self,
         num_positions: int,
         num_microbatches: int,
-        num_chunks: int | None = None,
+        num_chunks: Count | None = None,
         *,
         num_stages: int | None = None,
-        num_slices: int | None = None,
+        num_slices: Count | None = None,
     ) -> Plan:
         """The schedule's plan of computes; ``num_chunks`` is by default its own number (2 where any will do).
 
@@ -53,8 +54,6 @@ class Schedule:
         Raises:
             PlanError: a number of chunks or slices that the schedule is not for, or a size below 1.
         """
-        checked(num_chunks, Count | None, "num_chunks", PlanError)
-        checked(num_slices, Count | None, "num_slices", PlanError)
         require_slices(self, num_slices or 1)
         slices = {"num_slices": num_slices or 1} if self.sliced else {}
         if self.chunks is None:
@@ -62,10 +61,7 @@ class Schedule:
                 num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages, **slices
             )
         if num_chunks not in (None, self.chunks):
-            raise PlanError(
-                f"{self.name} has {self.chunks} chunk{'s' if self.chunks > 1 else ''} per position, not "
-                f"{num_chunks}; leave the number out, or choose interleaved_1f1b, interleaved_zero_bubble or looped_bfs"
-            )
+            raise PlanError(f"num_chunks is {num_chunks}; {self.name} has {self.chunks} per position")
         return self.function(num_positions, num_microbatches, **slices)
 
 
@@ -76,10 +72,8 @@ def require_slices(known: Schedule, num_slices: int) -> None:
         PlanError: names the schedules with slices.
     """
     if num_slices > 1 and not known.sliced:
-        raise PlanError(
-            f"{known.name} does not cut microbatches into {num_slices} slices; these do: "
-            f"{', '.join(other.name for other in SCHEDULES.values() if other.sliced)}"
-        )
+        sliced = ", ".join(other.name for other in SCHEDULES.values() if other.sliced)
+        raise PlanError(f"{known.name} does not cut microbatches into {num_slices} slices; these do: {sliced}")
 
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
@@ -116,7 +110,8 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 _SYNONYMS = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}
 
 
-def find_schedule(name: str, num_chunks: int | None = None) -> Schedule:
+@checked_arguments(PlanError)
+def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
     """The schedule called ``name``; dashes and capitals do not matter, and ``one_f_one_b`` is ``1f1b``.
 
     With more than one chunk, ``1f1b`` is ``interleaved_1f1b``: 1F1B in chunks.
@@ -124,8 +119,6 @@ def find_schedule(name: str, num_chunks: int | None = None) -> Schedule:
     Raises:
         PlanError: no schedule has that name; the names are listed.
     """
-    if num_chunks is not None:
-        checked(num_chunks, Count, "num_chunks", PlanError)
     wanted = str(name).lower().replace("-", "_")
     wanted = _SYNONYMS.get(wanted, wanted)
     if wanted not in SCHEDULES:

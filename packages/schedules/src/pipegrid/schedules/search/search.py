@@ -19,7 +19,7 @@ from pipegrid.schedules.search.list_scheduler import Entries, Problem, with_whol
 from pipegrid.schedules.search.network import as_network
 from pipegrid.schedules.search.patterns import patterns
 from pipegrid.schedules.simulate import Costs
-from pipegrid.topology.fields import Amount, Count, checked, checked_arguments
+from pipegrid.topology.fields import Amount, Count, checked_arguments
 
 
 @frozen
@@ -84,7 +84,6 @@ def search(
         PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch.
         CostsError: costs for another number of stages.
     """
-    checked(objective, Objective, "objective", PlanError)
     shapes = problems(
         costs,
         memory_limit,

@@ -15,7 +15,7 @@ from pipegrid.schedules.timeline.timeline import (
     summary,
     tint,
 )
-from pipegrid.topology.fields import Count, checked
+from pipegrid.topology.fields import Count, checked_arguments
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 WIDTH = 160
@@ -94,7 +94,8 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
         yield f"{' ' * name_width}  {legend}"
 
 
-def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: int = WIDTH, colour: bool = False) -> str:
+@checked_arguments(TimelineError)
+def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: Count = WIDTH, colour: bool = False) -> str:
     """``timeline`` (or several, below each other) as text, rows at most ``width`` columns plus their names.
 
     A span is its kind and microbatch, filled up with ``-`` (F), ``=`` (B), ``~`` (I) or ``+`` (W); a dot is a
@@ -103,6 +104,5 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: int = WIDT
     Raises:
         TimelineError: nothing to draw, or a width that is not an integer of at least 1.
     """
-    checked(width, Count, "width", TimelineError)
     panels = as_panels(timeline)
     return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"

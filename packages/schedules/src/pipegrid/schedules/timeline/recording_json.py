@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import from_json, load_json, to_json
 from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
 from pipegrid.schedules.timeline.timeline import TimelineError
@@ -40,10 +39,8 @@ def recording_from_json(text: str) -> Recording:
         TimelineError: a track that is wrong, by its path.
     """
     data = load_json(text)
-    if not isinstance(data, dict) or set(data) != {"plan", "tracks"}:
-        raise TimelineError(f"the document is {shown(data)}; a recording is an object with 'plan' and 'tracks'")
-    if not isinstance(data["tracks"], list):
-        raise TimelineError(f"tracks is {shown(data['tracks'])}; it must be a list, an object per rank")
+    if not isinstance(data, dict) or set(data) != {"plan", "tracks"} or not isinstance(data["tracks"], list):
+        raise TimelineError(f"the document is {shown(data)}; it must be an object with 'plan' and 'tracks', a list")
     plan = from_json(json.dumps(data["plan"]))
     return Recording(plan, [_track(track, f"tracks[{index}]") for index, track in enumerate(data["tracks"])])
 
@@ -56,10 +53,5 @@ def _track(data: Any, path: str) -> Track:
             [Recorded(*entry) for entry in data["actions"]],
             [Aside(*entry) for entry in data["asides"]],
         )
-    except (TypeError, KeyError):
-        raise TimelineError(
-            f"{path} is {shown(data)}; it must have 'rank', 'position', 'actions' (lists of index, start, end, posted, "
-            "memory) and 'asides' (lists of name, start, end)"
-        ) from None
-    except (TimelineError, PlanError) as error:
-        raise TimelineError(f"{path}: {error}") from None
+    except (TypeError, KeyError, TimelineError) as error:
+        raise TimelineError(f"{path} is {shown(data)}, and no track of a recording: {error}") from None

@@ -21,7 +21,7 @@ from pipegrid.schedules.timeline.timeline import (
     time_text,
     tint,
 )
-from pipegrid.topology.fields import Seconds, checked
+from pipegrid.topology.fields import Seconds, checked_arguments
 
 MEANING = {
     "F": "F forward",
@@ -284,14 +284,14 @@ def _scale(panels: Sequence[Timeline], width: float | None) -> list[float]:
     return [width / lengths[panel.unit] if lengths[panel.unit] > 0 else 1.0 for panel in panels]
 
 
-def svg(timeline: Timeline | Sequence[Timeline], *, width: float | None = None, arrows: bool = False) -> str:
+@checked_arguments(TimelineError)
+def svg(timeline: Timeline | Sequence[Timeline], *, width: Seconds | None = None, arrows: bool = False) -> str:
     """The text of an SVG picture of ``timeline``, or of several below each other (planned, then measured).
 
     Timelines with the same unit share one scale. ``width`` is that of the longest timeline in pixels; by
     default wide enough to read the microbatches, within reason. ``arrows`` draws every flow.
     """
     timelines = as_panels(timeline)
-    checked(width, Seconds | None, "width", TimelineError)
     left = PAD + 8 + LETTER * max((len(name) for panel in timelines for name in panel.rows), default=0)
     right = PAD + 8 + LETTER * max((len(note) for panel in timelines for note in panel.notes), default=0)
     panels: list[_Panel] = []

@@ -14,7 +14,17 @@ from typing import Annotated, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from pipegrid.topology.fields import Index, Name, Rule, Seconds, checked, checked_fields, number, shown
+from pipegrid.topology.fields import (
+    Index,
+    Name,
+    Rule,
+    Seconds,
+    checked,
+    checked_arguments,
+    checked_fields,
+    number,
+    shown,
+)
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Kinds that count as work; everything else on a row counts as bubble."""
@@ -155,13 +165,11 @@ class Timeline:
         placed = [(span.name, span.row) for span in self.spans]
         placed += [(counter.name, counter.row) for counter in self.counters]
         for name, row in placed:
-            if not 0 <= row < count:
+            if row >= count:
                 raise TimelineError(f"{name!r} is on row {row}; the timeline has {count} rows, numbered from 0")
-        for flow in self.flows:
-            if not (0 <= flow.source < len(self.spans) and 0 <= flow.destination < len(self.spans)):
-                raise TimelineError(f"{flow} names a span that is not among the {len(self.spans)} given")
-        if self.notes and len(self.notes) != count:
-            raise TimelineError(f"{len(self.notes)} notes for {count} rows; give one for each row, or none")
+        ends = [end for flow in self.flows for end in (flow.source, flow.destination)]
+        if max(ends, default=-1) >= len(self.spans) or len(self.notes) not in (0, count):
+            raise TimelineError(f"a flow or note has no span or row; there are {len(self.spans)} spans, {count} rows")
 
     @cached_property
     def start(self) -> float:
@@ -214,13 +222,13 @@ class Timeline:
         return tuple(sorted((span for span in self.spans if span.row == row), key=lambda span: span.start))
 
 
-def scaled(timeline: Timeline, factor: float, *, unit: str) -> Timeline:
+@checked_arguments(TimelineError)
+def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
     """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds.
 
     Raises:
         TimelineError: a factor that is not above 0.
     """
-    checked(factor, Seconds, "factor", TimelineError)
     zero = timeline.start
 
     def at(time: float) -> float:
@@ -243,11 +251,9 @@ def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
     Raises:
         TimelineError: none, or something else, such as a plan.
     """
-    panels: Any = (timeline,) if isinstance(timeline, Timeline) else timeline
-    if not isinstance(panels, (tuple, list)) or not all(isinstance(panel, Timeline) for panel in panels):
+    panels: Any = [timeline] if isinstance(timeline, Timeline) else timeline
+    if not isinstance(panels, (tuple, list)) or not panels or not all(isinstance(one, Timeline) for one in panels):
         raise TimelineError(f"timeline is {shown(timeline)}; give timeline(...) of a plan, a simulation or a recording")
-    if not panels:
-        raise TimelineError("there is no timeline to draw; give at least one")
     return tuple(panels)
 
 

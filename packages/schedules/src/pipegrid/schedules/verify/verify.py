@@ -204,10 +204,7 @@ def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequenc
     if isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence):
         return (as_limit(memory_limit),) * plan.num_positions
     if len(memory_limit) != plan.num_positions:
-        raise PlanError(
-            f"memory_limit has {len(memory_limit)} numbers and the plan {plan.num_positions} positions; give "
-            "one number, or one per position"
-        )
+        raise PlanError(f"memory_limit has {len(memory_limit)} numbers; the plan has {plan.num_positions} positions")
     return [as_limit(limit) for limit in memory_limit]
 
 

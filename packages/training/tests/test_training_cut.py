@@ -271,6 +271,6 @@ def test_parts_that_another_module_runs_are_on_no_stage():
     stages[1].set_input_tensor([stages[0](ids)])
     assert torch.equal(stages[1](ids).logits, whole(input_ids=ids).logits)
     with pytest.raises(
-        CutError, match="has 'model.tower', under which LlavaForConditionalGeneration has no parameters"
+        CutError, match=r"Names\.elsewhere has 'model.tower', which LlavaForConditionalGeneration has not"
     ):
         cut(make, "Et|tL", 0, names=Names("model.language_model.layers", elsewhere=("model.tower",)))

@@ -28,12 +28,10 @@ class TieGroup:
     Attributes:
         spec: the group to create: all copies, ascending by stage, then by rank.
         contributing: the ranks whose gradient is a term of the sum. The others are tensor-parallel replicas.
-        first: the ranks of the lowest stage, whose copy counts as the parameter; all others are replicas.
     """
 
     spec: GroupSpec
     contributing: frozenset[int]
-    first: frozenset[int]
 
 
 def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> tuple[TieGroup, ...]:
@@ -59,12 +57,10 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
                 ranks.append(rank)
             if alike or not any(coordinate for _, coordinate in shard):
                 contributing.add(rank)
-    first = {rank for rank, _ in _holders(min(stages), graph, grids)}
     return tuple(
         TieGroup(
             GroupSpec(ranks, "/".join(["tied", name, *(f"{dim}{index}" for dim, index in shard)]), shared=False),
             frozenset(contributing.intersection(ranks)),
-            frozenset(first.intersection(ranks)),
         )
         for shard, ranks in sorted(members.items())
     )

@@ -129,15 +129,14 @@ def tie_parameters(
     if (grids is None and group is None and copies) or (grids is not None and group is not None):
         raise TyingError(f"tied parameter {name!r} needs grids of its modules or a group of its copies, not both")
     if grids is not None:
-        tied, replica = _over_grids(name, copies, stages, *_by_module(grids, graph), timeout)
+        tied = _over_grids(name, copies, stages, *_by_module(grids, graph), timeout)
     else:
         _require_copies(name, copies, [stage for stage in stages if stage in copies])
         tied = TiedParameters(name, stages, _distinct(copies), group)
-        replica = stages[0] not in copies
     if tied.copies:
         for index, copy in enumerate(tied.copies):
             copy.tied = TieMark(name, over_lanes=grids is not None)  # type: ignore[attr-defined]
-            copy.tied_replica = replica or index > 0  # type: ignore[attr-defined]
+            copy.tied_replica = stages[0] not in copies or index > 0  # type: ignore[attr-defined]
         _require_equal(tied)
     return tied
 
@@ -161,8 +160,8 @@ def _over_grids(
     graph: ModuleGraph,
     grids: Mapping[str, HyperCommGrid],
     timeout: timedelta | None,
-) -> tuple[TiedParameters, bool]:
-    """This rank's part of a sum over stages and data lanes together, and whether its copy is a replica."""
+) -> TiedParameters:
+    """This rank's part of a sum over stages and data lanes together."""
     rank = dist.get_rank()
     found = tie_groups(name, stages, graph, grids)
     sharded = any(getattr(copy, "tensor_model_parallel", False) for copy in copies.values())
@@ -175,9 +174,8 @@ def _over_grids(
     made = create_groups((tie.spec for tie in found if len(tie.spec.ranks) > 1), timeout=timeout)
     own = next((tie for tie in found if rank in tie.spec.ranks), None)
     if own is None:
-        return TiedParameters(name, stages), False
-    contributes = rank in own.contributing
-    return TiedParameters(name, stages, _distinct(copies), made.get(own.spec), contributes), rank not in own.first
+        return TiedParameters(name, stages)
+    return TiedParameters(name, stages, _distinct(copies), made.get(own.spec), rank in own.contributing)
 
 
 def _distinct(copies: Mapping[int, torch.nn.Parameter]) -> tuple[torch.nn.Parameter, ...]:

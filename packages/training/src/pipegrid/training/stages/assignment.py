@@ -95,12 +95,8 @@ def assign(model: nn.Module, layout: PipelineParallelLayerLayout, names: Names) 
                 f"layout {layout.short_text()} has {later} on an earlier stage than {earlier}; layers run in the order "
                 f"{', '.join(kinds)}"
             )
-    places = _Places(names, tuple(kinds.values()), stage_of_layer, layout)
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for part in names.elsewhere:
-        if not any(within(name, [part]) for name in parameters):
-            raise CutError(f"Names(elsewhere=...) has {part!r}, under which {type(model).__name__} has no parameters")
-    stage_of_parameter = dict(zip(parameters, places.stages(parameters), strict=True))
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    stage_of_parameter = _stages_of(parameters, names, tuple(kinds.values()), stage_of_layer, layout)
     return Assignment(
         len(layout.stages),
         tuple(kinds.values()),
@@ -123,52 +119,43 @@ def _kinds(layout: PipelineParallelLayerLayout, lists: Mapping[str, tuple[str, .
     return {found[0] if found else LayerType.decoder: lists[ONLY]}
 
 
-class _Places:
-    """The stage of each parameter, in the order of registration."""
+def _stages_of(
+    parameters: Iterable[str],
+    names: Names,
+    lists: tuple[tuple[str, ...], ...],
+    stage_of_layer: Mapping[str, int],
+    layout: PipelineParallelLayerLayout,
+) -> dict[str, int]:
+    """The stage of each parameter; ``parameters`` in the order of registration."""
+    paths = tuple(names.layers.values())
+    first = next((stage for stage, held in enumerate(layout.stages) if LayerType.embedding in held), 0)
+    last = next((stage for stage, held in enumerate(layout.stages) if LayerType.loss in held), len(layout.stages) - 1)
 
-    def __init__(
-        self,
-        names: Names,
-        lists: tuple[tuple[str, ...], ...],
-        stage_of_layer: Mapping[str, int],
-        layout: PipelineParallelLayerLayout,
-    ) -> None:
-        self._names, self._lists, self._stage_of_layer = names, lists, stage_of_layer
-        self._paths = tuple(names.layers.values())
-        first = [stage for stage, held in enumerate(layout.stages) if LayerType.embedding in held]
-        last = [stage for stage, held in enumerate(layout.stages) if LayerType.loss in held]
-        self._first, self._last = (first or [0])[0], (last or [len(layout.stages) - 1])[0]
-
-    def stages(self, parameters: Iterable[str]) -> list[int]:
-        """The stage of each of the model's parameters."""
-        passed, found = 0, []
-        for name in parameters:
-            layer = next((layer for layer in self._stage_of_layer if within(name, [layer])), None)
-            if within(name, self._names.elsewhere):
-                found.append(ELSEWHERE)
-            elif layer is None:
-                found.append(self._beside(name, passed))
-            else:
-                found.append(self._stage_of_layer[layer])
-                passed = next(i for i, layers in enumerate(self._lists) if layer in layers) + 1
-        return found
-
-    def _beside(self, name: str, passed: int) -> int:
+    def beside(name: str, passed: int) -> int:
         """The stage of a parameter outside of the layers, registered after ``passed`` lists."""
-        if within(name, self._names.embedding):
-            passed = next((i for i, path in enumerate(self._paths) if within(name, [_parent(path)])), 0)
-        elif within(name, self._names.head):
-            beside = (i + 1 for i, path in enumerate(self._paths) if within(name, [_parent(path)]))
-            passed = next(beside, len(self._paths))
-        elif any(within(path, [_parent(name)]) or not _parent(name) for path in self._paths):
+        if within(name, names.embedding):
+            passed = next((i for i, path in enumerate(paths) if within(name, [_parent(path)])), 0)
+        elif within(name, names.head):
+            passed = next((i + 1 for i, path in enumerate(paths) if within(name, [_parent(path)])), len(paths))
+        elif any(within(path, [_parent(name)]) or not _parent(name) for path in paths):
             raise CutError(f"{name} is beside the layers; name it in Names(embedding=...) or Names(head=...)")
-        if passed == 0:
-            return self._first
-        if passed == len(self._lists):
-            return self._last
+        if passed in (0, len(lists)):
+            return last if passed else first
         # Between two lists: with the last layer of the one beside it, unless it is to run before the next.
-        ends = within(name, [_parent(self._paths[passed - 1])]) and not within(name, self._names.embedding)
-        return self._stage_of_layer[self._lists[passed - 1][-1] if ends else self._lists[passed][0]]
+        ends = within(name, [_parent(paths[passed - 1])]) and not within(name, names.embedding)
+        return stage_of_layer[lists[passed - 1][-1] if ends else lists[passed][0]]
+
+    passed, found = 0, {}
+    for name in parameters:
+        layer = next((layer for layer in stage_of_layer if within(name, [layer])), None)
+        if within(name, names.elsewhere):
+            found[name] = ELSEWHERE
+        elif layer is None:
+            found[name] = beside(name, passed)
+        else:
+            found[name] = stage_of_layer[layer]
+            passed = next(i for i, layers in enumerate(lists) if layer in layers) + 1
+    return found
 
 
 def _parent(path: str) -> str:
@@ -186,11 +173,8 @@ def _ties(model: nn.Module, stage_of_parameter: Mapping[str, int]) -> tuple[Tie,
         names.setdefault(id(parameter), []).append(name)
     ties = []
     for aliases in names.values():
-        by_stage: dict[int, str] = {}
-        for alias in aliases:
-            if stage_of_parameter[alias] == ELSEWHERE:
-                continue
-            by_stage.setdefault(stage_of_parameter[alias], alias)
+        by_stage = {stage_of_parameter[alias]: alias for alias in reversed(aliases)}  # of a stage's names the first
+        by_stage.pop(ELSEWHERE, None)
         if len(by_stage) > 1:
             stages = tuple(sorted(by_stage))
             ties.append(Tie(aliases[0], stages, tuple(by_stage[stage] for stage in stages)))

@@ -86,7 +86,7 @@ def given_names(model: nn.Module, names: Names) -> Names:
     if not isinstance(names, Names):
         raise CutError(f"names is {shown(names)}; give Names(layers=...), such as Names('model.layers')")
     there = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-    for field_name, parts in (("embedding", names.embedding), ("head", names.head)):
+    for field_name, parts in (("embedding", names.embedding), ("head", names.head), ("elsewhere", names.elsewhere)):
         for part in parts:
             if part not in there:
                 raise CutError(f"Names.{field_name} has {part!r}, which {type(model).__name__} has not")

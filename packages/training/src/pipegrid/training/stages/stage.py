@@ -167,7 +167,7 @@ class Stage(nn.Module):
         self.current_microbatch = 0
         self.current_slice: Slice | None = None
         self._output, self.assignment = output, assignment
-        self._flow = _Flow.of(whole, assignment, number)
+        self._flow = _Flow(whole, assignment, number)
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:
             if name not in self._flow.accepted:
@@ -220,24 +220,22 @@ class Stage(nn.Module):
             received = received[self.module]
         if received is None and not self.is_first:
             raise CutError(f"stage {self.number} has received nothing; call set_input_tensor, as the step functions do")
-        carried: tuple[Any, ...] = ()
-        if self._carry:
+        part = None if self.current_slice is None or self._slices_itself else self.current_slice
+        carried: list[Any] = []
+        if received is not None or self._carry or self.memories is not None or part is not None:
             kwargs, args = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}, ()
+        if self._carry:
             if received is None:
-                carried = tuple(kwargs.get(name) for name in self._carry)
+                carried = [kwargs.get(name) for name in self._carry]
             else:
-                received, *rest = received
-                carried = tuple(rest)
+                received, *carried = received
                 given = zip(self._carry, carried, strict=True)
                 kwargs |= {name: value for name, value in given if value is not None}
         if self.memories is not None:
-            kwargs = self._remembered(received, {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs})
-            args = ()
-        part = self.current_slice
-        if part is None or self._slices_itself:
+            kwargs = self._remembered(received, kwargs)
+        if part is None:
             result = self._flow.run(self._run, received, args, kwargs)
         else:
-            kwargs = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}
             result = forward_of_slice(
                 self.whole,
                 self.assignment,
@@ -284,29 +282,18 @@ class _Flow:
     inside the encoder; the encoder's output at its end; and both, ``(returned, encoded)``, inside the decoder.
     """
 
-    def __init__(self, whole: nn.Module, *, before: int, after: int, encoders: int, last: bool) -> None:
-        self.whole, self.before, self.after, self.encoders, self.last = whole, before, after, encoders, last
+    def __init__(self, whole: nn.Module, assignment: Assignment, number: int) -> None:
+        held = assignment.held(number)
+        self.whole, self.last = whole, number == assignment.num_stages - 1
+        self.before = assignment.before(number)
+        self.after = self.before + len(held)
+        self.encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
         self.accepted = tuple(inspect.signature(whole.forward).parameters)
-        self.empty = before == after and not last and next(whole.parameters(), None) is None
-        self.leaves: nn.Module | None = None  # the last layer, until its first forward
-
-    @classmethod
-    def of(cls, whole: nn.Module, assignment: Assignment, number: int) -> _Flow:
-        """The flow of a stage."""
-        before = assignment.before(number)
-        encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
-        flow = cls(
-            whole,
-            before=before,
-            after=before + len(assignment.held(number)),
-            encoders=encoders,
-            last=number == assignment.num_stages - 1,
-        )
-        if assignment.held(number) and not flow.last:
-            flow.leaves = whole.get_submodule(assignment.held(number)[-1])
-        if encoders and "encoder_outputs" not in flow.accepted:
+        self.empty = not held and not self.last and next(whole.parameters(), None) is None
+        # The last layer, until its first forward:
+        self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
+        if self.encoders and "encoder_outputs" not in self.accepted:
             raise CutError(f"{type(whole).__name__} has an encoder, and its forward takes no encoder_outputs")
-        return flow
 
     def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward over the parts of the stage."""
@@ -318,8 +305,6 @@ class _Flow:
         run.received, run.entered, run.left = received, False, None
         encoded = None
         if received is not None:
-            kwargs = {**dict(zip(self.accepted, args, strict=False)), **kwargs}
-            args = ()
             encoded = self._begin(run, kwargs)
         if "use_cache" in self.accepted:
             kwargs = {"use_cache": False, **kwargs}

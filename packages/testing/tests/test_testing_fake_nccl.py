@@ -60,7 +60,7 @@ def test_a_batch_with_several_peers_beside_a_group_that_is_never_used(ranks):
 @STREAMS
 def test_a_tensor_with_strides_is_refused(ranks):
     for verb, text in ((dist.group.WORLD.send, "send"), (dist.group.WORLD.recv, "receive")):
-        with pytest.raises(ValueError, match=f"a tensor to {text} is not contiguous; NCCL moves memory"):
+        with pytest.raises(ValueError, match=f"a tensor to {text} is not contiguous; NCCL moves plain memory"):
             verb([torch.zeros(2, 3).T], 1 - ranks.rank, 0)
     assert ranks.fake_device.launches == []
 

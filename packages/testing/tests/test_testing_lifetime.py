@@ -122,7 +122,7 @@ from pipegrid.testing.messages import Hello
 
 pool = Pool(Hello(options={}, args=(), directory="", path=tuple(sys.path)), passthrough=False)
 pool.start()
-print(pool._process.pid, flush=True)
+print(pool._template.process.pid, flush=True)
 time.sleep(500)
 """
 

@@ -250,7 +250,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_sent(ranks):
         ):
             with pytest.raises(P2PPayloadError, match=text):
                 pipe.isend(payload, edge=edge, direction=Direction.FORWARD)
-        with pytest.raises(P2PUsageError, match="edge 0>2 does not lead from a stage to the next one"):
+        with pytest.raises(P2PUsageError, match="the edge is 0>2; it must be an Edge of this pipeline"):
             pipe.isend(torch.ones(1), edge=Edge(0, 2), direction=Direction.FORWARD)
         pipe.isend(torch.ones(2), edge=edge, direction=Direction.FORWARD).wait()
     else:

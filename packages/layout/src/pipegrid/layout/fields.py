@@ -35,11 +35,7 @@ def index_of(value: Any) -> int | None:
 
 
 def integer(value: Any, what: str, *, least: int, most: int | None = None) -> int:
-    """``value`` as an int in the closed range from ``least`` to ``most``.
-
-    Raises:
-        LayoutError: "pp is 0; it must be an integer of at least 1".
-    """
+    """``value`` as an int in the closed range from ``least`` to ``most``."""
     number = index_of(value)
     if number is None or number < least or (most is not None and number > most):
         bound = f"at least {least}" if most is None else f"{least} to {most}"

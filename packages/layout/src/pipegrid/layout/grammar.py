@@ -55,10 +55,6 @@ class LayoutGrammar:
     Attributes:
         symbols: letter to kind of layer, the standard ones included. Of several letters for one kind, all are read and
             the one registered last is written.
-
-    Raises:
-        LayoutError: a symbol is not one ASCII letter, a kind is not a name, or a standard symbol has another
-            kind.
     """
 
     symbols: Mapping[str, str] = attrs.field(factory=dict, converter=_checked, hash=False)
@@ -89,9 +85,6 @@ class LayoutGrammar:
         Args:
             name: a LayerType or a name.
             where: prefix of the error text, such as ``"stage 3, layer 1: "``.
-
-        Raises:
-            LayoutError: the grammar has no such kind.
         """
         if isinstance(name, LayerType):
             return name

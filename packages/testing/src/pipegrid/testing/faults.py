@@ -34,8 +34,7 @@ class Fault:
     the whole process.
 
     Raises:
-        FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place, a
-            rank or an occurrence that is no integer, a time that is not a number.
+        FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place.
     """
 
     kind: str
@@ -46,47 +45,20 @@ class Fault:
     nth: int = field(kw_only=True, default=0)
 
     def __attrs_post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise FaultError(f"fault kind {self.kind!r} is unknown; the kinds are {', '.join(KINDS)}")
-        if not _is_integer(self.rank) or self.rank < 0:
-            raise FaultError(f"a fault's rank is an integer counted from 0, got rank={self.rank!r}")
-        if (self.at is None) == (self.after is None):
-            raise FaultError(
-                f"fault {self.kind!r} on rank {self.rank} needs either at= (a point) or after= (seconds), "
-                f"got at={self.at!r} and after={self.after!r}"
-            )
-        if self.after is not None and not _is_time(self.after):
-            raise FaultError(f"after= counts seconds, a finite number of at least 0, got after={self.after!r}")
-        if not _is_integer(self.nth) or self.nth < 0 or (self.nth and self.at is None):
-            raise FaultError(
-                f"nth= counts the occurrences of the point at= from 0, an integer, got nth={self.nth!r}, at={self.at!r}"
-            )
-        if (self.kind == "delay") != (self.seconds is not None):
-            raise FaultError(
-                f"seconds= is the length of a delay and of no other fault, got kind {self.kind!r} and "
-                f"seconds={self.seconds!r}"
-            )
-        if self.seconds is not None and not _is_time(self.seconds):
-            raise FaultError(f"a delay is a finite number of seconds of at least 0, got seconds={self.seconds!r}")
+        if self.kind not in KINDS or self.rank < 0 or self.nth < 0:
+            raise FaultError(f"{self!r}: the kinds are {', '.join(KINDS)}; rank and nth count from 0")
+        if (self.at is None) == (self.after is None) or (self.nth and self.at is None):
+            raise FaultError(f"{self!r}: a fault has either at=, perhaps with nth=, or after=")
+        times = [one for one in (self.after, self.seconds) if one is not None]
+        if (self.kind == "delay") != (self.seconds is not None) or not all(0 <= one < math.inf for one in times):
+            raise FaultError(f"{self!r}: seconds= is for delays alone, and times are finite and at least 0")
 
     def __str__(self) -> str:
         when = f"after {self.after} s" if self.at is None else f"at {self.at!r}" + (f" #{self.nth}" if self.nth else "")
         return f"{self.kind} on rank {self.rank} {when}"
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-
-
 def check_rank(fault: Fault, world_size: int) -> None:
-    """Raise if the fault's rank is outside of the world.
-
-    Raises:
-        FaultError: the fault's rank is not below ``world_size``.
-    """
+    """Raise `FaultError` if the fault's rank is outside of the world."""
     if fault.rank >= world_size:
         raise FaultError(f"fault '{fault}' names rank {fault.rank}, but the world has {world_size} ranks")

@@ -67,21 +67,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Replace each test marked ``ranks`` by one that runs on the pool.
-
-    Raises:
-        pytest.UsageError: marks that ask for the impossible.
-    """
+    """Replace each test marked ``ranks`` by one that runs on the pool."""
     if config.pluginmanager.has_plugin(_WORKER):
         return
     for index, item in enumerate(items):
         if item.get_closest_marker("ranks") is not None:
             items[index] = RankedFunction.of(item)
         elif item.get_closest_marker("fault") is not None:
-            raise pytest.UsageError(
-                f"{item.nodeid}: @pytest.mark.fault plans a fault on a rank, and this test runs on none; "
-                "mark it with @pytest.mark.ranks(n) too"
-            )
+            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.fault needs @pytest.mark.ranks(n) on the same test")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

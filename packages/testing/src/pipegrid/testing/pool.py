@@ -65,6 +65,28 @@ class Worker:
             self.output.close()
 
 
+@define(eq=False)
+class _Template:
+    """The process that forks the workers, as the pytest process sees it.
+
+    Attributes:
+        directory: of the session; made and removed by the process itself, so that nothing is ever left behind.
+        log: its standard output and error.
+        ready: whether it has imported everything and forks at once.
+    """
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    directory: Path
+    log: IO[bytes]
+    ready: bool = False
+
+    def printed(self) -> str:
+        """What the process printed, for the end of an error."""
+        self.log.seek(0)
+        return "; it printed:\n" + self.log.read().decode(errors="replace")
+
+
 class Pool:
     """Workers of one pytest session. `take` hands out, `give_back` and `discard` take back."""
 
@@ -73,13 +95,9 @@ class Pool:
         self._preload = preload
         self._passthrough = passthrough
         self._idle: list[Worker] = []
-        self._directory: Path | None = None
         self._tests = 0
         self._workers = 0
-        self._template: Channel | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
-        self._ready = False
+        self._template: _Template | None = None
         self._mail: list[object] = []
         # Process groups of workers that are not known to have ended: the kernel ends the workers of a template that is
         # killed, but not what they started.
@@ -87,14 +105,13 @@ class Pool:
 
     def start(self) -> None:
         """Start the template without waiting for it; `take` waits. One that is gone is replaced."""
-        if self._process is not None and self._process.poll() is None:
+        if self._template is not None and self._template.process.poll() is None:
             return
         self.close()
-        # Made by the template, which removes it: there is no moment at which the end of this process leaves it behind.
-        self._directory = Path(tempfile.gettempdir()) / f"pipegrid-testing-{secrets.token_hex(8)}"
+        directory = Path(tempfile.gettempdir()) / f"pipegrid-testing-{secrets.token_hex(8)}"
         ours, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (held until close)
-        output = None if self._passthrough else self._log
+        log = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (held until close)
+        output = None if self._passthrough else log
         code = (
             "import sys, json; arguments = json.loads(sys.argv[1]); sys.path[:] = arguments.pop('path'); "
             "from pipegrid.testing.template import main; main(**arguments)"
@@ -103,14 +120,14 @@ class Pool:
             "path": list(self._hello.path),
             "control": theirs.fileno(),
             "parent": os.getpid(),
-            "directory": str(self._directory),
+            "directory": str(directory),
             "preload": [name for name in self._preload if name in sys.modules],
         }
         # One thread per rank: the ranks of a test share the machine's cores.
         environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
         with theirs:
             # A session of its own: the terminal's Ctrl-C reaches pytest alone, which then ends the pool.
-            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and code)
+            process = subprocess.Popen(  # noqa: S603 (our own interpreter and code)
                 [sys.executable, "-c", code, json.dumps(arguments)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -119,30 +136,23 @@ class Pool:
                 env=environment,
                 start_new_session=True,
             )
-        self._template = Channel(ours)
+        self._template = _Template(process, Channel(ours), directory, log)
+
+    @property
+    def _started(self) -> _Template:
+        if self._template is None:
+            raise PoolError("the pool has not been started")
+        return self._template
 
     def directory(self) -> Path:
-        """A fresh directory for one test.
-
-        Raises:
-            PoolError: the template did not start, with what it printed.
-        """
-        self.start()
-        self._started_template()
-        if self._directory is None:
-            raise PoolError("the pool has not been started")
+        """A fresh directory for one test."""
         self._tests += 1
-        path = self._directory / f"test-{self._tests}"
+        path = self._ready_template().directory / f"test-{self._tests}"
         (path / "shared").mkdir(parents=True)
         return path
 
     def take(self, count: int) -> list[Worker]:
-        """``count`` idle workers, forked where there are too few.
-
-        Raises:
-            PoolError: the template did not start, with what it printed.
-        """
-        self.start()
+        """``count`` idle workers, forked where there are too few."""
         self._idle = [worker for worker in self._idle if self._answers(worker)]
         while len(self._idle) < count:
             self._idle.append(self._fork())
@@ -164,23 +174,15 @@ class Pool:
         if self._template is not None:
             # Without a template there are no workers; `news` raises.
             with contextlib.suppress(ConnectionError):
-                self._template.send(Signal(pid=worker.pid, signal=number))
+                self._template.channel.send(Signal(pid=worker.pid, signal=number))
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Have ``selector`` wake up for `news`."""
-        if self._template is None:
-            raise PoolError("the pool has not been started")
-        selector.register(self._template.socket, selectors.EVENT_READ, None)
+        selector.register(self._started.channel.socket, selectors.EVENT_READ, None)
 
     def news(self) -> list[Exited | Stopped]:
-        """Workers that ended or were stopped since the last call.
-
-        Raises:
-            PoolError: the template itself is gone.
-        """
-        if self._template is None:
-            raise PoolError("the pool has not been started")
-        self._collect_mail(self._template)
+        """Workers that ended or were stopped since the last call."""
+        self._collect_mail(self._started)
         news = [message for message in self._mail if isinstance(message, Exited | Stopped)]
         self._mail.clear()
         return news
@@ -190,25 +192,23 @@ class Pool:
         for worker in self._idle:
             worker.close()
         self._idle.clear()
-        if self._process is not None and self._template is not None:
-            self._template.socket.close()
-            if not self._ready:  # still importing, with no children
-                self._process.kill()
+        template, self._template = self._template, None
+        if template is not None:
+            process = template.process
+            template.channel.socket.close()
+            if not template.ready:  # still importing, with no children
+                process.kill()
             try:
-                self._process.wait(_CLOSE_LIMIT)
+                process.wait(_CLOSE_LIMIT)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            if self._process.returncode != 0:  # else it has ended them itself
+                process.kill()
+                process.wait()
+            if process.returncode != 0:  # else it has ended them itself
                 for group in self._groups:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(group, signal.SIGKILL)
-        if self._log is not None:
-            self._log.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        self._process = self._template = self._log = self._directory = None
-        self._ready = False
+            template.log.close()
+            shutil.rmtree(template.directory, ignore_errors=True)
         self._mail.clear()
         self._groups.clear()
 
@@ -220,32 +220,32 @@ class Pool:
         return not gone
 
     def _fork(self) -> Worker:
-        template = self._started_template()
+        template = self._ready_template()
         ours, theirs = socket.socketpair()
         output = None if self._passthrough else tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (the worker's, held)
         stacks = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (the worker's, held)
         with theirs:
             descriptors = [theirs.fileno(), 1 if output is None else output.fileno(), stacks.fileno()]
             with contextlib.suppress(ConnectionError):  # said in full by the receive below
-                socket.send_fds(template.socket, [frame(Fork())], descriptors)
+                socket.send_fds(template.channel.socket, [frame(Fork())], descriptors)
         forked = self._receive(Forked, template)
         self._groups.add(forked.pid)
         worker = Worker(pid=forked.pid, channel=Channel(ours), output=output, stacks=stacks)
         self._workers += 1
         # Given a base of its own, a rank's tmp_path neither meets another rank's nor counts as a session to keep.
-        base = {"basetemp": f"{self._directory}/worker-{self._workers}"}
+        base = {"basetemp": f"{template.directory}/worker-{self._workers}"}
         worker.channel.send(evolve(self._hello, options={**self._hello.options, **base}))
         return worker
 
-    def _started_template(self) -> Channel:
-        if self._template is None:
-            raise PoolError("the pool has not been started")
-        if not self._ready:
-            self._receive(Ready, self._template)
-            self._ready = True
-        return self._template
+    def _ready_template(self) -> _Template:
+        self.start()
+        template = self._started
+        if not template.ready:
+            self._receive(Ready, template)
+            template.ready = True
+        return template
 
-    def _receive(self, kind: type[_M], template: Channel) -> _M:
+    def _receive(self, kind: type[_M], template: _Template) -> _M:
         """The next message of ``kind`` from the template; what else arrives stays in the mail for `news`."""
         until = time.monotonic() + START_LIMIT
         while True:
@@ -254,24 +254,18 @@ class Pool:
                     self._mail.remove(message)
                     return message
             with selectors.DefaultSelector() as selector:
-                selector.register(template.socket, selectors.EVENT_READ)
+                selector.register(template.channel.socket, selectors.EVENT_READ)
                 if not selector.select(until - time.monotonic()):
-                    error = PoolError(f"the template process did not answer in {START_LIMIT:.0f} s{self._printed()}")
+                    error = PoolError(f"the template process did not answer in {START_LIMIT:.0f} s{template.printed()}")
                     self.close()
                     raise error
             self._collect_mail(template)
 
-    def _collect_mail(self, template: Channel) -> None:
-        messages, gone = template.ready()
+    def _collect_mail(self, template: _Template) -> None:
+        messages, gone = template.channel.ready()
         self._mail.extend(messages)
         self._groups.difference_update(message.pid for message in messages if isinstance(message, Exited))
         if gone and not messages:
-            error = PoolError(f"the template process, which forks the ranks, is gone{self._printed()}")
+            error = PoolError(f"the template process, which forks the ranks, is gone{template.printed()}")
             self.close()  # the next test starts anew
             raise error
-
-    def _printed(self) -> str:
-        if self._log is None:
-            return ""
-        self._log.seek(0)
-        return "; it printed:\n" + self._log.read().decode(errors="replace")

@@ -24,16 +24,10 @@ class RankedFunction(pytest.Function):
 
     @classmethod
     def of(cls, item: pytest.Item) -> RankedFunction:
-        """``item`` as a test on ranks.
-
-        Raises:
-            pytest.UsageError: it is not a plain test function, or its marks ask for the impossible.
-        """
+        """``item`` as a test on ranks."""
         if type(item) is not pytest.Function:
-            raise pytest.UsageError(
-                f"{item.nodeid}: @pytest.mark.ranks works on plain test functions and methods, "
-                f"not on {type(item).__name__}"
-            )
+            text = f"works on plain test functions and methods, not on {type(item).__name__}"
+            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ranks {text}")
         settings_of(item)
         ranked: RankedFunction = cls.from_parent(
             item.parent,

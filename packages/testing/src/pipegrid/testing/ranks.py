@@ -91,11 +91,7 @@ class Ranks:
                 self._carry_out(fault, text)
 
     def plan_fault(self, fault: Fault) -> None:
-        """Plan ``fault`` from inside the test. Every rank may call it alike; the fault's own rank acts on it.
-
-        Raises:
-            FaultError: the fault's rank is not in this world.
-        """
+        """Plan ``fault`` from inside the test. Every rank may call it alike; the fault's own rank acts on it."""
         check_rank(fault, self.world_size)
         if fault.rank != self.rank:
             return

@@ -19,6 +19,7 @@ import warnings
 import zlib
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from pipegrid.testing.messages import (
     AskStacks,
     Channel,
     Cleaned,
-    CleanUp,
     Finished,
     Hello,
     Job,
@@ -76,11 +76,9 @@ def main(channel: Channel, stacks_file: int) -> None:
     ``stacks_file`` is the descriptor that a signal has the stacks written to.
     """
     faulthandler.register(STACKS_SIGNAL, file=stacks_file, all_threads=True)
-    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), name="pipegrid-testing", daemon=True).start()
-    hello = inbox.get()
-    if not isinstance(hello, Hello):
-        raise TypeError(f"a worker expects Hello first, got {hello!r}")
+    hello: Hello = inbox.get()
     os.chdir(hello.directory)
     sys.path[:] = hello.path
     loopback_only()
@@ -100,7 +98,7 @@ def _strings(option: object) -> list[str]:
     return [str(each) for each in option] if isinstance(option, list | tuple) else []
 
 
-def _listen(channel: Channel, inbox: queue.SimpleQueue[object]) -> None:
+def _listen(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
     """Answer `AskStacks` at once, queue other messages for the main thread, end the process when pytest is gone."""
     while True:
         try:
@@ -149,7 +147,7 @@ def _seed(test: str) -> None:
 class RankSession:
     """The worker's side as a pytest plugin: it replaces collection and the loop over the items."""
 
-    def __init__(self, channel: Channel, inbox: queue.SimpleQueue[object]) -> None:
+    def __init__(self, channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
         self._channel = channel
         self._inbox = inbox
         self._directory = Path.cwd()
@@ -171,15 +169,11 @@ class RankSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run jobs until the process is killed."""
         while True:
-            job = self._inbox.get()
-            if not isinstance(job, Job):
-                raise TypeError(f"a worker expects a Job, got {job!r}")
+            job: Job = self._inbox.get()
             left: list[str] = []
             with watch_leaks(left):
                 self._channel.send(self._run(session, job))
-                message = self._inbox.get()
-                if not isinstance(message, CleanUp):
-                    raise TypeError(f"a worker expects CleanUp after a test, got {message!r}")
+                self._inbox.get()  # `CleanUp`: every rank has ended the test
                 ranks, self.ranks = self.ranks, None
                 end_world(ranks)
                 os.chdir(self._directory)  # the next test's path may be relative
@@ -257,7 +251,5 @@ class RankSession:
             return self._items[job.path][job.name]
         except KeyError:
             known = "\n".join(self._items[job.path])
-            raise pytest.UsageError(
-                f"this rank does not find {job.name} in {job.path}; a test's parameters and their ids "
-                f"must be the same in every process. It collected:\n{known}"
-            ) from None
+            text = f"this rank does not find {job.name} in {job.path}, whose ids must be the same in every process:"
+            raise pytest.UsageError(f"{text}\n{known}") from None

@@ -114,11 +114,7 @@ def _copied(modules: Mapping[str, ProcessGroupCollection]) -> dict[str, ProcessG
 
 @frozen
 class MultiModuleProcessGroupCollection:
-    """The collection of each module that this rank is in, and which of them is the language module.
-
-    Raises:
-        RoleError: ``language_module_name`` is neither None nor one of the modules.
-    """
+    """The collection of each module that this rank is in, and which of them is the language module."""
 
     modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)
     language_module_name: str | None = field()
@@ -144,10 +140,6 @@ class MultiModuleProcessGroupCollection:
             grids: module name to grid.
             names: of required groups, as for one grid.
             expert_views: module name to the view with its expert dims.
-
-        Raises:
-            RoleError: a view for a module without a grid.
-            GroupMissingError: a named group has not been created.
         """
         views = {} if expert_views is None else expert_views
         if not views.keys() <= grids.keys():

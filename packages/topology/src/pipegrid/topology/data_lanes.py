@@ -58,11 +58,7 @@ def lane_samples(
     sizes: Sequence[int] | None = None,
     dims: Dims = ("dp",),
 ) -> range:
-    """Indices of the samples of the rank's data lane, by `lane_bounds` or, where given, by the lanes' ``sizes``.
-
-    Raises:
-        GridShapeError: ``sizes`` is not one number of samples per lane, or does not sum to ``num_samples``.
-    """
+    """Indices of the samples of the rank's data lane, by `lane_bounds` or, where given, by the lanes' ``sizes``."""
     lane, lanes = data_lane(grid, rank, dims=dims)
     if sizes is None:
         bounds = lane_bounds(num_samples, lanes)

@@ -38,11 +38,7 @@ def _device_type(group: ProcessGroup) -> str:
 
 
 def box_of(mesh: DeviceMesh) -> Grid:
-    """The mesh's ranks as a grid, the dims in reverse.
-
-    Raises:
-        GridShapeError: the mesh has no dim names, or its ranks are not consecutive with the last dim fastest.
-    """
+    """The mesh's ranks as a grid, the dims in reverse."""
     names = mesh.mesh_dim_names
     if names is None:
         raise GridShapeError("the DeviceMesh has no mesh_dim_names; the dims of a grid have names")

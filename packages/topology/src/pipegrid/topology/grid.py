@@ -143,9 +143,6 @@ def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[s
     Two dims enumerate to the same groups exactly when their sizes and strides agree (or both have size one): the
     group of a rank is then the same progression on either side. Groups over several shared dims join the groups over
     each, so they agree as well.
-
-    Raises:
-        ViewError: another number of ranks, or a shared dim that is missing on one side or has other groups there.
     """
     grid = Grid(shape, dim_names, base.rank_offset)
     if grid.size != base.size:

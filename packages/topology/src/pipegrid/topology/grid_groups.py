@@ -82,11 +82,7 @@ class GridGroups:
 def create_held(
     wanted: Mapping[tuple[GridGroups, GroupRequest], tuple[GroupSpec | None, GroupOptions]],
 ) -> None:
-    """Create and hold the wanted groups of several grids, in one order; None is a rank outside the grid.
-
-    Raises:
-        GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.
-    """
+    """Create and hold the wanted groups of several grids, in one order; None is a rank outside the grid."""
     specs = {key: (spec, options) for key, (spec, options) in wanted.items() if spec is not None}
     found = {(groups, request): groups.find(*specs[groups, request]) for groups, request in specs}
     made = create_each(item for key, item in specs.items() if found[key] is None)

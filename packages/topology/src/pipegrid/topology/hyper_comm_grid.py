@@ -140,9 +140,6 @@ class HyperCommGrid:
         """Add a second factorization of the same ranks, for example expert dims.
 
         Groups over dims that are all in ``shared_dims`` are the grid's own groups; None shares none.
-
-        Raises:
-            ViewError: the name is taken, or the view does not fit the grid (the error shows both sides).
         """
         if checked(name, Name, "the name of a view", ViewError) in self._views:
             raise ViewError(f"the view name {name!r} is taken")
@@ -249,9 +246,6 @@ class HyperCommGrid:
             dims: in any order; None is all.
             view: the view they belong to.
             device_type: as for DeviceMesh; None is the device that the groups' backend serves.
-
-        Raises:
-            GroupMissingError: a dim has no group yet.
         """
         from pipegrid.topology.device_mesh import mesh_over
 

@@ -12,36 +12,15 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pipegrid.topology.errors import GroupCreationTimeoutError, GroupStoreError
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 _SHOWN = 16  # ranks of a group that an error lists
 _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a FileStore takes one more than asked
-
-
-class Store(Protocol):
-    """The part of a `torch.distributed.Store` that the meeting uses."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter (absent ones are 0) and return the sum, atomically."""
-        ...
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        ...
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a value."""
-        ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when all keys are there; raise past the timeout."""
-        ...
 
 
 def _abbreviated(ranks: Sequence[int]) -> str:

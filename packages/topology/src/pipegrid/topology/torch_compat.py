@@ -34,11 +34,7 @@ def own_store(prefix: str) -> Store:
 
 
 def resolve_backend(backend: str | None) -> str:
-    """The backend of a new group: ``backend`` (``gloo``, or ``cpu:gloo,cuda:nccl``), else the default group's.
-
-    Raises:
-        GroupSpecError: torch has no such backend, or it cannot create a group among its members alone.
-    """
+    """The backend of a new group: ``backend`` (``gloo``, or ``cpu:gloo,cuda:nccl``), else the default group's."""
     if backend is None:
         backend = str(_c10d._world.pg_map[_c10d._get_default_group()][0])  # noqa: SLF001
     names = [part.rsplit(":", 1)[-1].strip().lower() for part in str(backend).split(",")]

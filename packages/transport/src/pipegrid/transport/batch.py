@@ -111,11 +111,7 @@ class Submitter:
             pending.append(transfer)
 
     def submit_pending(self, transfers: Sequence[Transfer], *, together: bool) -> None:
-        """Start the transfers of a batch.
-
-        Raises:
-            P2PUsageError: one of them cannot be sent now; none was started.
-        """
+        """Start the transfers of a batch."""
         ahead: dict[Any, int] = {}  # sends of each lane
         for transfer in transfers:
             if not transfer.sending:

@@ -190,11 +190,7 @@ class P2PCommunicator:
         return self.lanes.neighbours(ranks)
 
     def renew_shapes(self) -> None:
-        """Let the next message of every lane agree on new shapes; all ranks call it between two steps.
-
-        Raises:
-            P2PUsageError: see `Lane.renew`; no lane was renewed then.
-        """
+        """Let the next message of every lane agree on new shapes; all ranks call it between two steps."""
         for lane in self.lanes.values():
             lane.require_renewable()
         for lane in self.lanes.values():
@@ -225,17 +221,11 @@ class P2PCommunicator:
             P2PPeerError: the previous rank died, or ended the lane.
             P2PLaneDeadError: the lane has failed before.
         """
-        if is_first_stage:
-            return None
-        self._require_receivable(tensor_shapes, "recv_prev")
-        return self._transfer("forward-recv", "recv_prev", tensor_shapes)
+        return None if is_first_stage else self._transfer("forward-recv", "recv_prev", tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
         """Receive the next gradient from the next rank; None on the last stage. Otherwise as `recv_forward`."""
-        if is_last_stage:
-            return None
-        self._require_receivable(tensor_shapes, "recv_next")
-        return self._transfer("backward-recv", "recv_next", tensor_shapes)
+        return None if is_last_stage else self._transfer("backward-recv", "recv_next", tensor_shapes)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
         """Send an activation to the next rank; nothing on the last stage.
@@ -267,7 +257,6 @@ class P2PCommunicator:
         """
         if is_last_stage:
             return None
-        self._require_receivable(tensor_shapes, "recv_next")
         with self._timed("forward-send-backward-recv"):
             return self._exchange(send_next=(output_tensors,), recv_next=(tensor_shapes,))["recv_next"]
 
@@ -280,7 +269,6 @@ class P2PCommunicator:
         """
         if is_first_stage:
             return None
-        self._require_receivable(tensor_shapes, "recv_prev")
         with self._timed("backward-send-forward-recv"):
             return self._exchange(send_prev=(input_tensor_grads,), recv_prev=(tensor_shapes,))["recv_prev"]
 
@@ -302,12 +290,7 @@ class P2PCommunicator:
         Returns:
             The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the tensor
             holds data once ``handles["recv_prev"].wait()`` has returned; the other handle is ``"send_next"``.
-
-        Raises:
-            P2PError: as for `send_forward_recv_backward`.
         """
-        if recv_prev:
-            self._require_receivable(tensor_shape, "recv_prev")
         parts = {
             "send_next": None if output_tensor is None else (output_tensor,),
             "recv_prev": (tensor_shape,) if recv_prev else None,
@@ -329,8 +312,6 @@ class P2PCommunicator:
         Arguments, result and errors as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
         ``"send_prev"``.
         """
-        if recv_next:
-            self._require_receivable(tensor_shape, "recv_next")
         parts = {
             "send_prev": None if input_tensor_grad is None else (input_tensor_grad,),
             "recv_next": (tensor_shape,) if recv_next else None,
@@ -352,13 +333,7 @@ class P2PCommunicator:
 
         Returns:
             ``(activation, gradient)``, each None where it is not received.
-
-        Raises:
-            P2PError: as for `send_forward_recv_backward`.
         """
-        for wanted, name in ((recv_prev, "recv_prev"), (recv_next, "recv_next")):
-            if wanted:
-                self._require_receivable(tensor_shape, name)
         with self._timed("forward-backward-send-forward-backward-recv"):
             received = self._exchange(
                 send_next=None if output_tensor is None else (output_tensor,),
@@ -405,7 +380,11 @@ class P2PCommunicator:
             raise P2PUsageError(
                 f"the placement {self._placement} has no lane {spec}, or traffic= left it out; use isend and irecv"
             )
-        return lane.irecv(value, attended=True) if name in _RECEIVES else lane.isend(value)
+        if name not in _RECEIVES:
+            return lane.isend(value)
+        if not self._takes_any_receive:
+            self._require_receivable(value, name)
+        return lane.irecv(value, attended=True)
 
     def _finish(self, transfer: Any) -> Any:
         """Wait for a transfer; the payload of a receive."""
@@ -436,14 +415,11 @@ class P2PCommunicator:
 
     def _require_receivable(self, shapes: Any, flag: str) -> None:
         """Raise for a receive without the dtype or shape that it needs, before anything is sent."""
-        if self._takes_any_receive:
-            return
         if self.config.pipeline_dtype is None:
             raise P2PConfigError(f"pipeline_dtype must be provided if {flag} is True, or variable_seq_lengths=True")
         if shapes is None:
-            raise P2PUsageError(
-                f"tensor_shape must be specified if {flag} is True: (seq_length, micro_batch_size, hidden_size)"
-            )
+            common = "Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
+            raise P2PUsageError(f"tensor_shape must be specified if {flag} is True. {common}")
 
     @cached_property
     def _takes_any_receive(self) -> bool:

@@ -212,9 +212,6 @@ class ReceiveTransfer(Transfer):
 
         Legal once the transfer was waited for; on CUDA the next message comes after the work that is queued on the
         current stream now. A tensor of the payload that is used later changes. A second call does nothing.
-
-        Raises:
-            P2PUsageError: not waited for, and not done.
         """
         if self.released:
             return

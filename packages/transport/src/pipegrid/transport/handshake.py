@@ -12,37 +12,16 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import define, field
 
 from pipegrid.transport.errors import P2PLaneDeadError, P2PPeerError
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 T = TypeVar("T")
-
-
-class HandshakeStore(Protocol):
-    """The part of a `torch.distributed.Store` that the handshake uses."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """Read a value that is there."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        ...
-
-    def has_extended_api(self) -> bool:
-        """Whether the store has ``multi_get``."""
-        ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Read several values that are there, at once."""
-        ...
 
 
 class BoundedCalls:
@@ -156,7 +135,7 @@ class Handshake:
         calls: make the calls of the store, with a deadline.
     """
 
-    store: HandshakeStore
+    store: Store
     peers: Sequence[PeerHandshake]
     calls: BoundedCalls = field(factory=lambda: BoundedCalls(300.0))
 
@@ -181,7 +160,7 @@ class Handshake:
 
     def _others(self) -> dict[int, str]:
         here = [one for one in self.peers if one.known or self.store.check([one.theirs])]
-        if len(here) > 1 and self.store.has_extended_api():
+        if len(here) > 1 and self.store.has_extended_api():  # type: ignore[attr-defined]  # public, untyped
             values = self.store.multi_get([one.theirs for one in here])
         else:
             values = [self.store.get(one.theirs) for one in here]

@@ -149,12 +149,7 @@ class ShapeContract:
         return len(self._table)
 
     def send(self, signature: Signature, sequence: int) -> bool:
-        """Use up the announcement of message ``sequence``; return whether the message needs a header of its own.
-
-        Raises:
-            P2PMismatchError: the message differs from its announcement.
-            P2PUsageError: see `check`; nothing is used up.
-        """
+        """Use up the announcement of message ``sequence``; return whether the message needs a header of its own."""
         if signature is self.standing:
             return False
         self.check(signature, sequence)
@@ -177,10 +172,6 @@ class ShapeContract:
             signature: of the message.
             sequence: its number.
             ahead: messages that will be sent before it, and have used up nothing yet.
-
-        Raises:
-            P2PUsageError: the mode is ``"manifest"`` and no manifest has the message; or a tensor requires grad that
-                was announced without.
         """
         announced = self.standing
         if announced is signature:

@@ -424,11 +424,7 @@ class LaneTransfers:
     # ---- Ends
 
     def require_alive(self) -> None:
-        """Raise on a lane that has ended.
-
-        Raises:
-            P2PLaneDeadError: it has.
-        """
+        """Raise on a lane that has ended."""
         if self.error is not None:
             relay = f"lane {self.spec} is dead on rank {self.rank} since; open new lanes"
             raise P2PLaneDeadError(relayed(text_of(self.error), relay)) from self.error

@@ -166,13 +166,11 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         return self._launch_transfers(batch) if batch else None
 
     def _post(self, tensors: Sequence[Tensor], peer: int, *, sending: bool) -> FakeWork | None:
+        verb = "send" if sending else "receive"
         if not all(tensor.is_contiguous() for tensor in tensors):
-            raise ValueError(
-                f"a tensor to {'send' if sending else 'receive'} is not contiguous; NCCL moves memory from its first "
-                "byte on, whatever the strides say"
-            )
+            raise ValueError(f"a tensor to {verb} is not contiguous; NCCL moves plain memory")
         if peer == self._here:
-            raise ValueError(f"a {'send' if sending else 'receive'} names this rank itself as its peer")
+            raise ValueError(f"a {verb} names this rank itself as its peer")
         transfers = []
         streams = self.device.streams
         with streams.paused():
@@ -209,11 +207,22 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         )
 
     def _exchange(self, transfers: Sequence[_Transfer]) -> None:
-        """Move a batch: all sends are posted before anything is waited for.
+        """Move a batch, and compare the two ends of each transfer."""
+        kinds, others = self._move(transfers)
+        for transfer, kind, other in zip(transfers, kinds, others, strict=True):
+            if not torch.equal(kind, other):
+                raise self._mismatch(transfer, _text(kind), _text(other))
+        for transfer in transfers:
+            if not transfer.sending:
+                transfer.tensor.detach().copy_(transfer.copy)
+            elif not _same_bytes(transfer.tensor, transfer.copy):
+                self.device.violations.append(
+                    f"a send of {transfer.tensor.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
+                    f"{self._name}: its tensor was written to between the call and the end of the transfer"
+                )
 
-        Raises:
-            MismatchError: a send meets a receive of another size or dtype.
-        """
+    def _move(self, transfers: Sequence[_Transfer]) -> tuple[list[Tensor], list[Tensor]]:
+        """Move a batch, all sends posted before anything is waited for; the kinds of message here and there."""
         hidden = self._hidden
         kinds = [_kind(transfer.tensor) for transfer in transfers]
         others = [torch.zeros_like(kind) for kind in kinds]  # of the other side: told with a send, and in the answer
@@ -235,17 +244,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
             for work in works:
                 if not isinstance(work, Tensor):
                     work.wait(_NEVER)
-        for transfer, kind, other in zip(transfers, kinds, others, strict=True):
-            if not torch.equal(kind, other):
-                raise self._mismatch(transfer, _text(kind), _text(other))
-        for transfer in transfers:
-            if not transfer.sending:
-                transfer.tensor.detach().copy_(transfer.copy)
-            elif not _same_bytes(transfer.tensor, transfer.copy):
-                self.device.violations.append(
-                    f"a send of {transfer.tensor.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
-                    f"{self._name}: its tensor was written to between the call and the end of the transfer"
-                )
+        return kinds, others
 
     def _mismatch(self, transfer: _Transfer, here: str, there: str) -> MismatchError:
         verb, other = ("sends", "receives") if transfer.sending else ("receives", "sends")
@@ -392,6 +391,3 @@ def _nbytes(kind: Tensor) -> int:
 def _same_bytes(tensor: Tensor, other: Tensor) -> bool:
     here, there = tensor.detach().contiguous(), other.contiguous()
     return torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
-
-
-__all__ = ["BACKEND", "FakeGroup", "FakeWork", "register"]

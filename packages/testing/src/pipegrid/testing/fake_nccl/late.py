@@ -161,6 +161,3 @@ def computation(operation: Any, args: Any, kwargs: dict[str, Any], made: list[Te
                 memory.copy_(values)
 
     return run
-
-
-__all__ = ["LateRun", "Signal", "computation", "copy_of", "make_unreadable", "new_block", "results_of", "seen_through"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,8 @@ from pipegrid.bridges.reshard import (
     as_grid,
     axis_names,
     boundary_side,
+    dim_size,
+    place_of,
     plan_reshard,
     ranks_of,
 )
@@ -132,7 +134,8 @@ class ColocatedBridgeCommunicator:
         if src != dst:
             raise BridgeError(f"{self._label}: the source is on ranks {list(src)}, the destination on {list(dst)}")
         for grid, known in ((self.src_grid, KNOWN_DIMS[:-1]), (self.dest_grid, KNOWN_DIMS)):
-            other = {dim: size for dim, size in _sizes(grid).items() if dim not in known and size > 1}
+            dims = zip(grid.dim_names, grid.shape, strict=True)
+            other = {dim: size for dim, size in dims if dim not in known and size > 1}
             if other:
                 raise BridgeError(
                     f"{self._label}: a grid has dims {other}, where {known} may be larger than 1; a BridgeCommunicator "
@@ -140,9 +143,8 @@ class ColocatedBridgeCommunicator:
                 )
 
     def _extract_parallelism_info(self) -> None:
-        src, dst = _sizes(self.src_grid), _sizes(self.dest_grid)
-        self.src_tp_size, self.src_dp_size = src.get("tp", 1), src.get("dp", 1)
-        self.dest_tp_size, self.dest_dp_size = dst.get("tp", 1), dst.get("dp", 1)
+        self.src_tp_size, self.src_dp_size = dim_size(self.src_grid, "tp"), dim_size(self.src_grid, "dp")
+        self.dest_tp_size, self.dest_dp_size = dim_size(self.dest_grid, "tp"), dim_size(self.dest_grid, "dp")
         wide, narrow = max(self.src_dp_size, self.dest_dp_size), min(self.src_dp_size, self.dest_dp_size)
         self.scale: int | None = wide // narrow if wide % narrow == 0 else None
         if self.src_dp_size > self.dest_dp_size:
@@ -171,9 +173,8 @@ class ColocatedBridgeCommunicator:
 
     def _is_slotted(self) -> bool:
         """Whether each rank's lane on one side lies inside of its lane on the other: slices are enough."""
-        if self.scale is None or any(
-            sizes.get(dim, 1) > 1 for sizes in (_sizes(self.src_grid), _sizes(self.dest_grid)) for dim in ("cp", "pp")
-        ):
+        grids = self.src_grid, self.dest_grid
+        if self.scale is None or any(dim_size(grid, dim) > 1 for grid in grids for dim in ("cp", "pp")):
             return False
         fan_in = self.src_dp_size // self.dest_dp_size or 1
         fan_out = self.dest_dp_size // self.src_dp_size or 1
@@ -389,19 +390,9 @@ def _all_gather_along_batch_dim(
     return torch.cat(gathered.unbind(0), dim=batch_dim)
 
 
-def _sizes(grid: GridLike) -> Mapping[str, int]:
-    return dict(zip(grid.dim_names, grid.shape, strict=True))
-
-
 def _positions(grid: GridLike) -> dict[int, tuple[int, int]]:
     """(dp, tp) of every rank; where there is cp or pp too, of every rank all the same."""
-    positions = {}
-    for rank in ranks_of(grid):
-        rest, coords = rank - grid.rank_offset, {}
-        for dim, size in zip(grid.dim_names, grid.shape, strict=True):
-            rest, coords[dim] = divmod(rest, size)
-        positions[rank] = (coords.get("dp", 0), coords.get("tp", 0))
-    return positions
+    return {rank: (place_of(grid, rank, "dp"), place_of(grid, rank, "tp")) for rank in ranks_of(grid)}
 
 
 def _without_rows(plan: ReshardPlan, batch_axis: int) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ class ReplicationCheck:
 
     Attributes:
         side: whose ranks call `look`, all of them each time.
-        rank: this one.
         every: compare again every so many calls; 0 is never again.
         copies: the group of this rank's copies; None where it is the only one.
         everyone: the group of the whole side, which hears of what is wrong anywhere: the others would wait for ever.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge.structure import Axes, Declared, Packed, Whole, checked_structure
-from pipegrid.bridges.bridge.wiring import BridgeWiring, Traffic, checked_traffic, directions_of, with_lanes
+from pipegrid.bridges.bridge.wiring import BridgeWiring, Traffic, boundary_sides, checked_traffic, directions_of
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ __all__ = [
     "PostedReceives",
     "Traffic",
     "Whole",
+    "boundary_sides",
     "checked_structure",
     "checked_traffic",
     "directions_of",
     "lane_config",
     "renew_lanes",
-    "with_lanes",
 ]
 
 __getattr__, __dir__ = lazy_names(

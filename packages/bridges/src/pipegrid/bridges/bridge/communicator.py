@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge.payload import PayloadExchange, PayloadWiring
+from pipegrid.bridges.bridge.payload import PayloadExchange
 from pipegrid.bridges.bridge.shape_exchange import ShapeExchange
-from pipegrid.bridges.bridge.structure import Declared, Structure, checked_structure
+from pipegrid.bridges.bridge.structure import Declared, checked_structure
 from pipegrid.bridges.bridge.tensor import TensorExchange
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import BridgeWiring, group_spec, with_lanes
+from pipegrid.bridges.bridge.wiring import BridgeWiring, PayloadWiring, boundary_sides, group_spec
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
 from pipegrid.bridges.errors import BridgeError, DestroyedError, NoBackwardError, WrongSideError
 from pipegrid.bridges.reshard import (
@@ -27,7 +27,6 @@ from pipegrid.bridges.reshard import (
     Placement,
     Strategy,
     axis_names,
-    boundary_side,
     is_in,
 )
 from pipegrid.topology import destroy_groups
@@ -148,25 +147,14 @@ class BridgeCommunicator:
         self.strategy: Strategy = strategy
         self.backward = backward
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
-        self.src = boundary_side(
-            src_grid,
-            "source",
-            placements=src_placements,
-            name=self.src_module_name,
+        self.src, self.dst = boundary_sides(
+            (src_grid, dest_grid),
+            names=(self.src_module_name, self.dest_module_name),
+            placements=(src_placements, dest_placements),
+            stages=(src_stage, dest_stage),
+            lanes=(src_lanes, dest_lanes),
             stage_dim=stage_dim,
-            stage=src_stage,
-            lane_weights=src_lanes,
         )
-        self.dst = boundary_side(
-            dest_grid,
-            "destination",
-            placements=dest_placements,
-            name=self.dest_module_name,
-            stage_dim=stage_dim,
-            stage=dest_stage,
-            lane_weights=dest_lanes,
-        )
-        self.dst = with_lanes(self.src, self.dst, str(self))
         self.rank = dist.get_rank()
         self.is_source, self.is_destination = self.rank in self.src.coords_of, self.rank in self.dst.coords_of
         settings = as_config(config)
@@ -176,12 +164,10 @@ class BridgeCommunicator:
         has = tuple(Direction) if backward else (_FORWARD,)
         used = tuple(way for way in has if directions is None or way in set(directions))
         ends = self.label, self.src, self.dst
-        self._wiring = (
-            BridgeWiring(*ends, self.axes, strategy, used, self.rank)
-            if structure is None
-            else PayloadWiring.of(*ends, structure, used, self.rank)
-        )
-        self.lane_specs = self._wiring.lane_specs
+        wiring = BridgeWiring(*ends, self.axes, strategy, used, self.rank)
+        if structure is not None:
+            wiring = PayloadWiring.of(*ends, structure, used, self.rank)
+        self._wiring, self.lane_specs = wiring, wiring.lane_specs
         self.declared = dict.fromkeys(self.lane_specs, str(structure)) if structure is not None else {}
         self.lane_config = lane_config(settings, variable=self.variable)
         self._traffic = EdgeTraffic(
@@ -192,39 +178,21 @@ class BridgeCommunicator:
             config=settings,
             stream=new_stream(self.device),
         )
-        self.exchange = self._exchange_of(structure, choice, shape)
+        common: dict[str, Any] = {"backward": backward, "variable": self.variable, "comm_dtype": comm_dtype}
+        self.exchange: TensorExchange | PayloadExchange
+        if isinstance(wiring, PayloadWiring):
+            self.exchange = PayloadExchange(wiring, self._traffic, **common)
+        else:
+            extents = None if shape is None else tuple(shape)
+            shapes_of = ShapeExchange(str(self), wiring, choice, comm_dtype, self.variable, extents)
+            skips_empty = strategy == "auto" and not self.variable
+            self.exchange = TensorExchange(shapes_of, self._traffic, **common, skips_empty=skips_empty)
         self._groups = self._traffic.groups = own_groups(
             self._wiring.group_specs, backend=backend, deadline=settings.deadline
         )
         self._owns_lanes, self._destroyed = open, False
         if open:
             self._open_lanes(backend)
-
-    def _exchange_of(
-        self, structure: Structure | None, choice: Choice, shape: Sequence[int | None] | None
-    ) -> TensorExchange | PayloadExchange:
-        """What the verbs do on a rank of the boundary: with a declared ``structure`` a payload, else one tensor."""
-        common: dict[str, Any] = {
-            "backward": self.backward,
-            "variable": self.variable,
-            "comm_dtype": self.comm_dtype,
-        }
-        if structure is not None:
-            assert isinstance(self._wiring, PayloadWiring)  # made of the structure
-            return PayloadExchange(structure, self._wiring, self._traffic, **common)
-        shapes = ShapeExchange(
-            str(self),
-            self.src,
-            self.dst,
-            self.axes,
-            choice,
-            self.rank,
-            self.comm_dtype,
-            self.variable,
-            None if shape is None else tuple(shape),
-        )
-        skips_empty = choice.strategy == "auto" and not self.variable
-        return TensorExchange(shapes, self._wiring, self._traffic, **common, skips_empty=skips_empty)
 
     def _open_lanes(self, backend: str) -> None:
         """Open the lanes; after an error the bridge has no groups either."""
@@ -428,22 +396,14 @@ class BridgeCommunicator:
         with self.lanes.batch(by_lane=True):  # in the order of calls both sides would send first
             sending = self.isend_forward(tensor, samples=samples)
             receiving = self.irecv_backward()
-        if sending is None or receiving is None:
-            return None
-        grad = receiving.result()
-        sending.wait()
-        return grad
+        return _exchanged(sending, receiving)
 
     def send_backward_recv_forward(self, grad: Any) -> Any:
         """Send a gradient and receive an activation; both are posted before any wait."""
         with self.lanes.batch(by_lane=True):
             sending = self.isend_backward(grad)
             receiving = self.irecv_forward()
-        if sending is None or receiving is None:
-            return None
-        tensor = receiving.result()
-        sending.wait()
-        return tensor
+        return _exchanged(sending, receiving)
 
     # -- underneath -------------------------------------------------------------------------------------
 
@@ -456,6 +416,15 @@ class BridgeCommunicator:
         if not self.carries_gradients:
             why = "which its plan does not use" if self.backward else "being declared without backward"
             raise NoBackwardError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
+
+
+def _exchanged(sending: Handle | None, receiving: ReceiveHandle | None) -> Any:
+    """What is received, once all is sent; None on a rank that does neither."""
+    if sending is None or receiving is None:
+        return None
+    received = receiving.result()
+    sending.wait()
+    return received
 
 
 def renew_lanes(lanes: Iterable[Lane]) -> None:

@@ -5,65 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import frozen
 
+from pipegrid.bridges.bridge.pending import PendingGradients, PendingReceive
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives, with_gradient
-from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
-from pipegrid.bridges.bridge.structure import Axes, Leaf, Packed, Structure, Whole, kind_of
+from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, ShapeExchange
+from pipegrid.bridges.bridge.structure import Axes, Leaf, Packed, Whole, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.bridges.bridge.wiring import BridgeWiring, PayloadWiring
 from pipegrid.bridges.errors import NoBackwardError, ShapeError
-from pipegrid.bridges.reshard import AxisNames, Choice, RankPart, Route, Side
+from pipegrid.bridges.reshard import Choice, RankPart
 from pipegrid.bridges.steps import pack
-from pipegrid.topology import GroupSpec
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.protocol import Handle
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
-
-
-@frozen(slots=False)
-class PayloadWiring(BridgeWiring):
-    """The lanes and groups of an edge whose leaves have several sides: those of all leaves.
-
-    Attributes:
-        leaves: the wiring of each leaf.
-    """
-
-    leaves: tuple[BridgeWiring, ...] = ()
-
-    @classmethod
-    def of(
-        cls, label: str, src: Side, dst: Side, structure: Structure, directions: tuple[Direction, ...], rank: int
-    ) -> PayloadWiring:
-        """The wiring of ``structure``."""
-
-        def wired(sides: tuple[Side, Side], axes: AxisNames) -> BridgeWiring:
-            return BridgeWiring(label, *sides, axes, "direct", directions, rank)
-
-        leaves = tuple(wired(leaf.sides(src, dst), leaf.axes) for leaf in structure.leaves)
-        return cls(label, src, dst, structure.leaves[0].axes, "direct", directions, rank, leaves)
-
-    @cached_property
-    def routes(self) -> dict[Direction, tuple[Route, ...]]:
-        """Per direction the pairs of ranks between which some leaf may travel."""
-        return {
-            direction: tuple(sorted({route for leaf in self.leaves for route in leaf.routes[direction]}))
-            for direction in self.directions
-        }
-
-    @property
-    def group_specs(self) -> tuple[GroupSpec, ...]:
-        """The groups of this rank."""
-        return tuple(dict.fromkeys(spec for leaf in self.leaves for spec in leaf.group_specs))
-
-    def copies(self, direction: Direction) -> tuple[int, ...]:
-        """The ranks with which this rank completes some leaf, itself included."""
-        return tuple(sorted({rank for leaf in self.leaves for rank in leaf.copies(direction)}))
 
 
 @frozen
@@ -102,7 +61,6 @@ class _Travelling:
     Attributes:
         known: the plans of the tensor; None for a number, and where this rank has no part in it.
         shape: of this rank's tensor, as the stage has it; None for a number.
-        value: a number, or None.
         gradient: whether a gradient comes back.
     """
 
@@ -123,37 +81,15 @@ class _Travelling:
         return self.known.back if self.gradient and self.known is not None else None
 
 
-@define(eq=False)
-class _Incoming:
-    """A payload in flight: its receive, and its leaves once they are known."""
-
-    leaves: tuple[_Travelling, ...] | None = None
-    receive: BridgeReceive | None = None
-
-    def known(self) -> tuple[_Travelling, ...]:
-        """The leaves; waits for the messages where they are not known yet."""
-        if self.leaves is None:
-            assert self.receive is not None
-            self.receive.let_land()
-        assert self.leaves is not None
-        return self.leaves
-
-
 class PayloadExchange:
-    """Payloads of the declared ``structure`` along an edge, both directions, over ``traffic``.
+    """Payloads of the structure of ``wiring`` along an edge, both directions, over ``traffic``.
 
-    Args:
-        structure: what crosses.
-        wiring: of the edge.
-        traffic: its lanes and groups.
-        backward: whether gradients come back at all.
-        variable: whether shapes and numbers may change from message to message.
-        comm_dtype: of floating-point leaves on the wire; None is their own.
+    With ``variable`` shapes and numbers may change from message to message; ``comm_dtype`` is that of floating-point
+    leaves on the wire, None their own.
     """
 
     def __init__(
         self,
-        structure: Structure,
         wiring: PayloadWiring,
         traffic: EdgeTraffic,
         *,
@@ -161,22 +97,12 @@ class PayloadExchange:
         variable: bool,
         comm_dtype: torch.dtype | None,
     ) -> None:
-        self.structure, self.traffic, self.rank = structure, traffic, wiring.rank
+        self.structure, self.traffic, self.rank = wiring.structure, traffic, wiring.rank
         self.name, self.backward, self.variable = traffic.name, backward, variable
         self._wiring = wiring
         self._shapes = [
-            ShapeExchange(
-                f"{self.name}, payload{leaf.path}",
-                wired.src,
-                wired.dst,
-                wired.axes,
-                Choice("direct"),
-                wiring.rank,
-                comm_dtype,
-                variable,
-                None,
-            )
-            for leaf, wired in zip(structure.leaves, wiring.leaves, strict=True)
+            ShapeExchange(f"{self.name}, payload{leaf.path}", wired, Choice("direct"), comm_dtype, variable)
+            for leaf, wired in zip(self.structure.leaves, wiring.leaves, strict=True)
         ]
         self.forget()
 
@@ -187,20 +113,14 @@ class PayloadExchange:
         self._sent: PendingGradients[tuple[_Travelling, ...]] = PendingGradients(
             f"{self.name}: recv_backward on rank {self.rank}", "payload that was sent", self.variable
         )
-        self._received: PendingGradients[_Incoming] = PendingGradients(
+        self._received: PendingGradients[PendingReceive[tuple[_Travelling, ...]]] = PendingGradients(
             f"{self.name}: send_backward on rank {self.rank}", "payload that was received", self.variable
         )
 
     # -- activations -------------------------------------------------------------------------------------------
 
     def isend_forward(self, payload: Any, *, samples: Sequence[int] | None = None) -> Handle:
-        """Start sending this rank's part of a payload.
-
-        Raises:
-            ShapeError: it is not what the edge declares, or, with fixed shapes, not what was agreed; or ``samples``,
-                which each leaf has of its own.
-            NoBackwardError: a tensor requires grad whose gradient does not come back.
-        """
+        """Start sending this rank's part of a payload; see `BridgeCommunicator.isend_forward`."""
         if samples is not None:
             raise ShapeError(f"{self.name} carries a payload; samples belong to a leaf: Packed(leaf, samples)")
         values = self.structure.values(payload, name=self.name)
@@ -252,7 +172,7 @@ class PayloadExchange:
         tensor = _tensor_of(value)
         assert tensor is not None
         gradient = self._has_gradient(leaf, tensor.dtype)
-        if self.rank not in shapes.src.coords_of:  # another data lane gives it
+        if self.rank not in shapes.wiring.src.coords_of:  # another data lane gives it
             return _Travelling(None, said.shape, None, tensor.dtype, gradient=gradient)
         lifted = _lifted(leaf, said)
         known = shapes.own_passage(lifted)
@@ -262,32 +182,23 @@ class PayloadExchange:
         return self.backward and leaf.declared.gradient and (dtype.is_floating_point or dtype.is_complex)
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive:
-        """Start receiving the next payload; each leaf has a shape of its own, so ``shape`` is None.
-
-        Raises:
-            ShapeError: ``shape`` is given.
-        """
+        """Start receiving the next payload; each leaf has a shape of its own, so ``shape`` is None."""
         self._require_no_shape(shape)
-        incoming = _Incoming()
+        incoming: PendingReceive[tuple[_Travelling, ...]] = PendingReceive()
 
         def land(handles: PostedReceives) -> Landed:
-            incoming.leaves = leaves = self._arriving({peer: handle.note for peer, handle in handles.items()})  # type: ignore[attr-defined]
+            incoming.told = leaves = self._arriving({peer: handle.note for peer, handle in handles.items()})  # type: ignore[attr-defined]
             return self._fill([one.there for one in leaves], leaves, handles, _FORWARD)
 
         def built(tensors: Sequence[torch.Tensor]) -> Any:
-            assert incoming.leaves is not None
-            return self.structure.payload(self._values(incoming.leaves, iter(tensors)))
+            return self.structure.payload(self._values(incoming.wait(), iter(tensors)))
 
         incoming.receive = self.traffic.receive(_FORWARD, land, requires_grad=False, build=built)
         self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
         return incoming.receive
 
     def _arriving(self, notes: Mapping[int, str]) -> tuple[_Travelling, ...]:
-        """The leaves that the source ranks have announced, as they travel to this rank.
-
-        Raises:
-            ShapeError: source ranks send tensors and numbers in one place, or different numbers.
-        """
+        """The leaves that the source ranks have announced, as they travel to this rank."""
         if self._agreed is not None:
             return self._agreed
         said = {peer: _decode(note) for peer, note in notes.items()}
@@ -297,7 +208,7 @@ class PayloadExchange:
         )
         if not self.variable:
             self._agreed = leaves
-            self._received.first = _Incoming(leaves)  # in place of the first receive, which would keep its tensors
+            self._received.first = PendingReceive(leaves)  # in place of the first receive, which would keep its tensors
         return leaves
 
     def _incoming(self, index: int, said: Mapping[int, _Said]) -> _Travelling:
@@ -330,13 +241,8 @@ class PayloadExchange:
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def isend_backward(self, gradients: Any) -> Handle:
-        """Start sending the gradients of the oldest payload that has none yet; None stands for zeros.
-
-        Raises:
-            PendingGradientError: no payload is waiting for its gradients.
-            ShapeError: a gradient of another shape or dtype than its leaf, or of a leaf that has none.
-        """
-        leaves = self._received.oldest.known()
+        """Start sending the gradients of the oldest payload that has none yet; None stands for zeros."""
+        leaves = self._received.oldest.wait()
         given = (
             [None] * len(leaves)
             if gradients is None
@@ -360,12 +266,7 @@ class PayloadExchange:
             )
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> BridgeReceive:
-        """Start receiving the gradients of the oldest payload that has none yet: None for leaves without.
-
-        Raises:
-            PendingGradientError: no payload was sent.
-            ShapeError: ``shape`` is given.
-        """
+        """Start receiving the gradients of the oldest payload that has none yet: None for leaves without."""
         self._require_no_shape(shape)
         leaves = self._sent.oldest
         parts = [one.back for one in leaves]

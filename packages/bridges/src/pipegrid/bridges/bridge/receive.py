@@ -77,8 +77,6 @@ class LandingQueue:
     plan's order. Other receives land on the thread that asks.
 
     Attributes:
-        device: of the tensors.
-        waits: for completions.
         copies: the ranks that complete each other; empty where there is nothing to complete.
         by_itself: receives land without a wait.
         stream: where receives land, beside the stream that computes; None is the current one.

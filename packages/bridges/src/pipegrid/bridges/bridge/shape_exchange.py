@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Generic, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
 
-from pipegrid.bridges.errors import LaneTotalsError, PendingGradientError, ShapeError
+from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.bridges.errors import LaneTotalsError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
-from pipegrid.bridges.reshard.sizes import cuts_of_lane
+from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.topology import lane_bounds, lane_sizes
 from pipegrid.topology.fields import Index, checked_fields
 
@@ -102,7 +101,7 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
         samples = tuple(rows for size in known for rows in size.samples or ())
     shape = list(some.extents)
     units = tuple(size.units for size in known)
-    batch = next(axis for axis, names in enumerate(axes) if BATCH in names)
+    batch = batch_axis(axes)
     shape[batch] = sum(units) if samples is None else sum(samples)
     return Sizes(tuple(shape), axes=axes, src_lanes=units, samples=samples, cut="lane")
 
@@ -133,35 +132,27 @@ _Key = tuple[tuple[int, Announcement], ...]
 
 @define(eq=False)
 class ShapeExchange:
-    """The plans of an edge between ``src`` and ``dst`` on ``rank``, by announced shapes.
+    """The plans of the edge ``name``, by announced shapes.
 
     Attributes:
-        name: of the edge, for messages.
-        src: the side that announces.
-        dst: the other side.
-        axes: names of the tensor's axes.
-        choice: the strategy.
-        rank: whose part is planned.
+        wiring: the sides and axes of the edge, and the rank whose part is planned.
         comm_dtype: dtype on the wire; None is the tensor's own.
         variable: whether shapes may change from message to message.
         shape: the whole tensor's extents that the edge declares; None is any.
     """
 
     name: str
-    src: Side
-    dst: Side
-    axes: AxisNames
+    wiring: BridgeWiring
     choice: Choice
-    rank: int
     comm_dtype: torch.dtype | None
     variable: bool
-    shape: tuple[int | None, ...] | None
+    shape: tuple[int | None, ...] | None = None
     _plans: Callable[[_Key], Passage] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._plans = lru_cache(maxsize=_MOST_KNOWN)(self._planned)
-        if self.shape is not None and len(self.shape) != len(self.axes):
-            raise ShapeError(f"{self.name} declares shape {self.shape}, but tensor_ndim={len(self.axes)}")
+        if self.shape is not None and len(self.shape) != len(self.wiring.axes):
+            raise ShapeError(f"{self.name} declares shape {self.shape}, but tensor_ndim={len(self.wiring.axes)}")
 
     def check(self, announced: Announcement) -> None:
         """Raise unless a source rank may send this.
@@ -170,15 +161,15 @@ class ShapeExchange:
             ShapeError: the shape is not the declared one.
             LaneTotalsError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
         """
-        batch = next(axis for axis, names in enumerate(self.axes) if BATCH in names)
-        size, lane = lane_size(self.src, self.axes, announced), self.src.lane_of(self.rank)
-        weights = self.src.lane_weights or (1,) * self.src.num_lanes
+        src, dst, axes, rank = self.wiring.src, self.wiring.dst, self.wiring.axes, self.wiring.rank
+        batch, size, lane = batch_axis(axes), lane_size(src, axes, announced), src.lane_of(rank)
+        weights = src.lane_weights or (1,) * src.num_lanes
         whole: list[int | None] = list(size.extents)
         whole[batch] = None
         if announced.samples is None and weights[lane]:
-            rows, lanes, parts = announced.shape[batch], self.src.num_lanes, self.dst.num_lanes
+            rows, lanes, parts = announced.shape[batch], src.num_lanes, dst.num_lanes
             whole[batch] = rows * sum(weights) // weights[lane]
-            declares = self.src.lane_weights or self.dst.lane_weights
+            declares = src.lane_weights or dst.lane_weights
             if not (self.variable or declares) and cuts_by_lane(rows, lanes, parts) != lane_bounds(lanes * rows, parts):
                 taken = lane_sizes(lanes * rows, parts)
                 raise LaneTotalsError(
@@ -188,7 +179,7 @@ class ShapeExchange:
         for axis, (extent, declared) in enumerate(zip(whole, self.shape or (), strict=False)):
             if declared is not None and extent is not None and extent != declared:
                 raise ShapeError(
-                    f"{self.name}: rank {self.rank} sends shape {announced.shape}, which is {extent} on axis {axis} "
+                    f"{self.name}: rank {rank} sends shape {announced.shape}, which is {extent} on axis {axis} "
                     f"over all ranks; the edge declares {self.shape}"
                 )
 
@@ -208,18 +199,19 @@ class ShapeExchange:
             LaneTotalsError: as `check`.
         """
         self.check(announced)
-        known = self.passage({self.rank: announced})
+        known = self.passage({self.wiring.rank: announced})
         if known.there.given != announced.shape:
-            raise ShapeError(f"{self.name}: rank {self.rank} sends {announced}, but its part is {known.there.given}")
+            raise ShapeError(f"{self.name}: {announced} of rank {known.rank} is no part, which is {known.there.given}")
         return known
 
     def _planned(self, announced: _Key) -> Passage:
+        src, dst, axes = self.wiring.src, self.wiring.dst, self.wiring.axes
         lanes: dict[int, LaneSize] = {}
         for rank, one in announced:
-            lane, size = self.src.lane_of(rank), lane_size(self.src, self.axes, one)
+            lane, size = src.lane_of(rank), lane_size(src, axes, one)
             if lanes.setdefault(lane, size) != size:
                 raise ShapeError(
-                    f"{self.name}: ranks of lane {lane} of {self.src.name!r} send different parts: rank {rank} {size}, "
+                    f"{self.name}: ranks of lane {lane} of {src.name!r} send different parts: rank {rank} {size}, "
                     f"another {lanes[lane]}"
                 )
         dtypes = {one.dtype for _, one in announced}
@@ -228,65 +220,19 @@ class ShapeExchange:
         dtype: torch.dtype = getattr(torch, dtypes.pop())
         rounds = self.comm_dtype is not None and dtype.is_floating_point
         wire: torch.dtype = self.comm_dtype if rounds else dtype  # type: ignore[assignment]
-        sizes = sizes_of(self.src, self.axes, lanes)
+        sizes = sizes_of(src, axes, lanes)
         forward, backward = (
             plan_reshard(
-                self.src,
-                self.dst,
+                src,
+                dst,
                 sizes,
                 backward=back,
                 strategy=self.choice.strategy,
                 itemsize=wire.itemsize,
                 leader_below=self.choice.leader_below,
                 links=self.choice.links,
-                rank=self.rank,
+                rank=self.wiring.rank,
             )
             for back in (False, True)
         )
-        return Passage(forward, backward, dtype, wire, self.rank)
-
-
-Activation = TypeVar("Activation")
-
-
-@define(eq=False)
-class PendingGradients(Generic[Activation]):
-    """Activations that were sent, or received, and whose gradients are still to come.
-
-    Attributes:
-        call: the call that answers them, for errors: edge, verb and rank.
-        what: what is pending, for errors, such as ``"activation that was sent"``.
-        variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
-            nothing to count.
-        first: where they do not, the one that stands for all; None before the first.
-    """
-
-    call: str
-    what: str
-    variable: bool
-    first: Activation | None = field(default=None, init=False)
-    _waiting: deque[Activation] = field(factory=deque, init=False)
-
-    def add(self, activation: Activation, *, has_gradient: bool) -> None:
-        """Add an activation; ``has_gradient``: its gradient will come."""
-        if self.first is None and not self.variable:
-            self.first = activation
-        if self.variable and has_gradient:
-            self._waiting.append(activation)
-
-    @property
-    def oldest(self) -> Activation:
-        """The activation that the next gradient belongs to.
-
-        Raises:
-            PendingGradientError: no gradient is due.
-        """
-        found = self._waiting[0] if self._waiting else self.first
-        if found is None:
-            raise PendingGradientError(f"{self.call}: no {self.what} waits for its gradient")
-        return found
-
-    def answer(self) -> None:
-        """Remove the oldest activation: its gradient is on its way."""
-        if self.variable:
-            self._waiting.popleft()
+        return Passage(forward, backward, dtype, wire, self.wiring.rank)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
-from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, PendingGradients, ShapeExchange
+from pipegrid.bridges.bridge.pending import PendingGradients, PendingReceive
+from pipegrid.bridges.bridge.receive import BridgeSend, Landed, PostedReceives
+from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, ShapeExchange
 from pipegrid.bridges.bridge.structure import Packed, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import CompletionError, NoBackwardError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import broadcast_text
@@ -43,7 +43,6 @@ class TensorExchange:
 
     Args:
         shapes: the plans of shapes.
-        wiring: of the edge.
         traffic: of the edge.
         backward: whether gradients come back.
         variable: whether shapes may change from message to message.
@@ -56,7 +55,6 @@ class TensorExchange:
     def __init__(
         self,
         shapes: ShapeExchange,
-        wiring: BridgeWiring,
         traffic: EdgeTraffic,
         *,
         backward: bool,
@@ -64,8 +62,8 @@ class TensorExchange:
         comm_dtype: torch.dtype | None,
         skips_empty: bool,
     ) -> None:
-        self.name, self.rank, self.backward, self.variable = traffic.name, wiring.rank, backward, variable
-        self._shapes, self._wiring, self._traffic = shapes, wiring, traffic
+        self.name, self.rank, self.backward, self.variable = traffic.name, traffic.wiring.rank, backward, variable
+        self._shapes, self._wiring, self._traffic = shapes, traffic.wiring, traffic
         self._comm_dtype, self._skips_empty = comm_dtype, skips_empty
         self.forget()
 
@@ -77,7 +75,7 @@ class TensorExchange:
         self._sent: PendingGradients[Passage] = PendingGradients(
             f"{self.name}: recv_backward on rank {self.rank}", "activation that was sent", self.variable
         )
-        self._received: PendingGradients[_Incoming | Passage] = PendingGradients(
+        self._received: PendingGradients[PendingReceive[Passage]] = PendingGradients(
             f"{self.name}: send_backward on rank {self.rank}", "activation that was received", self.variable
         )
 
@@ -140,7 +138,7 @@ class TensorExchange:
             if whole is not None:
                 return whole
         is_first = self._received.first is None
-        incoming = _Incoming()
+        incoming: PendingReceive[Passage] = PendingReceive()
 
         def peers() -> Iterable[int] | None:
             if is_first or not self._skips_empty:
@@ -148,7 +146,7 @@ class TensorExchange:
             return None if self._arriving is None else self._arriving.there.receives
 
         def land(handles: PostedReceives) -> Landed:
-            known = incoming.passage = self._passage({peer: _note(handle) for peer, handle in handles.items()})
+            known = incoming.told = self._passage({peer: _note(handle) for peer, handle in handles.items()})
             return self._landed(known, known.there, handles, _FORWARD, expected)
 
         incoming.receive = receive = self._traffic.receive(
@@ -171,7 +169,7 @@ class TensorExchange:
         known = self._shapes.passage({rank: Announcement.decode(text) for rank, text in notes.items()})
         if not self.variable:
             # In place of the first receive, which would keep its tensor for as long as the bridge lives.
-            self._arriving = self._received.first = known
+            self._arriving, self._received.first = known, PendingReceive(known)
         return known
 
     def _told(self, teller: int, notes: Mapping[int, str]) -> dict[int, str]:
@@ -201,7 +199,7 @@ class TensorExchange:
     def isend_backward(self, grad: Any) -> Handle:
         """See `BridgeCommunicator.isend_backward`."""
         oldest = self._received.oldest
-        known = oldest if isinstance(oldest, Passage) else oldest.known()
+        known = oldest.told or oldest.wait()
         given = known.back.given
         if grad is None:
             grad = torch.zeros(given, dtype=known.dtype, device=self._traffic.device)
@@ -254,24 +252,6 @@ class TensorExchange:
             part, handles, direction, dtype=known.dtype, wire_dtype=known.wire_dtype
         )
         return [tensor], completing
-
-
-class _Incoming:
-    """An activation in flight: its receive, and its plans once the sizes are known."""
-
-    __slots__ = ("passage", "receive")
-
-    def __init__(self) -> None:
-        self.passage: Passage | None = None
-        self.receive: BridgeReceive | None = None
-
-    def known(self) -> Passage:
-        """The plans; waits for the messages where the sizes are not known yet."""
-        if self.passage is None:
-            assert self.receive is not None
-            self.receive.let_land()
-        assert self.passage is not None
-        return self.passage
 
 
 def _one(sending: Sequence[Transfer]) -> Handle:

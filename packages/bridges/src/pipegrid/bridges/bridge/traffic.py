@@ -116,15 +116,10 @@ class EdgeTraffic:
         peers: Iterable[int] | None = None,
         note: str | None = None,
     ) -> list[Transfer]:
-        """Start sending this rank's share of ``tensor``, in ``dtype``; one handle per message.
+        """Start sending this rank's share of ``tensor``, of shape ``part.given``, in ``dtype``; one handle per message.
 
-        Args:
-            part: this rank's, in the plan of the direction.
-            tensor: of shape ``part.given``.
-            direction: of the tensor.
-            dtype: on the wire.
-            peers: the ranks that get a message, be it one without bytes; None is all that have a lane.
-            note: see `Lane.isend`.
+        ``peers`` are the ranks that get a message, be it one without bytes; None is all that have a lane. For ``note``
+        see `Lane.isend`.
         """
         tensor = self.summed(part, tensor, direction)
         lanes, boxes = self._to[direction], part.sends
@@ -178,16 +173,10 @@ class EdgeTraffic:
         blocks: Callable[[], bool] | None = None,
         build: Callable[[Sequence[torch.Tensor]], Any] | None = None,
     ) -> BridgeReceive:
-        """Start receiving the next tensor, or the tensors of the next payload.
+        """Start receiving the next tensor, or the tensors of the next payload; see `BridgeReceive`.
 
-        Args:
-            direction: of the tensor.
-            land: makes the tensor of the messages that have arrived, by peer; see `fill`.
-            peers: the ranks that send a message, None while they are not known; without it, all that have a lane.
-            requires_grad: see `BridgeReceive`.
-            tensor: see `BridgeReceive`.
-            blocks: see `BridgeReceive`.
-            build: see `BridgeReceive`.
+        ``land`` makes the tensor of the messages that have arrived, by peer (see `fill`); ``peers`` the ranks that
+        send one, None while they are not known; without it, all that have a lane do.
         """
         lanes = self._from[direction]
 
@@ -216,15 +205,10 @@ class EdgeTraffic:
         wire_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sequence[Completing]]:
-        """This rank's tensor with the messages in their places, and its completions under way.
+        """This rank's tensor with the messages that have arrived in their places, and its completions under way.
 
-        Args:
-            part: this rank's, in the plan of the direction.
-            handles: the receives, which have arrived, by peer.
-            direction: of the tensor.
-            dtype: of the tensor.
-            wire_dtype: of the messages; None is ``dtype``.
-            out: of shape ``part.taken``, to be filled; None is a new tensor, or the only message where that is all.
+        ``wire_dtype`` is that of the messages; None is ``dtype``. ``out`` of shape ``part.taken`` is filled; None is a
+        new tensor, or the only message where that is all.
         """
         wire_dtype = wire_dtype or dtype
         if out is None:

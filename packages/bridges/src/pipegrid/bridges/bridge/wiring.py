@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
 from attrs import evolve, frozen
 
+from pipegrid.bridges.bridge.structure import Structure
 from pipegrid.bridges.errors import LaneTotalsError, StageError
-from pipegrid.bridges.reshard import AxisNames, Route, Side, Strategy, routes
+from pipegrid.bridges.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
 from pipegrid.topology import GroupSpec, lane_sizes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.spec import LaneSpec
@@ -111,23 +112,73 @@ class BridgeWiring:
         return leader if told else None
 
 
-def with_lanes(src: Side, dst: Side, label: str) -> Side:
-    """The destination with its data lanes declared, where the source declares its own: those of `lane_sizes`.
+@frozen(slots=False)
+class PayloadWiring(BridgeWiring):
+    """The lanes and groups of an edge with a payload: those of all ``leaves``, which have sides of their own."""
+
+    structure: Structure
+    leaves: tuple[BridgeWiring, ...]
+
+    @classmethod
+    def of(
+        cls, label: str, src: Side, dst: Side, structure: Structure, directions: tuple[Direction, ...], rank: int
+    ) -> PayloadWiring:
+        """The wiring of ``structure``."""
+
+        def wired(sides: tuple[Side, Side], axes: AxisNames) -> BridgeWiring:
+            return BridgeWiring(label, *sides, axes, "direct", directions, rank)
+
+        leaves = tuple(wired(leaf.sides(src, dst), leaf.axes) for leaf in structure.leaves)
+        return cls(label, src, dst, structure.leaves[0].axes, "direct", directions, rank, structure, leaves)
+
+    @cached_property
+    def routes(self) -> dict[Direction, tuple[Route, ...]]:
+        """Per direction the pairs of ranks between which some leaf may travel."""
+        return {
+            direction: tuple(sorted({route for leaf in self.leaves for route in leaf.routes[direction]}))
+            for direction in self.directions
+        }
+
+    @property
+    def group_specs(self) -> tuple[GroupSpec, ...]:
+        """The groups of this rank."""
+        return tuple(dict.fromkeys(spec for leaf in self.leaves for spec in leaf.group_specs))
+
+    def copies(self, direction: Direction) -> tuple[int, ...]:
+        """The ranks with which this rank completes some leaf, itself included."""
+        return tuple(sorted({rank for leaf in self.leaves for rank in leaf.copies(direction)}))
+
+
+def boundary_sides(
+    grids: tuple[GridLike, GridLike],
+    *,
+    names: tuple[str | None, str | None],
+    placements: tuple[Mapping[str, Placement] | None, Mapping[str, Placement] | None],
+    stages: tuple[int | None, int | None],
+    lanes: tuple[Sequence[int] | None, Sequence[int] | None],
+    stage_dim: str = "pp",
+) -> tuple[Side, Side]:
+    """The sides of an edge, source first; see `boundary_side`.
+
+    Where the source alone declares its data lanes, those of the destination are `lane_sizes`.
 
     Raises:
         LaneTotalsError: the two sides declare different numbers of samples, or a lane of the destination has none.
     """
+    ends: tuple[End, End] = ("source", "destination")
+    src, dst = (
+        boundary_side(grid, end, placements=placed, name=name, stage_dim=stage_dim, stage=stage, lane_weights=weights)
+        for grid, end, placed, name, stage, weights in zip(grids, ends, placements, names, stages, lanes, strict=True)
+    )
     given, wanted = src.lane_weights, dst.lane_weights
-    if given is not None and wanted is not None and sum(given) != sum(wanted):
+    if len({sum(declared) for declared in (given, wanted) if declared is not None}) > 1 or not all(wanted or ()):
         raise LaneTotalsError(
-            f"{label}: source lanes {given} hold {sum(given)} samples per microbatch, destination lanes {wanted} "
-            f"{sum(wanted)}"
+            f"{src.name} > {dst.name}: src_lanes {given} and dest_lanes {wanted} must hold the same batch, and each "
+            "destination lane some of it"
         )
-    if wanted is not None and not all(wanted):
-        raise LaneTotalsError(f"{label}: dest_lanes {wanted} has a lane without samples")
     if wanted is None and given is not None and sum(given) >= dst.num_lanes:
-        return evolve(dst, lane_weights=lane_sizes(sum(given), dst.num_lanes))
-    return dst
+        dst = evolve(dst, lane_weights=lane_sizes(sum(given), dst.num_lanes))
+    return src, dst
 
 
 def group_spec(ranks: Sequence[int], label: str, what: str) -> GroupSpec:

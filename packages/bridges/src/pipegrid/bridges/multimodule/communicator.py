@@ -149,24 +149,16 @@ class MultiModulePipelineCommunicator:
             declared = 3 if option.shape is None else len(option.shape)
             ndim = option.tensor_ndim or self.module_output_ndim.get(src, declared)
             last, first = self._edges.stages(ends)
+            of_source, of_destination = self._edges.placements_at(ends)
             self.bridge_comms.append(
                 BridgeCommunicator(
                     *grids,
                     dim_mapping=option.dim_mapping or self._mapping(ndim),
-                    comm_dtype=option.comm_dtype,
                     src_module_name=src,
                     dest_module_name=dst,
                     tensor_ndim=ndim,
-                    shape=option.shape,
-                    payload=option.payload,
-                    src_placements=self._edges.source_placements(ends),
-                    dest_placements=self._edges.destination_placements(ends),
-                    src_lanes=option.src_lanes,
-                    dest_lanes=option.dest_lanes,
-                    strategy=option.strategy,
-                    leader_below=option.leader_below,
-                    links=option.links,
-                    backward=option.backward,
+                    src_placements=of_source,
+                    dest_placements=of_destination,
                     directions=self._edges.directions(edge_between(self.graph, src, dst), backward=option.backward),
                     config=self.config,
                     backend=self._backend,
@@ -174,6 +166,7 @@ class MultiModulePipelineCommunicator:
                     src_stage=last,
                     dest_stage=first,
                     open=False,
+                    **option.of_bridge(),
                 )
             )
 
@@ -326,11 +319,7 @@ class MultiModulePipelineCommunicator:
     ) -> int:
         """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
 
-        Args:
-            topology: the modules that each module feeds.
-            module_to_grid_map: grid of each module.
-            rank: count up to this rank; in the module where that gives most, if it is in several.
-            module_name: count up to ``rank`` in this module.
+        Of a rank in several modules it is that in ``module_name``, by default the one where that gives most.
 
         Raises:
             ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
@@ -340,12 +329,7 @@ class MultiModulePipelineCommunicator:
     # -- the asynchronous form --------------------------------------------------------------------------
 
     def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
-        """Start sending along ``edge`` (forward) or against it (backward).
-
-        Raises:
-            StageError: there is no such edge, or this rank does not send on it.
-            BridgeError: as `BridgeCommunicator.isend_forward` and ``isend_backward``.
-        """
+        """Start sending along ``edge`` (forward) or against it (backward); errors as of `BridgeCommunicator`."""
         if self._destroyed:
             self._require_alive()
         send = self._sends.get((edge, direction))
@@ -365,12 +349,7 @@ class MultiModulePipelineCommunicator:
         return self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
-        """Start receiving the next message of ``edge`` in that direction.
-
-        Raises:
-            StageError: there is no such edge, or this rank does not receive on it.
-            BridgeError: as `BridgeCommunicator.irecv_forward` and ``irecv_backward``.
-        """
+        """Start receiving the next message of ``edge`` in that direction; errors as of `BridgeCommunicator`."""
         self._require_alive()
         bridge = self._bridge_of.get(edge)
         if bridge is None:
@@ -391,10 +370,6 @@ class MultiModulePipelineCommunicator:
 
         Returns:
             The send of a rank that holds the stage that makes it, and the receive of one that holds the other.
-
-        Raises:
-            StageError: no bridge is there, or this rank is not on it.
-            BridgeError: as `BridgeCommunicator`'s verbs.
         """
         self._require_alive()
         bridge = self._bridge_of.get(edge)
@@ -421,11 +396,7 @@ class MultiModulePipelineCommunicator:
         return self.lanes.in_order()
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them.
-
-        Raises:
-            StageError: there is no such edge, or it does not touch this rank.
-        """
+        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
         return self.lanes.neighbours({rank for edge in edges for spec in self._specs(edge) for rank in spec.pair})
 
     def _specs(self, edge: Edge) -> list[LaneSpec]:

@@ -19,13 +19,9 @@ Tensors: TypeAlias = dict[str, Any]
 
 @frozen
 class DictExchange:
-    """Starts the sends and receives of all modules on ``rank``.
+    """Starts the sends and receives of all modules on ``rank``: its ``infos`` and ``chains``, by module.
 
-    Attributes:
-        rank: this rank.
-        infos: its part in each of its modules.
-        chains: the lanes inside each of them.
-        has_backward: per module of the job, whether gradients come back to it.
+    ``has_backward`` says of each module of the job whether gradients come back to it.
     """
 
     rank: int
@@ -34,11 +30,7 @@ class DictExchange:
     has_backward: Mapping[str, bool]
 
     def require(self, stage_placement: Mapping[str, Sequence[int]]) -> None:
-        """Raise where dicts by module are ambiguous.
-
-        Raises:
-            StageError: several stages of a module on this rank's places, or both ends of an edge on this rank.
-        """
+        """Raise where dicts by module are ambiguous: `StageError`."""
         for name, info in self.infos.items():
             stages = len(stage_placement[name])
             if stages > info.pp_size:

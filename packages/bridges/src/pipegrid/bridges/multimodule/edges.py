@@ -7,12 +7,12 @@ from typing import Annotated
 
 from attrs import frozen
 
-from pipegrid.bridges.bridge import Traffic, checked_structure, directions_of, with_lanes
+from pipegrid.bridges.bridge import Traffic, boundary_sides, checked_structure, directions_of
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.multimodule.modules import EdgeOptions
 from pipegrid.bridges.multimodule.positions import alike, edge_between
-from pipegrid.bridges.reshard import GridLike, Placement, Side, boundary_side
+from pipegrid.bridges.reshard import GridLike, Placement, Side
 from pipegrid.topology.fields import checked, instance
 from pipegrid.transport.edge import Direction, Edge
 
@@ -53,16 +53,7 @@ def modules_with_backward(graph: ModuleGraph, options: Mapping[Ends, EdgeOptions
 
 @frozen(eq=False)
 class ModuleEdges:
-    """The edges between the modules of a job.
-
-    Attributes:
-        graph: the modules.
-        grids: grid of each module.
-        stage_placement: per module, the place in its pipeline of each of its stages.
-        options: of each edge, by `checked_options`.
-        placements: per module, what the dims of its grid do with tensors at its boundaries.
-        traffic: the edges and directions that the plan uses; None is all.
-    """
+    """The edges between the modules of a job, as `MultiModulePipelineCommunicator` is given them."""
 
     graph: ModuleGraph
     grids: Mapping[str, GridLike]
@@ -75,13 +66,13 @@ class ModuleEdges:
         """The edges in the order of the graph: that of their bridges on every rank."""
         return sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge)))
 
-    def source_placements(self, ends: Ends) -> dict[str, Placement]:
-        """The placements of the source's dims at an edge: the module's, and the edge's own."""
-        return {**self.placements.get(ends[0], {}), **(self.options[ends].src_placements or {})}
-
-    def destination_placements(self, ends: Ends) -> dict[str, Placement]:
-        """The placements of the destination's dims at an edge, likewise."""
-        return {**self.placements.get(ends[1], {}), **(self.options[ends].dest_placements or {})}
+    def placements_at(self, ends: Ends) -> tuple[dict[str, Placement], dict[str, Placement]]:
+        """The placements of the source's and the destination's dims at an edge: the module's, and the edge's own."""
+        (src, dst), option = ends, self.options[ends]
+        return (
+            {**self.placements.get(src, {}), **(option.src_placements or {})},
+            {**self.placements.get(dst, {}), **(option.dest_placements or {})},
+        )
 
     def stages(self, ends: Ends) -> tuple[int, int]:
         """The places of the source's last stage and the destination's first, in their pipelines."""
@@ -95,22 +86,13 @@ class ModuleEdges:
         """Both sides of every edge; of a payload that moves, those of each of its leaves."""
         for ends, option in self.options.items():
             src, dst = ends
-            last, first = self.stages(ends)
-            source = boundary_side(
-                self.grids[src],
-                "source",
-                placements=self.source_placements(ends),
-                stage=last,
-                lane_weights=option.src_lanes,
+            both = boundary_sides(
+                (self.grids[src], self.grids[dst]),
+                names=ends,
+                placements=self.placements_at(ends),
+                stages=self.stages(ends),
+                lanes=(option.src_lanes, option.dest_lanes),
             )
-            destination = boundary_side(
-                self.grids[dst],
-                "destination",
-                placements=self.destination_placements(ends),
-                stage=first,
-                lane_weights=option.dest_lanes,
-            )
-            both = source, with_lanes(source, destination, f"edge {src!r} -> {dst!r}")
             structure = None if option.payload is None else checked_structure(option.payload, option.strategy, None)
             for sides in (
                 [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]

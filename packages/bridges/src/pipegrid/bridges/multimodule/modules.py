@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import asdict, filters, frozen
 
 from pipegrid.bridges.bridge.structure import Declared, checked_structure
 from pipegrid.bridges.errors import BridgeError, StageError
@@ -61,6 +61,11 @@ class EdgeOptions:
         if self.dim_mapping is not None:
             as_axis_of(self.dim_mapping)
 
+    def of_bridge(self) -> dict[str, Any]:
+        """The arguments of `BridgeCommunicator` that are the option's own."""
+        of_modules = filters.exclude("tensor_ndim", "dim_mapping", "src_placements", "dest_placements")
+        return asdict(self, filter=of_modules, recurse=False)
+
 
 def module_graph(
     topology: Mapping[str, Sequence[str] | None],
@@ -87,12 +92,7 @@ def total_pipeline_stages(
     rank: int | None = None,
     module_name: str | None = None,
 ) -> int:
-    """Pipeline ranks on the longest path; with ``rank``, up to and including the place of that rank.
-
-    Raises:
-        ModuleGraphError: the modules form a cycle, or nothing is a sink.
-        StageError: ``rank`` is in no module (or not in ``module_name``).
-    """
+    """See `MultiModulePipelineCommunicator.compute_total_pipeline_stages`."""
     if not grids:
         raise ModuleGraphError("the topology has no terminal node: it has no modules")
     graph = module_graph(topology, grids)

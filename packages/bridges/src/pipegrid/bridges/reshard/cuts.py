@@ -58,12 +58,7 @@ def _grouped(pairs: Iterator[tuple[int, int]] | Mapping[tuple[int, int], object]
 
 
 def row_cuts(src: Side, dst: Side, sizes: Sizes) -> tuple[Cut[int], ...]:
-    """Per axis of the tensor, the rows that each shard of either side holds.
-
-    Raises:
-        UndeclaredDimError: a side shards an axis that the tensor does not name.
-        LaneTotalsError: lane sizes that do not fit the sides.
-    """
+    """Per axis of the tensor, the rows that each shard of either side holds."""
     check_axes(src, dst, sizes.axes)
     src_lanes, dst_lanes = lane_intervals(src, dst, sizes)
     to_sample = batch_map(src, dst, sizes, src_lanes)

@@ -46,6 +46,11 @@ def as_axes(value: AxisNames) -> AxisNames:
     return axes
 
 
+def batch_axis(axes: AxisNames) -> int:
+    """The axis that data lanes split."""
+    return next(axis for axis, names in enumerate(axes) if BATCH in names)
+
+
 def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisNames:
     """Names of the axes of a tensor of ``ndim`` axes from ``{"s": 1, "b": 0, "h": 2}`` (the default).
 
@@ -107,7 +112,7 @@ class Sizes:
     @cached_property
     def batch_axis(self) -> int:
         """The axis that data lanes split."""
-        return next(axis for axis, names in enumerate(self.axes) if BATCH in names)
+        return batch_axis(self.axes)
 
     @property
     def rows(self) -> int:

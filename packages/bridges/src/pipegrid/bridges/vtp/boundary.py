@@ -38,11 +38,7 @@ class VTPStage:
         return len(self.ranks) if self.cuts_sequence else 1
 
     def check_sequence(self, length: int) -> None:
-        """Raise unless the ranks can share a sequence of that length.
-
-        Raises:
-            ShapeError: it is not a multiple of their number.
-        """
+        """Raise unless the ranks can share a sequence of that length: `ShapeError`."""
         if rest := length % self.parts:
             raise ShapeError(
                 f"a sequence of {length} cannot be cut in {self.parts} equal parts for {self.name}; pad it to "
@@ -87,11 +83,7 @@ class VTPBoundary:
         return BridgeWiring(f"{label}/{self.edge}", *self._sides, _AXES, "direct", directions, rank)
 
     def whole(self, shape: Sequence[int], rank: int) -> Shape:
-        """The shape of the whole tensor of which ``rank`` holds a part of ``shape``.
-
-        Raises:
-            ShapeError: there is no such axis, or the sequence cannot be cut on the other side.
-        """
+        """The shape of the whole tensor of which ``rank`` holds a part of ``shape``, if both sides can cut it."""
         extents = list(shape)
         if self._cuts_sequence:
             if len(extents) <= self.axis:

@@ -176,23 +176,11 @@ class VTPCommunicator:
     # -- along edges ----------------------------------------------------------------------------------------
 
     def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> BridgeSend:
-        """Start sending this rank's tensor along ``edge`` (forward) or against it (backward).
-
-        Raises:
-            StageError: there is no such edge, or this rank does not send on it.
-            ShapeError: not a tensor, or one whose sequence a side cannot cut.
-        """
+        """Start sending this rank's tensor along ``edge`` (forward) or against it (backward)."""
         return BridgeSend(self._of_edge(edge, direction, sends=True).isend(payload, direction))
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> BridgeReceive:
-        """Start receiving the next tensor of ``edge`` in that direction.
-
-        ``shapes`` is the one shape that this rank expects to get.
-
-        Raises:
-            StageError: there is no such edge, or this rank does not receive on it.
-            P2PUsageError: no shape, where ``shapes="given"``; or not one shape.
-        """
+        """Start receiving the next tensor of ``edge`` in that direction, with ``shapes`` if given of that one shape."""
         traffic = self._of_edge(edge, direction, sends=False)
         return traffic.irecv(direction, self._checked_shape(shapes, _ARRIVES[direction]))
 

@@ -29,27 +29,19 @@ class Peers:
 
     A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that stand beside this rank
     in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
-    exchange their slices all the same, whichever of them are named.
+    exchange their slices all the same, whichever of them are named. Another rank is a `StageError`.
     """
 
     rank: int
     boundaries: tuple[VTPBoundary, ...]
 
     def next(self, **named: Unpack[Named]) -> Edge | None:
-        """The edge on which activations leave this rank; None on the last stage without a ring.
-
-        Raises:
-            StageError: a rank was named that is not in a neighbouring stage of this replica.
-        """
+        """The edge on which activations leave this rank; None on the last stage without a ring."""
         following, _ = self._checked(**named)
         return self._edge(following, "next")
 
     def previous(self, **named: Unpack[Named]) -> Edge | None:
-        """The edge on which activations come to this rank; None on stage 0 without a ring.
-
-        Raises:
-            StageError: a rank was named that is not in a neighbouring stage of this replica.
-        """
+        """The edge on which activations come to this rank; None on stage 0 without a ring."""
         _, before = self._checked(**named)
         return self._edge(before, "previous")
 

@@ -38,12 +38,7 @@ class BoundaryTraffic:
         self._announced.clear()
 
     def isend(self, tensor: torch.Tensor, direction: Direction) -> list[Transfer]:
-        """Start sending this rank's share of a tensor; one handle per peer.
-
-        Raises:
-            ShapeError: not a tensor, or a sequence that a side cannot cut.
-            P2PError: as `pipegrid.transport.Lane.isend`.
-        """
+        """Start sending this rank's share of a tensor; one handle per peer."""
         if not isinstance(tensor, torch.Tensor):
             raise ShapeError(f"{self} carries one tensor, got {kind_of(tensor)}; zeros stand for no gradient")
         whole = self.boundary.whole(tensor.shape, self.rank)
@@ -57,12 +52,9 @@ class BoundaryTraffic:
     def irecv(
         self, direction: Direction, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> BridgeReceive:
-        """Start receiving the next tensor.
+        """Start receiving the next tensor; of another ``shape`` or ``dtype`` than given it is a ShapeError.
 
-        Args:
-            direction: of the tensor.
-            shape: of this rank's tensor, if the caller knows it: anything else that comes is a ShapeError.
-            dtype: likewise; with both there is a tensor to hand out at once.
+        With both there is a tensor to hand out at once.
         """
         expected = None if shape is None else self.boundary.whole(shape, self.rank)
         out = None

@@ -1,0 +1,73 @@
+"""What waits on an edge: receives that have not landed, and activations whose gradients are still to come."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+from attrs import define, field
+
+from pipegrid.bridges.bridge.receive import BridgeReceive
+from pipegrid.bridges.errors import PendingGradientError
+
+Activation = TypeVar("Activation")
+Told = TypeVar("Told")
+
+
+@define(eq=False)
+class PendingReceive(Generic[Told]):
+    """A receive, and what its messages tell of the sizes: None until they have landed."""
+
+    told: Told | None = None
+    receive: BridgeReceive | None = None
+
+    def wait(self) -> Told:
+        """What the messages tell; waits for them where they have not landed."""
+        if self.told is None:
+            assert self.receive is not None
+            self.receive.let_land()
+        assert self.told is not None
+        return self.told
+
+
+@define(eq=False)
+class PendingGradients(Generic[Activation]):
+    """Activations that were sent, or received, and whose gradients are still to come.
+
+    Attributes:
+        call: the call that answers them, for errors: edge, verb and rank.
+        what: what is pending, for errors, such as ``"activation that was sent"``.
+        variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
+            nothing to count.
+        first: where they do not, the one that stands for all; None before the first.
+    """
+
+    call: str
+    what: str
+    variable: bool
+    first: Activation | None = field(default=None, init=False)
+    _waiting: deque[Activation] = field(factory=deque, init=False)
+
+    def add(self, activation: Activation, *, has_gradient: bool) -> None:
+        """Add an activation; ``has_gradient``: its gradient will come."""
+        if self.first is None and not self.variable:
+            self.first = activation
+        if self.variable and has_gradient:
+            self._waiting.append(activation)
+
+    @property
+    def oldest(self) -> Activation:
+        """The activation that the next gradient belongs to.
+
+        Raises:
+            PendingGradientError: no gradient is due.
+        """
+        found = self._waiting[0] if self._waiting else self.first
+        if found is None:
+            raise PendingGradientError(f"{self.call}: no {self.what} waits for its gradient")
+        return found
+
+    def answer(self) -> None:
+        """Remove the oldest activation: its gradient is on its way."""
+        if self.variable:
+            self._waiting.popleft()

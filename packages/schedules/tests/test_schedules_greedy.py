@@ -17,6 +17,7 @@ from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import Action, chain
 from pipegrid.schedules.search.greedy import candidates, greedy
+from pipegrid.schedules.search.greedy import problems as problems_of
 from pipegrid.schedules.search.list_scheduler import Problem, list_schedule, policies, with_whole_backwards
 from pipegrid.schedules.simulate.costs import Costs, CostsError
 from pipegrid.schedules.simulate.simulation import simulate
@@ -95,7 +96,7 @@ def test_the_list_scheduler_alone_finds_the_zero_bubble_schedule():
     costs = Costs(F=0.5, I=0.5, W=0.5)
     listed = [
         candidate.makespan
-        for candidate in candidates(costs, 4, num_positions=4, num_microbatches=8, num_stages=8)
+        for candidate in candidates(problems_of(costs, 4, num_positions=4, num_microbatches=8, num_stages=8))
         if candidate.origin == "list"
     ]
     assert min(listed) == 25.5

@@ -74,7 +74,7 @@ def assert_found_plan_holds(rng):
     assert cap is None or found.peak <= cap + 1e-6
     value = found.makespan if objective == "makespan" else found.span
     assert value >= found.bound - 1e-9
-    named = [entry for entry in candidates(costs, cap, **options) if entry.origin != "list"]
+    named = [entry for entry in candidates(problems(costs, cap, **options)) if entry.origin != "list"]
     assert all(value <= (entry.makespan if objective == "makespan" else entry.span) + 1e-9 for entry in named)
 
 

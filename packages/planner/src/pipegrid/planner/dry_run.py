@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from attrs import field, frozen
 
@@ -60,25 +61,39 @@ def dry_run(choice: Choice) -> DryRun:
 
     Checked: ranks that the plan puts on a position hold its stages; every lane has two ends; the boxes of each boundary
     tile what each rank needs, forward and back; the plan is proved with its communication.
-
-    Raises:
-        JobError: positions of the plan that are not those of the grids.
     """
     shape, grids = choice.shape, choice.arrangement.grids
-    graph = shape.wiring.graph
-    places = shape.stage_places
-    positions = positions_of(graph, grids, places)
+    positions = positions_of(shape.wiring.graph, grids, shape.stage_places)
     if positions.placement != shape.wiring.placement:
         raise JobError(f"the grids have positions {positions.placement}, the plan {shape.wiring.placement}")
-    opened: Counter[int] = Counter()
-    groups = lanes = boundaries = messages = 0
-    for grid in grids.values():
-        for dim in grid.dim_names:
-            for ranks in grid.groups(dim) if grid.size_of(dim) > 1 else ():
-                groups += 1
-                opened.update(ranks)
     lowered = lower(choice.plan, collectives=shape.collectives)
-    used = lowered.traffic
+    groups = [
+        ranks for grid in grids.values() for dim in grid.dim_names for ranks in grid.groups(dim) if len(ranks) > 1
+    ]
+    boundaries = list(_boundaries(choice, lowered.traffic))
+    between = [pair for boundary in boundaries for pair in boundary.lanes]
+    lanes = [*_lanes_of_modules(choice, lowered.traffic), *between]
+    shared = [members for boundary in boundaries for members in boundary.groups]
+    opened = Counter(rank for members in (*groups, *lanes, *shared) for rank in members)
+    position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
+    ranks_of_job = sorted(position_of)
+    return DryRun(
+        len(groups),
+        len(lanes),
+        len(shared),
+        sum(boundary.messages for boundary in boundaries),
+        tuple(opened[rank] for rank in ranks_of_job),
+        tuple(choice.memory[position_of[rank]].total for rank in ranks_of_job),
+        verify(lowered),
+    )
+
+
+_Traffic: TypeAlias = Sequence[tuple[Edge, Direction]]
+
+
+def _lanes_of_modules(choice: Choice, used: _Traffic) -> Iterator[tuple[int, ...]]:
+    """The ranks of each lane inside a module."""
+    shape, graph = choice.shape, choice.shape.wiring.graph
     for part in shape.parts:
         first = graph.stage(part.module, 0)
         own = range(first, graph.stage(part.module, -1) + 1)
@@ -87,44 +102,37 @@ def dry_run(choice: Choice) -> DryRun:
             for edge, direction in used
             if edge.source in own and edge.destination in own
         ]
-        if traffic:
-            for ranks in grids[part.module].groups("pp"):
-                for lane in pipeline_lanes(ranks, placement=places[part.module], traffic=traffic):
-                    lanes += 1
-                    opened.update(lane.pair)
-    for first_module, next_module, source, destination in shape.sides:
+        for ranks in choice.arrangement.grids[part.module].groups("pp") if traffic else ():
+            for lane in pipeline_lanes(ranks, placement=shape.stage_places[part.module], traffic=traffic):
+                yield lane.pair
+
+
+@frozen
+class _Boundary:
+    """One direction between two modules: the lanes, the groups, and the messages of a microbatch."""
+
+    lanes: Collection[tuple[int, int]]
+    groups: Collection[tuple[int, ...]]
+    messages: int
+
+
+def _boundaries(choice: Choice, used: _Traffic) -> Iterator[_Boundary]:
+    """The boundaries that ``used`` crosses; that of modules that share ranks has groups alone, once for both ways."""
+    graph = choice.shape.wiring.graph
+    for first_module, next_module, source, destination in choice.shape.sides:
         edge = Edge(graph.stage(first_module, -1), graph.stage(next_module, 0))
-        for direction in Direction:
-            backward = direction is Direction.BACKWARD
-            if (edge, direction) in used:
-                plan = plan_reshard(source, destination, _sizes(choice), backward=backward)
-                check_plan(plan)
-                messages += sum(message.source != message.destination for message in plan.messages)
-        if edge in shape.collectives:
+        collective = edge in choice.shape.collectives
+        if collective:
             all_of_it = tuple(sorted({*source.ranks, *destination.ranks}))
-            for members in (all_of_it, *_copies(source), *_copies(destination)):
-                boundaries += 1
-                opened.update(members)
-            continue
-        for direction in Direction:
-            if (edge, direction) in used:
-                pairs = routes(source, destination, _AXES, backward=direction is Direction.BACKWARD)
-                lanes += len(pairs)
-                opened.update(rank for pair in pairs for rank in pair)
-                for members in _copies(source if direction is Direction.BACKWARD else destination):
-                    boundaries += 1
-                    opened.update(members)
-    position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
-    ranks_of_job = sorted(position_of)
-    return DryRun(
-        groups,
-        lanes,
-        boundaries,
-        messages,
-        tuple(opened[rank] for rank in ranks_of_job),
-        tuple(choice.memory[position_of[rank]].total for rank in ranks_of_job),
-        verify(lowered),
-    )
+            yield _Boundary((), (all_of_it, *_copies(source), *_copies(destination)), 0)
+        for direction in (direction for other, direction in used if other == edge):
+            backward = direction is Direction.BACKWARD
+            plan = plan_reshard(source, destination, _sizes(choice), backward=backward)
+            check_plan(plan)
+            messages = sum(message.source != message.destination for message in plan.messages)
+            lanes = () if collective else routes(source, destination, _AXES, backward=backward)
+            groups = () if collective else _copies(source if backward else destination)
+            yield _Boundary(lanes, tuple(groups), messages)
 
 
 def _copies(side: Side) -> Iterator[tuple[int, ...]]:

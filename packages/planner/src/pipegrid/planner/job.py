@@ -21,11 +21,7 @@ _SIZE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
 def bytes_of(value: Any) -> float:
-    """A number of bytes from a number or a text such as ``"80GB"``.
-
-    Raises:
-        ValueError: another text, or a number that is negative or not finite.
-    """
+    """A number of bytes from a number or a text such as ``"80GB"``."""
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in UNITS:
         value = float(match[1]) * UNITS[match[2]]
     return float(number().convert(value))
@@ -203,11 +199,7 @@ def _as_edges(value: Any) -> Any:
 
 @frozen(slots=False, field_transformer=_checked)
 class Job:
-    """What is trained, on what. ``edges``: pairs of names; ``global_batch``: samples of a step.
-
-    Raises:
-        JobError: a value or a relation that breaks a rule, by its path.
-    """
+    """What is trained, on what. ``edges``: pairs of names; ``global_batch``: samples of a step."""
 
     modules: tuple[Annotated[Module, instance(Module, "a Module(name, layers, message)")], ...]
     global_batch: Count

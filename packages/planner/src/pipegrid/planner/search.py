@@ -99,12 +99,11 @@ def _divisors(value: int, most: int) -> list[int]:
 def parts_of(job: Job, module: Module, gpus: int) -> Iterator[Part]:
     """The grids of ``module`` with at most ``gpus`` ranks; its dp divides the global batch."""
     depth = len(module.each)
-    for tp, cp in itertools.product(module.tp, module.cp):
-        for dp in module.dp or _divisors(job.global_batch, gpus):
-            if job.global_batch % dp == 0:
-                for pp in module.pp or _sizes(min(depth, gpus)):
-                    if pp <= depth and tp * cp * dp * pp <= gpus:
-                        yield Part(module.name, tp, cp, dp, pp)
+    dps = [dp for dp in module.dp or _divisors(job.global_batch, gpus) if job.global_batch % dp == 0]
+    pps = [pp for pp in module.pp or _sizes(min(depth, gpus)) if pp <= depth]
+    for tp, cp, dp, pp in itertools.product(module.tp, module.cp, dps, pps):
+        if tp * cp * dp * pp <= gpus:
+            yield Part(module.name, tp, cp, dp, pp)
 
 
 def arrangements(job: Job, gpus: int) -> Iterator[Arrangement]:

@@ -377,9 +377,6 @@ def with_reduce(plan: Plan, tied: _Ties) -> Plan:
     Args:
         plan: lowered.
         tied: the stages with a copy, by name.
-
-    Raises:
-        PlanError: a name in use, or a stage that does not exist or has no backward.
     """
     require_plan(plan)
     added = tied_groups(plan, tied)
@@ -388,11 +385,7 @@ def with_reduce(plan: Plan, tied: _Ties) -> Plan:
 
 
 def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group, ...]:
-    """The plan's groups, with those that carry ``collectives``: the positions of an edge's two stages.
-
-    Raises:
-        PlanError: an edge that the graph does not have.
-    """
+    """The plan's groups, with those that carry ``collectives``: the positions of an edge's two stages."""
     groups = {group.name: group for group in plan.groups}
     for edge, name in collectives.items():
         if edge not in plan.graph.stage_edges:
@@ -404,11 +397,7 @@ def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group
 
 
 def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, ...]:
-    """One group for each shared parameter: the positions of its stages.
-
-    Raises:
-        PlanError: a stage that the plan does not have.
-    """
+    """One group for each shared parameter: the positions of its stages."""
     for name, stages in tied.items():
         for stage in checked(stages, tuple[Index, ...], f"tied[{name!r}]", PlanError):
             if stage >= plan.num_stages:

@@ -27,11 +27,7 @@ _LAST_HALVES = (ActionKind.B, ActionKind.W)
 
 
 def sharded_stages(plan: Plan, shard: Shard) -> dict[int, Reduce]:
-    """Per sharded stage, when its gradients are reduced.
-
-    Raises:
-        PlanError: neither ``"step"`` nor ``"microbatch"``, or a module that the plan does not have.
-    """
+    """Per sharded stage, when its gradients are reduced."""
     order = plan.graph.order
     by_module = dict.fromkeys(order, shard) if isinstance(shard, str) else checked(shard, _ByModule, "shard", PlanError)
     for name, reduce in by_module.items():

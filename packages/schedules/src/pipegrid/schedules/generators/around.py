@@ -61,9 +61,6 @@ def stage_places(name: str, num_positions: Count, num_chunks: Count | None = Non
     For ``MultiModulePipelineCommunicator(stage_placement={module: ...})`` and ``P2PCommunicator(placement=...)``.
     ``num_chunks`` is the number of stages on each of ``num_positions`` positions; None is the schedule's own (2 where
     any will do, 1 in ``1f1b``).
-
-    Raises:
-        PlanError: no such schedule, or one that does not run that many stages on a position.
     """
     known = find_schedule(name)
     if num_chunks is not None and not _fits(known, num_chunks):
@@ -103,10 +100,6 @@ def schedule_for(
         placement: the positions of each stage (`stage_places` has them for one module); None: one position per stage.
         forward_only: frozen modules, which run no backward.
         num_slices: slices of each microbatch, of a single module.
-
-    Raises:
-        PlanError: no such schedule, a graph or a placement that it does not fit, or slices in one without them.
-        ModuleGraphError: a frozen module that does not exist.
     """
     require_graph(graph)
     known = find_schedule(name)

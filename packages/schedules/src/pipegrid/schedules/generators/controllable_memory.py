@@ -33,9 +33,6 @@ def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
 
     Source: see this file's heading; the hops of the upward forward and of the last pass take two slots, so
     that a microbatch's two lifetimes on a position have the same sum on every position.
-
-    Raises:
-        PlanError: a size below 1.
     """
     if num_positions % 2:
         block = _Block(((1, 1), (1, 2), (1, 1), (1, 2)), (1, 1, 1), ahead=num_positions)
@@ -56,9 +53,6 @@ def v_min(num_positions: Count, num_microbatches: Count) -> Plan:
 
     Source: see this file's heading; every hop takes one slot. Where that would put two passes into the same
     slot of a position, the hop between the first two positions takes two slots, or three.
-
-    Raises:
-        PlanError: a size below 1.
     """
     first = (2, 1, 3)[num_positions % 3]
     block = _Block(((first, 1),) * 4, (0, 0, 0), ahead=num_positions // 3)

@@ -37,10 +37,6 @@ def interleaved_1f1b(
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024,
     section 3.3.2).
-
-    Raises:
-        PlanError: a size below 1, an ``extra_warmup`` below 0, or ``num_stages`` that does not need exactly
-            ``num_chunks`` rounds.
     """
     stages = _num_stages(num_positions, num_chunks, num_stages)
     size = num_positions if group_size is None else group_size
@@ -98,9 +94,6 @@ def interleaved_zero_bubble(
 
     Source: Kimi Team 2025, "Kimi K2: Open Agentic Intelligence", section 2.4.2 (the weight gradient decoupled from
     each backward, beside its communication); the delay as Qi et al. 2023, section 2.1 (ZB-H1).
-
-    Raises:
-        PlanError: as `interleaved_1f1b`.
     """
     whole = interleaved_1f1b(
         num_positions,
@@ -144,9 +137,6 @@ def looped_bfs(
 
     Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4. Backwards run in the order of
     the forwards. ``num_stages`` as in `interleaved_1f1b`.
-
-    Raises:
-        PlanError: as `interleaved_1f1b`.
     """
     stages = _num_stages(num_positions, num_chunks, num_stages)
     microbatches = range(num_microbatches)
@@ -168,9 +158,6 @@ def forward_only(
 
     Bubble ``(P-1)F/V`` for M a multiple of P or one chunk. The forwards of `interleaved_1f1b` in their order.
     ``num_stages`` as there.
-
-    Raises:
-        PlanError: as `interleaved_1f1b`.
     """
     stages = _num_stages(num_positions, num_chunks, num_stages)
 

@@ -41,10 +41,6 @@ def multi_module_1f1b(
     with distance ``d`` the date ``2m - d``, and its backward ``2m + d + 1``; every dependency and every order
     on a position goes from a smaller date to a larger one. A position that holds several stages does their
     actions by date.
-
-    Raises:
-        PlanError: a size below 1, a placement that does not cover the stages, or a module that does not
-        exist.
     """
     require_graph(graph)
     without = frozen_stages(graph, forward_only)
@@ -81,11 +77,7 @@ def frozen_stages(graph: ModuleGraph, forward_only: Iterable[str]) -> frozenset[
 def multi_module_1f1b_order(
     stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Iterable[int] = ()
 ) -> Order:
-    """The order of a position that holds ``stages`` in `multi_module_1f1b`; ``forward_only`` stages run no backward.
-
-    Raises:
-        ModuleGraphError: a stage that the graph does not have.
-    """
+    """The order of a position that holds ``stages`` in `multi_module_1f1b`; ``forward_only`` stages run no backward."""
     without = frozenset(forward_only)
     dated: list[tuple[int, int, Action]] = []
     for stage in stages:

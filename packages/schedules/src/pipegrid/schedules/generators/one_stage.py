@@ -20,9 +20,6 @@ def gpipe(num_positions: Count, num_microbatches: Count) -> Plan:
 
     Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism", section 2.3, figure 2 (c). Backwards run in the order of the forwards.
-
-    Raises:
-        PlanError: a size below 1.
     """
     microbatches = range(num_microbatches)
 
@@ -47,9 +44,6 @@ def one_f_one_b(num_positions: Count, num_microbatches: Count) -> Plan:
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", section 2.2.1 (PipeDream-Flush); the order is that of Narayanan et al. 2019, "PipeDream",
     section 3.2.
-
-    Raises:
-        PlanError: a size below 1.
     """
 
     def order(position: int) -> Order:

@@ -50,9 +50,6 @@ class Schedule:
 
         ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out. ``num_slices``
         is 1 by default, for stages that run whole microbatches.
-
-        Raises:
-            PlanError: a number of chunks or slices that the schedule is not for, or a size below 1.
         """
         require_slices(self, num_slices or 1)
         slices = {"num_slices": num_slices or 1} if self.sliced else {}
@@ -66,11 +63,7 @@ class Schedule:
 
 
 def require_slices(known: Schedule, num_slices: int) -> None:
-    """Raise for slices in a schedule of whole microbatches.
-
-    Raises:
-        PlanError: names the schedules with slices.
-    """
+    """Raise for slices in a schedule of whole microbatches."""
     if num_slices > 1 and not known.sliced:
         sliced = ", ".join(other.name for other in SCHEDULES.values() if other.sliced)
         raise PlanError(f"{known.name} does not cut microbatches into {num_slices} slices; these do: {sliced}")
@@ -115,9 +108,6 @@ def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
     """The schedule called ``name``; dashes and capitals do not matter, and ``one_f_one_b`` is ``1f1b``.
 
     With more than one chunk, ``1f1b`` is ``interleaved_1f1b``: 1F1B in chunks.
-
-    Raises:
-        PlanError: no schedule has that name; the names are listed.
     """
     wanted = str(name).lower().replace("-", "_")
     wanted = _SYNONYMS.get(wanted, wanted)

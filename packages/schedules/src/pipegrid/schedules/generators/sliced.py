@@ -30,9 +30,6 @@ def seq1f1b(num_positions: Count, num_microbatches: Count, *, num_slices: Count)
         1: .    F0.0 F0.1 B0.1 ---- F1.0 B0.0 ---- F1.1 B1.1 ---- B1.0 ---- .    .
 
     Source: Sun et al. 2024, "Seq1F1B".
-
-    Raises:
-        PlanError: a size below 1.
     """
     pieces = num_microbatches * num_slices
 
@@ -66,9 +63,6 @@ def seq1f1b_interleaved(
     microbatches are live at position p.
 
     Source: Sun et al. 2024, "Seq1F1B" (Seq1F1B-I).
-
-    Raises:
-        PlanError: as `interleaved_1f1b`.
     """
     whole = interleaved_1f1b(
         num_positions,
@@ -89,9 +83,6 @@ def seq1f1b_zero_bubble(num_positions: Count, num_microbatches: Count, *, num_sl
     microbatches live on every position.
 
     Source: Sun et al. 2024, "Seq1F1B", which joins it with ZB-H1 (Qi et al. 2023, section 2.1).
-
-    Raises:
-        PlanError: a size below 1.
     """
     pieces, last = num_microbatches * num_slices, num_positions - 1
     orders = [

@@ -51,10 +51,6 @@ def u_shape(
     and tail passes in turn, once the first microbatch is back; bubble ``(P-1)F``.
 
     Source: see this file's heading.
-
-    Raises:
-        PlanError: a size below 1.
-        CostsError: costs for another number of stages or without work.
     """
     counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
     orders = (_order(p, num_microbatches, counts, forward_only=forward_only) for p in range(num_positions))
@@ -91,10 +87,6 @@ def u_shape_counts(
     so that the passes of position 0 need not fit like a puzzle. Tail passes come one a period, so the first
     head backward is due after as many as there are periods in the gradient's way back, rounded down, and the
     one that was already waiting.
-
-    Raises:
-        PlanError: a size below 1.
-        CostsError: costs for another number of stages, or none for any compute.
     """
     way = _way(num_positions, costs or _even(num_positions), forward_only=forward_only)
     held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]

@@ -28,9 +28,6 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6 (ZB-V); Qi et al. 2024, "Pipeline
     Parallelism with Controllable Memory", section 4 (V-ZB).
-
-    Raises:
-        PlanError: a size below 1.
     """
     orders = (_zero_bubble_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
     return chain_plan(orders, v_placement(num_positions), num_microbatches)
@@ -86,9 +83,6 @@ def dualpipe_v(num_positions: Count, num_microbatches: Count) -> Plan:
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1 (DualPipe), cut in half as Qi et
     al. 2025, "DualPipe could be better without the Dual".
-
-    Raises:
-        PlanError: a size below 1.
     """
     orders = (_dualpipe_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
     return chain_plan(orders, v_placement(num_positions), num_microbatches)

@@ -26,9 +26,6 @@ def zero_bubble_h1(num_positions: Count, num_microbatches: Count) -> Plan:
     Position p is p weight halves behind: as many as the microbatches that 1F1B would hold less than P.
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1 (ZB-H1).
-
-    Raises:
-        PlanError: a size below 1.
     """
     last = num_positions - 1
     orders = [
@@ -50,9 +47,6 @@ def zero_bubble_h2(num_positions: Count, num_microbatches: Count) -> Plan:
         2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2 (ZB-H2).
-
-    Raises:
-        PlanError: a size below 1.
     """
     last = num_positions - 1
     orders = [  # the warmup lasts until the first gradient comes

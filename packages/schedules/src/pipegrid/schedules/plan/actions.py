@@ -125,10 +125,6 @@ class Action:
     ``stage``: the sender for a send, the receiver for a receive, and for a ``COLLECTIVE`` along an edge the stage
     whose result travels. ``edge``: the edge of the message, from source to destination of the activation, also for
     a gradient, which flows against it. ``slice``: the part of the microbatch's sequence, in a plan with slices.
-
-    Raises:
-        PlanError: a field that the kind needs is missing, one that it has no use for is given, or the stage is at
-            the wrong end of the edge.
     """
 
     kind: ActionKind
@@ -285,12 +281,7 @@ _TOKEN = re.compile(
 
 
 def parse_action(token: str) -> Action:
-    """Read one token, the inverse of ``str(action)``.
-
-    Raises:
-        PlanError: the token does not read stage, kind, microbatch, peer, group, or names an unknown kind, or
-            an arrow that points against its kind.
-    """
+    """Read one token, the inverse of ``str(action)``."""
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise PlanError(

@@ -26,11 +26,7 @@ _OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B
 
 
 def to_csv(plan: Plan) -> str:
-    """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads the computes of a chain.
-
-    Raises:
-        PlanError: ``plan`` is not a `Plan`.
-    """
+    """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads the computes of a chain."""
     require_plan(plan)
     rows = [",".join(map(step_text, steps)) or "," for steps in plan.positions]  # "," is a row of idle slots
     header = [] if _is_implied_by_its_table(plan) else [f"#: {line}" for line in header_lines(plan)]

@@ -11,11 +11,7 @@ from pipegrid.schedules.plan.parts import Group
 
 
 def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, str]]) -> ModuleGraph:
-    """The graph of ``modules`` and ``edges``.
-
-    Raises:
-        PlanFieldError: they form no graph.
-    """
+    """The graph of ``modules`` and ``edges``."""
     try:
         return ModuleGraph(modules, edges)
     except ValueError as error:
@@ -23,11 +19,7 @@ def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, 
 
 
 def check_extent(actions: Collection[Action], graph: ModuleGraph, num_microbatches: int, num_slices: int) -> None:
-    """Check that each stage, microbatch and slice has an action, before anything of their number is made.
-
-    Raises:
-        PlanFieldError: more stages, microbatches or slices than the table has.
-    """
+    """Check that each stage, microbatch and slice has an action, before anything of their number is made."""
     for path, count, found in (
         ("modules", graph.num_stages, {action.stage for action in actions}),
         ("microbatches", num_microbatches, {action.microbatch or 0 for action in actions}),

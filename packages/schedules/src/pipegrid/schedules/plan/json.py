@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 def to_json(plan: Plan) -> str:
-    """The plan as JSON, one line per position; `from_json` reads it back to an equal plan.
-
-    Raises:
-        PlanError: ``plan`` is not a `Plan`.
-    """
+    """The plan as JSON, one line per position; `from_json` reads it back to an equal plan."""
     require_plan(plan)
     head: dict[str, Any] = {
         "microbatches": plan.num_microbatches,

@@ -79,11 +79,7 @@ class Lane:
 
 
 def chain(num_stages: int) -> ModuleGraph:
-    """The graph of one module named ``model`` with ``num_stages`` stages in a row.
-
-    Raises:
-        ModuleGraphError: ``num_stages`` is not an integer of at least 1.
-    """
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
     return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})
 
 
@@ -93,11 +89,7 @@ def actions_of(step: Step) -> tuple[Action, ...]:
 
 
 def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
-    """Per position its steps.
-
-    Raises:
-        PlanError: something else, or as `as_step`.
-    """
+    """Per position its steps."""
     try:
         return tuple(tuple([step if type(step) is Action else as_step(step) for step in steps]) for steps in value)
     except TypeError:
@@ -107,11 +99,7 @@ def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[
 
 
 def as_step(step: Action | Iterable[Action]) -> Step:
-    """An action or a batch as a step; a batch of one is that action.
-
-    Raises:
-        PlanError: something else, an empty batch, or a batch with a compute, a sharding action or a copy to the host.
-    """
+    """An action or a batch as a step; a batch of one is that action."""
     batch = tuple(step) if isinstance(step, Iterable) else (step,)
     if not all(type(action) is Action for action in batch):
         raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
@@ -121,11 +109,7 @@ def as_step(step: Action | Iterable[Action]) -> Step:
 
 
 def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Per stage its positions, ascending; a single position may be given as an integer.
-
-    Raises:
-        PlanError: something else.
-    """
+    """Per stage its positions, ascending; a single position may be given as an integer."""
     placement: tuple[tuple[int, ...], ...] = checked(value, tuple[Places, ...], "placement", PlanError)
     return placement
 

@@ -33,10 +33,6 @@ def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
     return f"<{len(positions)} positions, {sum(map(len, positions))} steps>"
 
 
-def _as_groups(value: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(value)
-
-
 @frozen(slots=False, kw_only=True, field_transformer=checked_fields(PlanError))
 class Plan:
     """The steps of each position, in order, with the graph of modules and the placement of its stages.
@@ -51,9 +47,6 @@ class Plan:
     ``REDUCE`` and ``COLLECTIVE`` actions name.
 
     Whether the plan is *right* is proved by `verify`; the class checks only that its parts fit each other.
-
-    Raises:
-        PlanError: a part that is not what it must be, or parts that contradict each other (`PlanFieldError`).
     """
 
     positions: tuple[tuple[Step, ...], ...] = field(converter=as_positions, repr=_count_steps)
@@ -61,7 +54,7 @@ class Plan:
     placement: tuple[tuple[int, ...], ...] = field(converter=as_placement)
     num_microbatches: Count
     forward_only: tuple[Index, ...] = field(converter=ascending, default=())
-    groups: tuple[Group, ...] = field(converter=_as_groups, default=())
+    groups: tuple[Group, ...] = field(converter=tuple[Group, ...], default=())
     num_slices: Count = 1
 
     def __attrs_post_init__(self) -> None:
@@ -120,11 +113,7 @@ class Plan:
         )
 
     def actions(self, position: int) -> Iterator[Action]:
-        """The actions of ``position`` in order, batches opened.
-
-        Raises:
-            PlanError: the plan has no such position.
-        """
+        """The actions of ``position`` in order, batches opened."""
         require_position(position, self)
         for step in self.positions[position]:
             if isinstance(step, Action):
@@ -173,11 +162,7 @@ def compute_plan(
     forward_only: Iterable[int] = (),
     num_slices: int = 1,
 ) -> Plan:
-    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain.
-
-    Raises:
-        PlanError, ModuleGraphError: as `Plan` and `chain`.
-    """
+    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain."""
     return Plan(
         positions=orders,
         graph=chain(graph) if isinstance(graph, int) else graph,
@@ -189,31 +174,19 @@ def compute_plan(
 
 
 def require_plan(plan: object, *, error: type[Exception] = PlanError) -> None:
-    """Raise unless ``plan`` is a Plan: a generator that was not called is a common mistake.
-
-    Raises:
-        error: names the value.
-    """
+    """Raise unless ``plan`` is a Plan: a generator that was not called is a common mistake."""
     if not isinstance(plan, Plan):
         raise error(f"plan is {shown(plan)}; give a Plan, such as gpipe(4, 8) or from_text(...)")
 
 
 def require_graph(graph: object, *, error: type[Exception] = PlanError) -> None:
-    """Raise unless ``graph`` is a ModuleGraph.
-
-    Raises:
-        error: names the value.
-    """
+    """Raise unless ``graph`` is a ModuleGraph."""
     if not isinstance(graph, ModuleGraph):
         raise error(f"graph is {shown(graph)}; give a ModuleGraph, or chain(number of stages)")
 
 
 def require_placed(placement: Sequence[object], graph: ModuleGraph) -> None:
-    """Raise unless ``placement`` has an entry for each stage of ``graph``.
-
-    Raises:
-        PlanFieldError: with both numbers.
-    """
+    """Raise unless ``placement`` has an entry for each stage of ``graph``."""
     if len(placement) != graph.num_stages:
         raise PlanFieldError(
             f"the placement covers {len(placement)} stages and the graph has {graph.num_stages}; give the position of "
@@ -223,11 +196,7 @@ def require_placed(placement: Sequence[object], graph: ModuleGraph) -> None:
 
 
 def require_position(position: object, plan: Plan) -> None:
-    """Raise unless ``plan`` has ``position``.
-
-    Raises:
-        PlanError: names the position and the range.
-    """
+    """Raise unless ``plan`` has ``position``."""
     if position not in range(plan.num_positions):
         raise PlanError(f"there is no position {shown(position)}; the plan has positions 0..{plan.num_positions - 1}")
 
@@ -315,11 +284,7 @@ def _names_slices(plan: Plan) -> bool:
 
 
 def to_text(plan: Plan) -> str:
-    """The plan as text; `from_text` reads it back to an equal plan.
-
-    Raises:
-        PlanError: ``plan`` is not a `Plan`.
-    """
+    """The plan as text; `from_text` reads it back to an equal plan."""
     require_plan(plan)
     width = len(str(plan.num_positions - 1))
     rows = [

@@ -63,11 +63,7 @@ class Token:
 
 
 def parse_edge(text: str) -> Edge:
-    """An edge between stages such as ``1>2``.
-
-    Raises:
-        PlanError: another form, or an edge that does not ascend.
-    """
+    """An edge between stages such as ``1>2``."""
     match = _EDGE.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise PlanError(f"an edge between stages, such as 1>2, not {text!r}")

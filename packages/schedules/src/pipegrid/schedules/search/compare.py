@@ -63,10 +63,6 @@ def compare(
     slices; schedules with more stages cut the model further. ``names`` restricts the table. ``num_chunks`` is for the
     schedules that take any number. With ``num_slices`` above 1, the schedules that cut microbatches into so many slices
     are there as well. Schedules whose edges are not those of costs per edge are left out.
-
-    Raises:
-        PlanError: a size below 1, a negative cap, or the name of no schedule.
-        CostsError: costs per edge that fit no schedule.
     """
     costs = Costs() if costs is None else costs
     limit = as_limit(memory_limit)

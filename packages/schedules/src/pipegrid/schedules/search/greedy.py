@@ -84,41 +84,7 @@ def greedy(
             least that works is named).
         CostsError: costs for another number of stages.
     """
-    best = min(
-        candidates(
-            costs,
-            memory_limit,
-            num_positions=num_positions,
-            num_microbatches=num_microbatches,
-            num_stages=num_stages,
-            placement=placement,
-            graph=graph,
-            forward_only=forward_only,
-            ahead=ahead,
-        ),
-        key=lambda entry: (entry.makespan, entry.peak),
-    )
-    return best.plan
-
-
-@checked_arguments(PlanError)
-def candidates(
-    costs: Costs,
-    memory_limit: float | None = None,
-    *,
-    num_positions: Count,
-    num_microbatches: Count,
-    num_stages: Count | None = None,
-    placement: Iterable[int | Iterable[int]] | None = None,
-    graph: ModuleGraph | None = None,
-    forward_only: Iterable[str] = (),
-    ahead: Count | None = None,
-) -> Iterator[Candidate]:
-    """All candidates of `greedy`: the named schedules under the cap, then the list scheduler's plans.
-
-    Arguments and errors are those of `greedy`. ``origin`` is a schedule's name, or ``"list"``.
-    """
-    for problem in problems(
+    shapes = problems(
         costs,
         memory_limit,
         num_positions=num_positions,
@@ -128,7 +94,13 @@ def candidates(
         graph=graph,
         forward_only=forward_only,
         ahead=ahead,
-    ):
+    )
+    return min(candidates(shapes), key=lambda entry: (entry.makespan, entry.peak)).plan
+
+
+def candidates(shapes: Iterable[Problem]) -> Iterator[Candidate]:
+    """The named schedules under the cap, then the list scheduler's plans; ``origin`` is a name, or ``"list"``."""
+    for problem in shapes:
         yield from named(problem)
         yield from listed(problem)
 

@@ -158,9 +158,6 @@ class Costs:
             recording: of one step.
             input_share: of a backward that was recorded whole, the part that is ``I``; half of the FLOPs of a matrix
                 product's backward are the input's gradient.
-
-        Raises:
-            CostsError: ``input_share`` outside of 0..1, or a stage of which no forward was recorded.
         """
         if recording.plan.num_slices > 1:
             raise CostsError(
@@ -182,11 +179,7 @@ class Costs:
 
     @checked_arguments(CostsError)
     def per_stage(self, name: str, num_stages: Count) -> list[float]:
-        """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages.
-
-        Raises:
-            CostsError: one that is given for another number of stages.
-        """
+        """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages."""
         value = getattr(self, name)
         if name == "B" and value is None:
             halves = zip(self.per_stage("I", num_stages), self.per_stage("W", num_stages), strict=True)
@@ -200,11 +193,7 @@ class Costs:
         return [float(entry) for entry in value]
 
     def per_edge(self, name: str, edges: Iterable[Edge]) -> dict[Edge, float]:
-        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``.
-
-        Raises:
-            CostsError: one that is not given for all of them.
-        """
+        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``."""
         edges = tuple(edges)
         value = getattr(self, name)
         if not isinstance(value, tuple):
@@ -216,11 +205,7 @@ class Costs:
         return {edge: float(known[edge]) for edge in edges}
 
     def per_slice(self, name: str, num_slices: int) -> tuple[float, ...]:
-        """The share of a microbatch (``"slice_lengths"`` or ``"slice_times"``) of each of ``num_slices`` slices.
-
-        Raises:
-            CostsError: given for another number of slices, and the plan has some.
-        """
+        """The share of a microbatch (``"slice_lengths"`` or ``"slice_times"``) of each of ``num_slices`` slices."""
         value: tuple[float, ...] = getattr(self, name)
         if not value or num_slices == 1:
             return (1.0 / num_slices,) * num_slices

@@ -148,11 +148,7 @@ class Simulator:
         ]
 
     def run(self) -> Played:
-        """Play to the end.
-
-        Raises:
-            PlanError: positions that never finish, messages that have one end only, or an action outside of the plan.
-        """
+        """Play to the end."""
         while self.runnable:
             position = self.runnable.pop()
             try:

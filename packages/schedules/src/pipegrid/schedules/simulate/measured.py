@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import cycle, product
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
@@ -118,16 +119,12 @@ def _hops(recording: Recording, overhead: float) -> dict[Edge, list[float]]:
             elif action.kind.is_compute:
                 waited[action].append((0.0 if free is None else free, entry.start))
     found: dict[Edge, list[float]] = {edge: [] for edge in plan.graph.stage_edges}
-    for flow in dataflow_of(plan).crossing if posted else ():
+    for flow, microbatch in product(dataflow_of(plan).crossing, range(plan.num_microbatches)):
         send, _ = MESSAGE_KINDS[flow.direction]
-        kinds = (_F,) if flow.direction is Direction.FORWARD else (_B, _I)
-        for microbatch in range(plan.num_microbatches):
-            sent = posted.get(Action(send, flow.producer, microbatch, flow.edge))
-            if sent is None:
-                continue
-            for kind in kinds:
-                for k, (idle_since, start) in enumerate(waited.get(Action(kind, flow.consumer, microbatch), ())):
-                    left = sent[k % len(sent)]
-                    if idle_since < left:
-                        found[flow.edge].append(start - left - overhead)
+        sent = posted.get(Action(send, flow.producer, microbatch, flow.edge), ())
+        for kind in (_F,) if flow.direction is Direction.FORWARD else (_B, _I):
+            starts = waited.get(Action(kind, flow.consumer, microbatch), ())
+            for (idle_since, start), left in zip(starts, cycle(sent), strict=False):
+                if idle_since < left:
+                    found[flow.edge].append(start - left - overhead)
     return found

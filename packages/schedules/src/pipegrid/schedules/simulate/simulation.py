@@ -207,9 +207,6 @@ def unit_costs(plan: Plan) -> Costs:
 
     So every position has the same work, also where some hold fewer stages: in a U, the head and the tail are
     half a stage each.
-
-    Raises:
-        PlanError: it is no `Plan`.
     """
     require_plan(plan)
     shares = tuple(1.0 / beside for beside in plan.stages_beside)

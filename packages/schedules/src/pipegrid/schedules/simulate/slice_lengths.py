@@ -31,9 +31,6 @@ def balanced_slices(
         attention: share of causal attention in the FLOPs of the whole sequence.
         multiple_of: each length is a multiple of it (of a tensor-parallel size with sequence parallelism, of the tiles
             of a kernel).
-
-    Raises:
-        CostsError: a share outside of 0..1, or a sequence that is no multiple or too short for that many slices.
     """
     tiles, rest = divmod(seq_length, multiple_of)
     if rest or tiles < num_slices:
@@ -57,11 +54,7 @@ def _place_of(cost: float, attention: float) -> float:
 
 @checked_arguments(CostsError)
 def slice_times(lengths: Iterable[int], *, attention: Share) -> tuple[float, ...]:
-    """The share of each slice in the time of a microbatch, for ``Costs(slice_lengths=..., slice_times=...)``.
-
-    Raises:
-        CostsError: a length below 1, or a share outside of 0..1.
-    """
+    """The share of each slice in the time of a microbatch, for ``Costs(slice_lengths=..., slice_times=...)``."""
     sizes = checked(tuple(lengths), tuple[Count, ...], "lengths", CostsError)
     ends = [end / sum(sizes) for end in accumulate(sizes, initial=0)]
     return tuple(

@@ -100,9 +100,6 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: Count = WI
 
     A span is its kind and microbatch, filled up with ``-`` (F), ``=`` (B), ``~`` (I) or ``+`` (W); a dot is a
     bubble. Spans too short for their text show what fits. ``colour`` paints them with terminal escapes.
-
-    Raises:
-        TimelineError: nothing to draw, or a width that is not an integer of at least 1.
     """
     panels = as_panels(timeline)
     return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"

@@ -134,9 +134,5 @@ def perfetto(timeline: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 
 def write_perfetto(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev.
-
-    Raises:
-        TimelineError: nothing to draw.
-    """
+    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev."""
     Path(path).write_text(json.dumps(perfetto(timeline), separators=(",", ":")) + "\n", encoding="utf-8")

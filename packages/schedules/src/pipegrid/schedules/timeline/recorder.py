@@ -80,12 +80,7 @@ class Recorder:
         return sum(end - start for action, (start, end) in self._spans.items() if action.kind.is_compute)
 
     def track(self, plan: Plan, *, rank: int, position: int) -> Track:
-        """The actions recorded since `start`, by their index in ``plan``.
-
-        Raises:
-            TimelineError: a recorded action that ``position`` of ``plan`` does not have: another plan ran.
-            PlanError: ``plan`` has no such position.
-        """
+        """The actions recorded since `start`, by their index in ``plan``."""
         require_plan(plan, error=TimelineError)
         place = {action: index for index, action in enumerate(plan.actions(position))}
         for action in self._spans:

@@ -35,22 +35,14 @@ class Aside:
     end: Time
 
 
-def _recorded(value: Iterable[Recorded]) -> tuple[Recorded, ...]:
-    return tuple(value)
-
-
-def _asides(value: Iterable[Aside]) -> tuple[Aside, ...]:
-    return tuple(value)
-
-
 @frozen(field_transformer=checked_fields(TimelineError))
 class Track:
     """The recorded actions of ``rank``, which holds ``position``."""
 
     rank: Index
     position: Index
-    actions: tuple[Recorded, ...] = field(converter=_recorded)
-    asides: tuple[Aside, ...] = field(converter=_asides, default=())
+    actions: tuple[Recorded, ...] = field(converter=tuple[Recorded, ...])
+    asides: tuple[Aside, ...] = field(converter=tuple[Aside, ...], default=())
 
 
 def _tracks(value: Iterable[Track]) -> tuple[Track, ...]:
@@ -59,11 +51,7 @@ def _tracks(value: Iterable[Track]) -> tuple[Track, ...]:
 
 @frozen
 class Recording:
-    """A run of ``plan``: one track for each rank that was recorded, times from one clock common to all.
-
-    Raises:
-        TimelineError: a track of a position, or of an action, that the plan does not have.
-    """
+    """A run of ``plan``: one track for each rank that was recorded, times from one clock common to all."""
 
     plan: Plan
     tracks: tuple[Track, ...] = field(converter=_tracks)

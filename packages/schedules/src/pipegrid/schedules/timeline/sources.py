@@ -30,10 +30,6 @@ def timeline(
     ``rows`` names the rows (positions, or the recorded ranks), by default after their stages. ``unit`` is the unit of
     a simulation's costs, ``"s"`` for seconds (always, in a recording). A `Timeline` passes through, with ``rows`` and
     ``title`` replaced.
-
-    Raises:
-        TimelineError: another kind of source, or a name too many or too few.
-        PlanError: a plan that deadlocks in simulation.
     """
     if isinstance(source, Plan):
         source = simulate(source)

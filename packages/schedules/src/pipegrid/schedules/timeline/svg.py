@@ -326,9 +326,5 @@ def write_svg(
     width: float | None = None,
     arrows: bool = False,
 ) -> None:
-    """Write `svg` of ``timeline`` to ``path``.
-
-    Raises:
-        TimelineError: nothing to draw, or a width that is not above 0.
-    """
+    """Write `svg` of ``timeline`` to ``path``."""
     Path(path).write_text(svg(timeline, width=width, arrows=arrows), encoding="utf-8")

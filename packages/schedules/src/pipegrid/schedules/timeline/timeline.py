@@ -129,33 +129,18 @@ def _texts(value: Iterable[str]) -> tuple[str, ...]:
     return value if isinstance(value, str) else tuple(value)  # type: ignore[return-value]  # a single string is left to the check
 
 
-def _spans(value: Iterable[Span]) -> tuple[Span, ...]:
-    return tuple(value)
-
-
-def _flows(value: Iterable[Flow]) -> tuple[Flow, ...]:
-    return tuple(value)
-
-
-def _counters(value: Iterable[Counter]) -> tuple[Counter, ...]:
-    return tuple(value)
-
-
 @frozen(slots=False, field_transformer=checked_fields(TimelineError))
 class Timeline:
     """Named rows, the spans on them, and the flows between spans.
 
     ``unit`` is the unit of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the
     costs. ``notes`` holds one short text per row, or nothing. ``title`` heads the picture.
-
-    Raises:
-        TimelineError: a span, flow, counter or note without its row or span.
     """
 
     rows: tuple[Name, ...] = field(converter=_texts)
-    spans: tuple[Span, ...] = field(converter=_spans)
-    flows: tuple[Flow, ...] = field(converter=_flows, default=())
-    counters: tuple[Counter, ...] = field(converter=_counters, default=())
+    spans: tuple[Span, ...] = field(converter=tuple[Span, ...])
+    flows: tuple[Flow, ...] = field(converter=tuple[Flow, ...], default=())
+    counters: tuple[Counter, ...] = field(converter=tuple[Counter, ...], default=())
     notes: tuple[Note, ...] = field(converter=_texts, default=())
     title: str = ""
     unit: str = ""
@@ -212,11 +197,7 @@ class Timeline:
         return tuple(tuple(sorted(stages)) for stages in found)
 
     def on_row(self, row: int) -> tuple[Span, ...]:
-        """The spans of ``row``, by start.
-
-        Raises:
-            TimelineError: there is no such row.
-        """
+        """The spans of ``row``, by start."""
         if row not in range(len(self.rows)):
             raise TimelineError(f"there is no row {shown(row)}; the timeline has {len(self.rows)} rows, from 0")
         return tuple(sorted((span for span in self.spans if span.row == row), key=lambda span: span.start))
@@ -224,11 +205,7 @@ class Timeline:
 
 @checked_arguments(TimelineError)
 def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
-    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds.
-
-    Raises:
-        TimelineError: a factor that is not above 0.
-    """
+    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds."""
     zero = timeline.start
 
     def at(time: float) -> float:
@@ -246,11 +223,7 @@ def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
 
 
 def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
-    """One timeline, or several to be drawn together, as a tuple.
-
-    Raises:
-        TimelineError: none, or something else, such as a plan.
-    """
+    """One timeline, or several to be drawn together, as a tuple."""
     panels: Any = [timeline] if isinstance(timeline, Timeline) else timeline
     if not isinstance(panels, (tuple, list)) or not panels or not all(isinstance(one, Timeline) for one in panels):
         raise TimelineError(f"timeline is {shown(timeline)}; give timeline(...) of a plan, a simulation or a recording")

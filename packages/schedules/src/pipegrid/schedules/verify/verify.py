@@ -209,11 +209,7 @@ def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequenc
 
 
 def as_limit(memory_limit: float | None) -> float:
-    """``memory_limit`` as a number: infinite for None.
-
-    Raises:
-        PlanError: negative, or no number.
-    """
+    """``memory_limit`` as a number: infinite for None."""
     if memory_limit is None:
         return math.inf
     is_number = isinstance(memory_limit, int | float) and not isinstance(memory_limit, bool)

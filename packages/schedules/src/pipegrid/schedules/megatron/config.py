@@ -13,27 +13,21 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 from attrs import field, fields, frozen
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, shown
+from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, instance, shown
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PConfigError
 
 
-def _function(value: Any) -> Any:
-    if not callable(value):
-        raise ValueError  # noqa: TRY004 -- a rule's one signal
-    return value
-
-
 def _functions(value: Any) -> Any:
-    for each in value if isinstance(value, (list, tuple)) else [value]:
-        if each is not None:
-            _function(each)
+    each = value if isinstance(value, (list, tuple)) else [value]
+    if not all(one is None or callable(one) for one in each):
+        raise ValueError
     return value
 
 
-_FUNCTION = Rule(_function, "a function or None")
 _FUNCTIONS = Rule(_functions, "a function, a list with one for each chunk, or None")
 
+_Function: TypeAlias = Annotated[Callable[..., Any], instance(Callable, "a function or None")]
 _NoSync: TypeAlias = Callable[[], AbstractContextManager[Any]]
 _Sync: TypeAlias = Callable[[Any], None]
 _NoSyncs: TypeAlias = Annotated[_NoSync | Sequence[_NoSync], _FUNCTIONS] | None
@@ -105,11 +99,11 @@ class PipelineConfig(P2PConfig):
     num_microbatches_with_partial_activation_checkpoints: Index | None = None
     enable_autocast: bool = False
     autocast_dtype: Any = None
-    grad_scale_func: Annotated[Callable[[Any], Any], _FUNCTION] | None = None
+    grad_scale_func: _Function | None = None
     no_sync_func: _NoSyncs = None
     grad_sync_func: _Syncs = None
     param_sync_func: _Syncs = None
-    finalize_model_grads_func: Annotated[Callable[..., None], _FUNCTION] | None = None
+    finalize_model_grads_func: _Function | None = None
     tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: Index = 0

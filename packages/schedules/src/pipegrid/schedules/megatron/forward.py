@@ -75,8 +75,8 @@ def forward_step(
         number of tokens in its loss (0 elsewhere).
 
     Raises:
-        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``.
-            Only the last stage calls ``loss_func``; the others may return None in its place.
+        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``; before the last stage
+            ``loss_func`` may be None.
         LossError: the loss function's result has none of the documented forms.
     """
     if is_first_microbatch:
@@ -125,17 +125,9 @@ def run_model(
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None,
     is_last_stage: bool,
 ) -> tuple[Any, Any]:
-    """The output and the loss function of one microbatch; `forward_step` without the loss.
+    """The output and the loss function of one microbatch: `forward_step` without the loss.
 
-    Args:
-        forward_step_func: as in `forward_step`.
-        data_iterator: likewise.
-        model: likewise.
-        input_tensor: likewise.
-        extra: further arguments of ``forward_step_func``.
-        set_input_tensor: the model's.
-        context: makes the context of the forward; None needs none.
-        is_last_stage: whether the loss function is needed.
+    ``extra`` are further arguments of ``forward_step_func``; ``context`` makes the context of the forward.
     """
     if set_input_tensor is not None:
         set_input_tensor(input_tensor if isinstance(input_tensor, (list, dict)) else [input_tensor])

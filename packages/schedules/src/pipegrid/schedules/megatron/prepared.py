@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,13 +41,22 @@ def prepared_step(
 
     Runtimes on other communicators are dropped: a model trains through one at a time.
     """
-    key = _key(config, ties, hooked=hooked)
+    hooks = option(config, "hooks")
+    key = _Key(
+        hooked=hooked or bool(hooks),
+        messages=any(isinstance(hook, MessageHook) for hook in hooks),
+        ties=tuple(tie.name for tie in ties),
+        deallocate=bool(option(config, "deallocate_pipeline_outputs")),
+        deadline=option(config, "deadline"),
+        scales=option(config, "grad_scale_func") is not None,
+        monitor=option(config, "monitor"),
+    )
     kept = _PREPARED.setdefault(next(iter(models.values())), [])
     for prepared in kept:
         if prepared.serves(proof.plan, communicator, models, key):
             return prepared
     kept[:] = [prepared for prepared in kept if prepared.communicator is communicator][1 - _KEPT :]
-    kept.append(PreparedStep(proof, communicator, models, config, key))
+    kept.append(PreparedStep(proof, communicator, models, key))
     return kept[-1]
 
 
@@ -68,31 +77,22 @@ def forget(prepared: PreparedStep) -> None:
         kept[:] = [each for each in kept if each is not prepared]
 
 
-def _key(config: Any, ties: Sequence[TiedParameters], *, hooked: bool) -> tuple[object, ...]:
+class _Key(NamedTuple):
     """The options of a config and of a call that a runtime is built with."""
-    hooks = option(config, "hooks")
-    return (
-        hooked or bool(hooks),
-        any(isinstance(hook, MessageHook) for hook in hooks),
-        tuple(tie.name for tie in ties),
-        bool(option(config, "deallocate_pipeline_outputs")),
-        option(config, "deadline"),
-        option(config, "grad_scale_func") is not None,
-        option(config, "monitor"),
-    )
+
+    hooked: bool
+    messages: bool
+    ties: tuple[str, ...]
+    deallocate: bool
+    deadline: float | None
+    scales: bool
+    monitor: Any
 
 
 class PreparedStep:
     """A runtime and its stages, for calls of a step function with one plan, communicator and set of models."""
 
-    def __init__(
-        self,
-        proof: Proof,
-        communicator: Any,
-        models: Mapping[int, torch.nn.Module],
-        config: Any,
-        key: tuple[object, ...],
-    ) -> None:
+    def __init__(self, proof: Proof, communicator: Any, models: Mapping[int, torch.nn.Module], key: _Key) -> None:
         self.plan = plan = proof.plan
         self.communicator, self._key = communicator, key
         self._models = {stage: weakref.ref(model) for stage, model in models.items()}
@@ -109,26 +109,23 @@ class PreparedStep:
             for stage in models
         }
         self.last_backwards: Mapping[Action, int] = last_backwards(plan, position)
-        hooked, messages, ties, *_ = key
-        self._hooks, self._config = _CallMessageHooks() if messages else _CallHooks(), None
+        self._hooks, self._config = _CallMessageHooks() if key.messages else _CallHooks(), None
         self._output_layers: Sequence[Callable[[], None]] = ()
         self.runtime = PipelineRuntime(
             proof,
             self.stages,
             communicator,
-            hooks=[self._hooks] if hooked else [],
-            reducers={name: partial(self._reduce, name) for name in _names(ties)},
-            deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
-            deadline=option(config, "deadline"),
-            loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
-            monitor=option(config, "monitor"),
+            hooks=[self._hooks] if key.hooked else [],
+            reducers={name: partial(self._reduce, name) for name in key.ties},
+            deallocate_outputs=key.deallocate,
+            deadline=key.deadline,
+            loss_scale=self._scale if key.scales else None,
+            monitor=key.monitor,
         )
         self.compared = False  # with the other data lanes
-        self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
+        self.waiting = Waiting(key.deadline, key.monitor)
 
-    def serves(
-        self, plan: Plan, communicator: Any, models: Mapping[int, torch.nn.Module], key: tuple[object, ...]
-    ) -> bool:
+    def serves(self, plan: Plan, communicator: Any, models: Mapping[int, torch.nn.Module], key: _Key) -> bool:
         """Whether a call with these arguments can use this runtime."""
         return (
             self.communicator is communicator
@@ -184,10 +181,6 @@ class _CallMessageHooks(_CallHooks):
         for hook in self.current:
             if isinstance(hook, MessageHook):
                 hook.completed(action)
-
-
-def _names(ties: object) -> tuple[str, ...]:
-    return ties if isinstance(ties, tuple) else ()
 
 
 def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:

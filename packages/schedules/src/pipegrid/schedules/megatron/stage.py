@@ -47,6 +47,7 @@ class StageSettings:
     partly_checkpointed: int | None = None
 
 
+@define(eq=False)
 class StageCall:
     """Arguments of one call of a step function, for one stage.
 
@@ -58,38 +59,27 @@ class StageCall:
         context: makes the autocast context of each forward, where there is one.
     """
 
-    __slots__ = (
-        "config",
-        "context",
-        "data_iterator",
-        "forward_step_func",
-        "model",
-        "numbered",
-        "set_input_tensor",
-        "set_is_first_microbatch",
-        "settings",
-        "sliced",
-    )
+    settings: StageSettings
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: torch.nn.Module
+    config: Any
+    first_val_step: bool | None
+    has_slices: bool = False
+    numbered: tuple[torch.nn.Module, ...] = field(init=False)
+    sliced: tuple[torch.nn.Module, ...] = field(init=False)
+    set_input_tensor: Any = field(init=False)
+    set_is_first_microbatch: Any = field(init=False)
+    context: Callable[[], AbstractContextManager[Any]] | None = field(init=False)
 
-    def __init__(
-        self,
-        settings: StageSettings,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: torch.nn.Module,
-        config: Any,
-        first_val_step: bool | None,
-        *,
-        sliced: bool = False,
-    ) -> None:
-        self.settings, self.forward_step_func, self.data_iterator = settings, forward_step_func, data_iterator
-        self.model, self.config = model, config
+    def __attrs_post_init__(self) -> None:
+        model = self.model
         self.numbered = numbered_modules(model)
-        self.sliced = numbered_modules(model, "current_slice") if sliced else ()
+        self.sliced = numbered_modules(model, "current_slice") if self.has_slices else ()
         self.set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
-        starts = check_first_val_step(first_val_step, settings.forward_only, cond=True)
+        starts = check_first_val_step(self.first_val_step, self.settings.forward_only, cond=True)
         self.set_is_first_microbatch = unwrapped_attribute(model, "set_is_first_microbatch") if starts else None
-        self.context: Callable[[], AbstractContextManager[Any]] | None = autocast_of(config, model)
+        self.context = autocast_of(self.config, model)
 
 
 @define(eq=False)
@@ -157,7 +147,11 @@ class MegatronStage:
             self.resume(part)
         if microbatch == 0 and call.set_is_first_microbatch is not None and (part is None or part.is_first):
             call.set_is_first_microbatch()
-        received = next(iter(inputs.values()), None) if self._one_module else self._received(inputs)
+        received = (
+            next(iter(inputs.values()), None)
+            if self._one_module
+            else {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
+        )
         partial = settings.partly_checkpointed
         output, loss_func = run_model(
             call.forward_step_func,
@@ -224,16 +218,13 @@ class MegatronStage:
         cp = 1 if settings.cp_group is None else settings.cp_group.size()
         return loss * (settings.loss_factor * cp / settings.num_microbatches)
 
-    def _received(self, inputs: Mapping[Edge, Any]) -> Any:
-        return {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
-
     def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
         module = self.graph.module_of(self.stage)[0]
         if not isinstance(output, dict) or set(output) != {module}:
             found = f"keys {sorted(output)}" if isinstance(output, dict) else type(output).__name__
             raise StageOutputError(
-                f"stage {self.stage} (module {module!r}) returned {found} for microbatch {microbatch}; with several "
-                f"modules a forward returns a dict {{{module!r}: tensor}}"
+                f"stage {self.stage} (module {module!r}) returned {found} for microbatch {microbatch}; a stage of "
+                f"several modules returns {{{module!r}: tensor}}"
             )
         return dict.fromkeys(self.outgoing, output[module])
 

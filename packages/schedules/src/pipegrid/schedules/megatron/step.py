@@ -73,17 +73,11 @@ def run_step(derive: Callable[[], Derived], arguments: StepArguments, inputs: In
                 outside.callback(starting.close)
                 hooks = [*hooks, starting]
             prepared.begin(config, hooks, deferred)
+            has_slices = prepared.plan.num_slices > 1
             for stage, each in models.items():
+                settings, data = call.settings[stage], data_iterators[stage]
                 prepared.stages[stage].begin(
-                    StageCall(
-                        call.settings[stage],
-                        forward_step_func,
-                        data_iterators[stage],
-                        each,
-                        config,
-                        first_val_step,
-                        sliced=prepared.plan.num_slices > 1,
-                    )
+                    StageCall(settings, forward_step_func, data, each, config, first_val_step, has_slices)
                 )
             if policy is None:
                 prepared.runtime.eval()
@@ -133,7 +127,7 @@ def _step_call(
     settings = {
         stage: StageSettings(
             num_microbatches,
-            cp_group=_cp_group(pg_collection, graph.module_of(stage)[0]),
+            cp_group=_group(pg_collection, graph.module_of(stage)[0], "cp"),
             forward_only=forward_only,
             collect_non_loss_data=arguments.collect_non_loss_data,
             shapes=derived.shapes,
@@ -248,13 +242,11 @@ def _deferrals(plan: Plan, config: Any, models: Mapping[int, Any], pg_collection
     """One function per stage that computes the deferred weight gradients of its output layer."""
     finish = []
     for stage, model in models.items():
-        groups = None if pg_collection is None else collection_of(pg_collection, plan.graph.module_of(stage)[0])
+        tp_group = _group(pg_collection, plan.graph.module_of(stage)[0], "tp")
         is_last = all(edge.source != stage for edge in plan.graph.stage_edges)
-        finish.append(
-            deferred_weight_gradients(config, model, is_last_stage=is_last, tp_group=getattr(groups, "tp", None))
-        )
+        finish.append(deferred_weight_gradients(config, model, is_last_stage=is_last, tp_group=tp_group))
     return finish
 
 
-def _cp_group(pg_collection: Any, module: str) -> Any:
-    return None if pg_collection is None else getattr(collection_of(pg_collection, module), "cp", None)
+def _group(pg_collection: Any, module: str, name: str) -> Any:
+    return None if pg_collection is None else getattr(collection_of(pg_collection, module), name, None)

@@ -15,7 +15,7 @@ from attrs import define, field
 
 from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
 from pipegrid.schedules.autograd import free_storage
-from pipegrid.schedules.runtime.payloads import map_tensors, unpacked
+from pipegrid.schedules.runtime.payloads import detached, map_tensors, unpacked
 from pipegrid.transport.communicator import P2PCommunicator
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
@@ -162,7 +162,7 @@ class SendQueue:
             if not self.hooks and not self.in_streams:
                 self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
         else:
-            outstanding.append((action, isend(map_tensors(payload, _detached)), pending))
+            outstanding.append((action, isend(map_tensors(payload, detached)), pending))
 
     def make_room(self) -> None:
         """Wait until one more send may be posted."""
@@ -190,7 +190,7 @@ class SendQueue:
     def take(self, microbatch: int) -> tuple[Payload, PendingFree | None]:
         """The payload of ``microbatch``, detached, for a collective; once."""
         payload, pending = self._kept.pop(microbatch)
-        return map_tensors(payload, _detached), pending
+        return map_tensors(payload, detached), pending
 
     def sent(self, action: Action, handle: Handle, pending: PendingFree | None) -> None:
         """Note a send that was posted elsewhere (a collective)."""
@@ -225,11 +225,6 @@ def _verb(communicator: Any, name: Literal["isend", "irecv"], edge: Edge, direct
     if type(communicator) is MultiModulePipelineCommunicator and name == "isend":
         return communicator.sender(edge, direction)
     return partial(getattr(communicator, name), edge=edge, direction=direction)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without its graph. A gradient has none, and needs no new tensor."""
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,11 @@ def describe(value: Any) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else shown(value)
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its graph. A gradient has none, and needs no new tensor."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The gradient to send back for a received tensor.
 

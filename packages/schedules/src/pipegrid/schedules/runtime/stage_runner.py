@@ -29,7 +29,7 @@ from pipegrid.schedules.autograd import (
 from pipegrid.schedules.errors import PlanMismatchError, StageInputError, StageOutputError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.runtime.edge_queues import PendingFree, RecvQueue, SendQueue
-from pipegrid.schedules.runtime.payloads import flatten, gradient_of, map_tensors
+from pipegrid.schedules.runtime.payloads import detached, flatten, gradient_of, map_tensors
 from pipegrid.schedules.runtime.reentrant import reentrant_trap
 from pipegrid.schedules.runtime.slices import Kept, Slice
 from pipegrid.schedules.runtime.stage import (
@@ -78,15 +78,12 @@ class StageRunner:
     """The computes of stage ``number``, each for a microbatch.
 
     Attributes:
-        arriving: an inbox for the activations of each incoming edge.
-        leaving: an outbox for those of each outgoing edge.
-        gradients_in: inboxes for the gradients that come back, one per outgoing edge that carries one.
-        gradients_out: outboxes for those that go back, one per incoming edge that carries one.
+        arriving: the activations of each incoming edge; ``leaving``: of each outgoing one.
+        gradients_in: gradients of outgoing edges that carry one back; ``gradients_out``: of incoming ones.
         trains: whether the stage runs a backward.
         splits: whether the plan runs that in halves.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared.
-        num_slices: slices of a microbatch.
         copiers: the streams of copies to the host and back; None on a device without streams.
     """
 
@@ -168,7 +165,7 @@ class StageRunner:
             if differentiated:
                 kept.append(payload)
             else:  # where no gradient goes back, none is computed either
-                payload = map_tensors(payload, _detached)
+                payload = map_tensors(payload, detached)
             inputs[edge] = payload
         forward: Callable[..., Forwarded] = self.stage.forward
         arguments: tuple[Any, ...] = (microbatch, inputs)
@@ -419,7 +416,3 @@ def _differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:
         return [payloads[0]] if payloads[0].requires_grad else []
     tensors = [tensor for payload in payloads for tensor in flatten(payload)]
     return list({id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}.values())
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()

@@ -1,8 +1,8 @@
 """A `torch.compile` backend whose regions run their backward in two halves, as eager layers do.
 
-AOTAutograd's own region is one autograd node with one backward, so under a split plan all of it runs at I. Here the
-joint graph of forward and backward is cut in three: the forward, the gradients of inputs and those of parameters. Two
-autograd nodes run the halves::
+AOTAutograd's own region is one autograd node, which a split plan runs whole at I. Here the joint graph of forward and
+backward is cut in three: the forward, the gradients of inputs and those of parameters. Two autograd nodes run the
+halves::
 
     output <- region <- input              region: on the input path; its backward is the input half
                  |
@@ -277,7 +277,7 @@ def halves(
 
 
 def _needed(outputs: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes that ``outputs`` are computed from, up to those that are given."""
+    """The nodes that ``outputs`` are computed from, up to those ``given``."""
     found: set[fx.Node] = set()
     stack = list(outputs)
     while stack:

@@ -8,21 +8,16 @@ from pipegrid.schedules.errors import StepArgumentError
 
 
 def free_storage(out: torch.Tensor) -> None:
-    """Free the storage of a sent activation; its ``grad_fn`` stays for the backward.
-
-    Raises:
-        StepArgumentError: a view, whose base would be freed as well.
-    """
+    """Free the storage of a sent activation; its ``grad_fn`` stays for the backward."""
     require_deallocatable(out)
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 
 def require_deallocatable(out: torch.Tensor | None) -> None:
-    """Raise for a view, whose base would be freed as well. A leaf is never freed, so it may be a view."""
+    """Raise StepArgumentError for a view, whose base would be freed as well; a leaf is never freed."""
     if out is None or out.grad_fn is None:
         return
     if out._base is not None:  # noqa: SLF001 -- the documented way to ask whether a tensor is a view
         raise StepArgumentError(
-            f"an output of shape {tuple(out.shape)} is a view of another tensor and cannot be deallocated; return "
-            "output.clone(), or set deallocate_pipeline_outputs=False"
+            f"an output of shape {tuple(out.shape)} is a view of another tensor and cannot be freed; return its clone()"
         )

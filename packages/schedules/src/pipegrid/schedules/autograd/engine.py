@@ -48,12 +48,8 @@ def run_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Run the graph from ``roots``, without comparing shapes: the engine may sum up a gradient that is too large.
 
-    Args:
-        roots: outputs to start from.
-        gradients: one per root.
-        inputs: tensors to end at; empty means every leaf.
-        keep_graph: the graph is to run again.
-        accumulate: add to the ``grad`` of the inputs; otherwise return their gradients, None where none arrived.
+    It ends at ``inputs``, or at every leaf. With ``accumulate``, adds to their ``grad``; otherwise returns their
+    gradients, None where none arrived.
     """
     found: tuple[torch.Tensor | None, ...] = _engine()(
         tuple(roots),

@@ -43,12 +43,10 @@ class _View(NamedTuple):
 
 
 class Offload:
-    """The saved tensors of one graph.
+    """The saved tensors of one graph, from where its backward ``starts``.
 
-    Args:
-        starts: where its backward starts.
-        resident: tensors that stay on the device beside those of the graph's leaves.
-        copiers: the streams of the copies out and back; None on a device without streams.
+    ``resident`` tensors stay on the device, as the graph's leaves do. ``copiers`` are the streams of the copies out and
+    back; None on a device without streams.
     """
 
     def __init__(
@@ -64,11 +62,7 @@ class Offload:
         self._events: Sequence[Any] = ()
 
     def out(self) -> None:
-        """Start to copy to the host.
-
-        Raises:
-            RuntimeError: a saved tensor was modified in place, as torch's own backward would say.
-        """
+        """Start to copy to the host; raises, as torch's backward would, where a saved tensor was modified in place."""
         nodes = list(_nodes(self._starts))
         for node in nodes:
             leaf = getattr(node, "variable", None)

@@ -124,12 +124,7 @@ class Division:
 
 
 def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], Outline]:
-    """The nodes above ``roots``, and their pattern.
-
-    Args:
-        roots: where backwards start.
-        inputs: leaves that require grad, used or not.
-    """
+    """The nodes above ``roots``, and their pattern; ``inputs`` are leaves that require grad, used or not."""
     identities = {id(tensor) for tensor in inputs}
     numbers = {node: number for number, node in enumerate(dict.fromkeys(root.node for root in roots))}
     nodes = list(numbers)

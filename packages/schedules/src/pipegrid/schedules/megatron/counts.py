@@ -148,7 +148,7 @@ def get_tensor_shapes(
 
     Raises:
         StepArgumentError: a size is not an integer of at least 1 (unchecked where lengths vary), or the sequence does
-            not divide over the ranks that share it.
+            not divide.
     """
     if getattr(config, "variable_seq_lengths", False):
         return [()]

@@ -62,8 +62,7 @@ class Derived:
     """Plan, models and iterators of a step, as a step function derives them from its arguments.
 
     Attributes:
-        proof: makes the plan and proves it, from the name and the stages of each tied parameter, the number of
-            microbatches and the config's sharding.
+        proof: proves the plan for the names and stages of tied parameters, a number of microbatches and the sharding.
         models: this rank's by stage, in the order of chunks. The config is that of the first.
         iterators: must hold no model.
         frozen: modules without gradients.
@@ -83,21 +82,14 @@ class Derived:
 
 @frozen(eq=False)
 class StepCall:
-    """A runtime and the settings of its calls, reused by calls with equal arguments.
-
-    Attributes:
-        policy: None in an evaluation.
-        settings: of each stage.
-        syncs: the config has a ``no_sync_func``.
-        early: reductions begin in the last backwards.
-    """
+    """A runtime and the settings of its calls, reused by calls with equal arguments."""
 
     prepared: PreparedStep
-    policy: GradientPolicy | None
+    policy: GradientPolicy | None  # None in an evaluation
     iterators: Iterators
-    settings: Mapping[int, StageSettings]
-    syncs: bool
-    early: bool
+    settings: Mapping[int, StageSettings]  # by stage
+    syncs: bool  # the config has a no_sync_func
+    early: bool  # reductions begin in the last backwards
 
 
 @define(eq=False)

@@ -13,8 +13,6 @@ from pipegrid.schedules.plan import Action, ActionKind, Plan
 
 def sync_parameters(config: Any, models: Mapping[int, Any]) -> None:
     """``param_sync_func`` of each chunk, before the first forward."""
-    if option(config, "param_sync_func") is None:
-        return
     for sync, model in zip(_per_chunk(config, "param_sync_func", models), models.values(), strict=True):
         if sync is not None:
             sync(model.parameters())
@@ -22,8 +20,6 @@ def sync_parameters(config: Any, models: Mapping[int, Any]) -> None:
 
 def sync_gradients(plan: Plan, config: Any, models: Mapping[int, Any]) -> None:
     """``grad_sync_func`` of each chunk, after the last backward; not on a first stage, which reduces by itself."""
-    if option(config, "grad_sync_func") is None:
-        return
     for (stage, model), sync in zip(models.items(), _per_chunk(config, "grad_sync_func", models), strict=True):
         if sync is not None and not _is_first_stage(plan, stage):
             sync(model.parameters())
@@ -35,10 +31,7 @@ def _per_chunk(config: Any, name: str, models: Mapping[int, Any]) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * len(models)
     if len(value) != len(models):
-        raise StepArgumentError(
-            f"config.{name} is a list of {len(value)} and this rank has {len(models)} chunks; give one function for "
-            "all, or one for each"
-        )
+        raise StepArgumentError(f"config.{name} is a list of {len(value)} and this rank has {len(models)} chunks")
     return list(value)
 
 
@@ -50,8 +43,6 @@ def no_sync_hooks(plan: Plan, config: Any, models: Mapping[int, Any], outside: c
         if sync is None or _is_first_stage(plan, stage)
     ]
     contexts = option(config, "no_sync_func")
-    if contexts is None:
-        return []
     if isinstance(contexts, (list, tuple)):
         per_chunk = _per_chunk(config, "no_sync_func", models)
         return [

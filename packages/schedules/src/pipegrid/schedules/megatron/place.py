@@ -65,11 +65,7 @@ class Place:
         """``value`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
 
         Of a module with several stages on this rank, an entry (or the object, of a single module) is a list with one
-        item for each, or None.
-
-        Raises:
-            StepArgumentError: the keys of the mapping are not the modules on this rank, or a list does not have an item
-                for each stage of a module.
+        item for each, or None; else StepArgumentError.
         """
         held: dict[str, list[int]] = {}
         for stage in self.stages:
@@ -105,9 +101,6 @@ def place_of(communicator: Any, *, several: bool = False, num_chunks: int = 1) -
     """The place of this rank by its communicator; with ``several``, a rank may have several stages of a module.
 
     The stages of a pipeline of one module are those of its communicator's placement, or ``num_chunks`` on each rank.
-
-    Raises:
-        StepArgumentError: the communicator has no stages; or this rank holds no stage, or several of one module.
     """
     require_communicator(communicator)
     graph = getattr(communicator, "graph", None)

@@ -61,11 +61,7 @@ def prepared_step(
 
 
 def describe_steps(model: Any) -> str:
-    """`PipelineRuntime.describe` of each plan that step functions have run with ``model``: what is proved of it.
-
-    Args:
-        model: as of the step functions: a stage, a list of stages, or either by module. Empty text before a step.
-    """
+    """`PipelineRuntime.describe` of each plan that step functions have run with ``model``, an argument of theirs."""
     parts = list(model.values()) if isinstance(model, Mapping) else [model]
     first = [part[0] if isinstance(part, (list, tuple)) else part for part in parts]
     return "\n\n".join(prepared.runtime.describe() for each in first for prepared in _PREPARED.get(each, ()))

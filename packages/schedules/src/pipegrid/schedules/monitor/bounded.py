@@ -41,11 +41,10 @@ class BoundedCalls:
         self._finalizer = weakref.finalize(self, _end, self._calls, self._threads)
 
     def run(self, function: Callable[..., _T], *arguments: Any, seconds: float) -> _T:
-        """The result of ``function(*arguments)``.
+        """The result of ``function(*arguments)``, within ``seconds``; not started by then, it never is.
 
         Raises:
-            SilentStoreError: it did not return within ``seconds``; if it has not started by then, it never does. At
-                once after `close`.
+            SilentStoreError: it did not return in time, or the thread was closed.
         """
         if not self._finalizer.alive:
             raise SilentStoreError("the thread that asks the store was closed")

@@ -63,13 +63,7 @@ class Failure:
 
 @define
 class Control:
-    """One rank's end of the store.
-
-    Args:
-        store: shared by ``ranks``, with these keys for them alone.
-        rank: this rank.
-        ranks: all ranks of the job.
-    """
+    """One rank's end of the ``store``, whose keys are for ``ranks`` alone, all of the job."""
 
     store: ControlStore
     rank: int
@@ -114,10 +108,7 @@ class Control:
     # Agreement
 
     def announce(self, step: int, what: str) -> None:
-        """Publish what this rank runs as its ``step``-th step. Does not wait.
-
-        The last rank to come compares, and records a disagreement as a failure.
-        """
+        """Publish what this rank runs as its ``step``-th step; the last rank to come compares, and records."""
         self.store.set(f"step/{step}/{self.rank}", what)
         if self.store.add(f"step/{step}/count", 1) < len(self.ranks):
             return

@@ -33,12 +33,9 @@ def progress_of(device: torch.device) -> DeviceProgress | None:
 
 
 class DeviceProgress:
-    """A hook that marks the device's work after each action.
+    """A hook that marks the device's work after each action; ``mark`` makes a mark after all that was issued so far.
 
     One thread runs actions, another asks: a deque's ends may be used from both without a lock.
-
-    Args:
-        mark: makes a mark after all that was issued to the current stream so far.
     """
 
     def __init__(self, mark: Callable[[], Mark]) -> None:

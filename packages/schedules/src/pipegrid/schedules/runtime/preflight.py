@@ -14,7 +14,7 @@ from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.stage import modules_of
 from pipegrid.schedules.verify import Proof, dataflow_of, verify
-from pipegrid.topology.fields import Index, checked, shown
+from pipegrid.topology.fields import shown
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
@@ -41,11 +41,10 @@ def position_of(plan: Plan, stages: Iterable[int]) -> int:
         PlanMismatchError: there is none; the message lists what each position holds. Or it is not a plan.
     """
     require_plan(plan, error=PlanMismatchError)
-    wanted = frozenset(checked(tuple(stages), tuple[Index, ...], "stages", PlanMismatchError))
-    held = [frozenset(present) for present in plan.stages_at]
+    wanted, held = frozenset(stages), [frozenset(present) for present in plan.stages_at]
     if wanted not in held:
         table = ", ".join(f"position {position}: {sorted(present)}" for position, present in enumerate(held))
-        raise PlanMismatchError(f"this rank has stages {sorted(wanted)}, but the plan has {table}")
+        raise PlanMismatchError(f"this rank has stages {[*wanted]}, but the plan has {table}")
     return held.index(wanted)
 
 
@@ -62,18 +61,20 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
     """
     names = "microbatch, inputs" if num_slices == 1 else "microbatch, inputs, part"
     for number, stage in stages.items():
+        sharded = [name for name, module in modules_of(stage) if is_fsdp(module)] if num_slices > 1 else []
+        if sharded:  # gradients come by its keys and values too, past FSDP2's hooks
+            raise RuntimeArgumentError(
+                f"stage {number} has a module that fully_shard has sharded ({sharded[0]}), and the plan cuts "
+                f"microbatches into {num_slices} slices, whose gradients FSDP2 would miss; use one of the two"
+            )
         try:
             inspect.signature(stage.forward).bind(*names.split())
+        except ValueError:  # a callable in C without a signature
+            continue
         except (AttributeError, TypeError) as error:
             raise RuntimeArgumentError(
                 f"stage {number} is {shown(stage)}, and this plan calls its forward({names}): {error}"
             ) from None
-        sharded = next((name for name, module in modules_of(stage) if is_fsdp(module)), None)
-        if num_slices > 1 and sharded is not None:  # gradients come by its keys and values too, past FSDP2's hooks
-            raise RuntimeArgumentError(
-                f"stage {number} has a module that fully_shard has sharded ({sharded}), and the plan cuts microbatches "
-                f"into {num_slices} slices, whose gradients FSDP2 would miss; use one of the two"
-            )
 
 
 def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Collection[int | str]) -> None:

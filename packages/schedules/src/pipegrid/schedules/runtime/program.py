@@ -88,8 +88,6 @@ class BoundPosition:
         sends: a queue per flow that a stage here produces.
         runners: the computes of each stage here, by its number.
         sharded: the stages here that the plan gathers, by their number.
-
-    Arguments are those of `PipelineRuntime`, which checks them.
     """
 
     def __init__(

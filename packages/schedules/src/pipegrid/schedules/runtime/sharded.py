@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ShardedStage:
     """The modules of stage ``number`` that ``fully_shard`` has sharded.
 
-    During a step FSDP2's own gathers find the parameters gathered, and it neither frees them nor reduces gradients.
-    After it, a module frees its parameters after each forward and backward and reduces in each backward, as usual.
+    During a step FSDP2's own gathers find the parameters gathered, and it neither frees them nor reduces gradients;
+    after it, it does both as usual.
     """
 
     number: int

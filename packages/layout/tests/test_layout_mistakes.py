@@ -88,7 +88,7 @@ MISTAKES = [
     ),
     (
         lambda: balance([1, 1], 2, memory=[1, 1], limit=5, in_flight=[[1], [1]]),
-        "it must be, for each of 2 pp ranks, at least one list of 1",
+        "it must have, for each of 2 pp ranks, at least one list of 1",
     ),
     (lambda: even(4, 2, first=5), "first=5 and last=None do not fit 4 layers on 2 pp ranks"),
     (lambda: even("4", 2), "num_layers is '4'; it must be an integer of 0 to 1000000"),

@@ -73,10 +73,10 @@ def test_ranks_are_kept_in_group_rank_order():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([], "lane"), r"group 'lane' has ranks \(\); they must be some, each once"),
+        (([], "lane"), r"group 'lane' has ranks \(\); give global ranks, each once"),
         (([1, -2], "lane"), r"ranks\[1\] is -2; it must be an integer of at least 0"),
         ((range(-1, 2), "lane"), r"group 'lane' has ranks \(-1, 0, 1\)"),
-        (([1, 2, 1, 2], "lane"), r"group 'lane' has ranks \(1, 2, 1, 2\); they must be some, each once"),
+        (([1, 2, 1, 2], "lane"), r"group 'lane' has ranks \(1, 2, 1, 2\); give global ranks, each once"),
         (([1.5], "lane"), r"ranks\[0\] is 1.5; it must be an integer of at least 0"),
         ((3, "lane"), "ranks is 3; it must be a list or tuple"),
         (([1], ""), "GroupSpec.label is ''; it must be a string that is not empty"),

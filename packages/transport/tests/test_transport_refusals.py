@@ -79,11 +79,11 @@ class TestUse:
                     assert handle.sequence == value - 1
 
     @pytest.mark.ranks(2)
-    @pytest.mark.parametrize("timeout", [0, -1.0, "soon", float("inf"), float("nan"), 1e10, True])
+    @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), 1e10])
     def test_a_timeout_is_a_time(self, ranks, timeout):
         with open_lanes([THERE], config=config()) as lanes:
             handle = lanes[THERE].isend(torch.ones(1)) if ranks.rank == 0 else lanes[THERE].irecv()
             ranks.barrier()
-            with pytest.raises(P2PUsageError, match="the timeout of a wait is .*; it must be seconds above 0"):
+            with pytest.raises(P2PUsageError, match="the timeout of a wait is .*; it must be above 0"):
                 handle.wait(timeout)
             handle.wait()

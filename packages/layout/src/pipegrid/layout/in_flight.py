@@ -96,8 +96,8 @@ def peaks_of(
     except TypeError:
         shapes = []
     if shapes != [{vpp}] * pp:
-        form = f"for each of {pp} pp ranks, at least one list of {vpp} whole numbers, one per chunk"
-        raise LayoutError(f"in_flight is {shown(in_flight)}; it must be, {form}")
+        rule = f"must have, for each of {pp} pp ranks, at least one list of {vpp} whole numbers, one per chunk"
+        raise LayoutError(f"in_flight is {shown(in_flight)}; it {rule}")
     return tuple(
         tuple(tuple(integer(count, f"in_flight of pp rank {rank}", least=0) for count in peak) for peak in peaks)
         for rank, peaks in enumerate(in_flight)

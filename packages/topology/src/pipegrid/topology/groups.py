@@ -44,7 +44,7 @@ class GroupSpec:
 
     def __attrs_post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) != len(self.ranks):
-            raise GroupSpecError(f"group {self.label!r} has ranks {self.ranks!r:.80}; they must be some, each once")
+            raise GroupSpecError(f"group {self.label!r} has ranks {self.ranks!r:.80}; give global ranks, each once")
 
     @property
     def order_key(self) -> tuple[tuple[int, ...], tuple[int, ...], bool, str]:

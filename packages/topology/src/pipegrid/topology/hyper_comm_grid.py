@@ -32,9 +32,7 @@ class HyperCommGrid:
         world_size: number of ranks; None is the default process group's, or else WORLD_SIZE of the launcher.
 
     Raises:
-        GridShapeError: see `Grid`.
         GridSpanError: the span reaches past the world.
-        WorldSizeUnknownError: there is neither an argument nor a default process group nor WORLD_SIZE.
     """
 
     def __init__(

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from attrs import define
 from torch import Tensor
 
-from pipegrid.topology.fields import checked
-from pipegrid.transport.config import Deadline
+from pipegrid.transport.config import LONGEST_SECONDS
 from pipegrid.transport.errors import P2PUsageError
 
 if TYPE_CHECKING:
@@ -129,8 +128,8 @@ class Transfer:
             P2PPeerError: the peer died, or ended the lane.
             P2PUsageError: called inside the batch() that the transfer is part of, or an invalid timeout.
         """
-        if timeout is not None:
-            timeout = checked(timeout, Deadline, "the timeout of a wait", P2PUsageError)
+        if timeout is not None and not 0 < timeout <= LONGEST_SECONDS:
+            raise _no_timeout(timeout)
         self.lane.transfers.wait_for(self, timeout)
 
     def is_completed(self) -> bool:
@@ -143,8 +142,8 @@ class Transfer:
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Like `wait`, and hold the host until the transfer is done."""
-        if timeout is not None:
-            timeout = checked(timeout, Deadline, "the timeout of a wait", P2PUsageError)
+        if timeout is not None and not 0 < timeout <= LONGEST_SECONDS:
+            raise _no_timeout(timeout)
         self.lane.transfers.synchronize(self, timeout)
 
     def on_done(self, callback: Callable[[Any], None]) -> None:
@@ -219,3 +218,7 @@ class ReceiveTransfer(Transfer):
         self.released = self._built = True
         self._payload = None
         self.tensors = ()
+
+
+def _no_timeout(timeout: float) -> P2PUsageError:
+    return P2PUsageError(f"the timeout of a wait is {timeout}; it must be above 0 and at most a year")

@@ -80,7 +80,7 @@ def test_the_microbatches_of_a_number_are_alike_on_all_lanes(costs, lanes, micro
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([1, 2], 3), "2 samples for 3 lanes of 1 microbatches"),
+        (([1, 2], 3), "2 samples for 3 parts"),
         (([1, -2], 2), r"costs\[1\]|costs .*-2"),
         (([1, 2], 0), "lanes is 0"),
         (([1, 2], 1, 0), "microbatches is 0"),

@@ -64,9 +64,7 @@ def spread(costs: Sequence[float], lanes: int, microbatches: int = 1, *, equal: 
     weights: tuple[float, ...] = checked(tuple(costs), tuple[Amount, ...], "costs", SpreadError)
     parts = lanes * microbatches
     if len(weights) < parts:
-        raise SpreadError(
-            f"{len(weights)} samples for {lanes} lanes of {microbatches} microbatches; every part has at least one"
-        )
+        raise SpreadError(f"{len(weights)} samples for {parts} parts; every part has at least one")
     if equal and len(weights) % parts:
         raise SpreadError(f"{len(weights)} samples are no multiple of {parts} parts, as equal=True needs")
     most = len(weights) // parts if equal else len(weights) - parts + 1

@@ -30,13 +30,8 @@ def unscale_gradients_(
     """Divide this rank's gradients by ``scale``; whether any gradient of the job is infinite or NaN.
 
     Every rank of the job calls it, once per step: after the reduction, so that sums that overflowed are seen, and
-    before clipping. One all-reduce of one number, which the host reads.
-
-    Args:
-        modules: all of this rank's, as in `reduce_gradients`.
-        scale: what the losses were multiplied by.
-        job_group: all ranks of the job; default: the default process group (one process without one).
-        deadline: seconds that the host waits for the others; None leaves it to the group's timeout.
+    before clipping. One all-reduce of one number over ``job_group`` (default: the default process group), which the
+    host reads; ``deadline``: seconds that it waits.
 
     Raises:
         LossScaleError: a scale that is not positive and finite.
@@ -80,11 +75,7 @@ class LossScaler:
         return scale_loss(self.state, loss)
 
     def unscale(self, modules: Modules) -> bool:
-        """Unscale the gradients and decide for the whole job whether to step; the scale moves accordingly.
-
-        Returns:
-            True where all gradients of the job are finite. False: no rank may step; zero the gradients.
-        """
+        """Unscale the gradients, and move the scale: True where all of the job are finite, else no rank may step."""
         overflow = unscale_gradients_(modules, self.state.scale, job_group=self.job_group)
         self.state = updated(self.state, overflow=overflow)
         self.skipped += overflow

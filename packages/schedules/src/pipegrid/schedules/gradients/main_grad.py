@@ -54,9 +54,7 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
     """From now on, let every trained parameter of ``modules`` sum its gradients in ``parameter.main_grad``.
 
     A hook moves each gradient out of ``.grad`` as soon as a backward leaves it there. ``main_grad`` is None until the
-    first gradient.
-
-    Parameters must not be replaced afterwards (moving a module in place is fine).
+    first gradient. Parameters must not be replaced afterwards (moving a module in place is fine).
 
     Returns:
         One handle per parameter; ``remove()`` ends it. What is in ``main_grad`` then stays.

@@ -23,15 +23,9 @@ def require_equal_replicas(
 ) -> None:
     """Raise where parameters or gradients differ between data lanes, or between tp ranks that hold them whole.
 
-    Compares the norm of each: one read of parameters and gradients, two small all-reduces per group and one read by the
-    host. Every rank of the groups calls it: after the reduction, or after the optimizer's step. A gradient that is
-    partial over tp, and neither summed nor marked, is found here in the first step.
-
-    Args:
-        modules: as in `reduce_gradients`.
-        collections: as in `reduce_gradients`.
-        tolerance: of norms, relative to the larger one.
-        waiting: for the all-reduces.
+    Compares the norm of each, up to ``tolerance`` times the larger one: one read of parameters and gradients, a small
+    all-reduce per group and one read by the host. Every rank of the groups calls it, after the reduction or after the
+    optimizer's step. A gradient that is partial over tp, and neither summed nor marked, is found in the first step.
 
     Raises:
         ReplicaError: on every rank of the group, with the parameters and by how much they differ.

@@ -115,7 +115,8 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
     with torch.no_grad():
         dcp.load(path, {**inventory.tensors(), **targets, **randoms}, job.group)
     optimizer.restore_states(states)
-    optimizer.restore_groups(options)
+    for group, saved in options:
+        group.update(saved)
     if state.scaler is not None and found.scaler is not None:
         state.scaler.load_state_dict(from_plain(found.scaler))
     data = from_plain(found.data)

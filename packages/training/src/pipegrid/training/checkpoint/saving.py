@@ -54,7 +54,8 @@ class Saver:
             self._write_files(path, shot, what)
             self._job.first(what, lambda: folder.publish(path, step))
             undo.pop_all()
-        self._job.first(f"step {step} is saved, but older ones remain", self._prune)
+        remain = f"step {step} is saved, but older ones remain"
+        self._job.first(remain, lambda: folder.prune(self._directory, self._keep))
 
     def _agree(self, shot: Shot, what: str) -> None:
         """Compare what must be equal, before the first byte."""
@@ -100,9 +101,6 @@ class Saver:
             ),
         )
         self._job.first(what, lambda: _describe(path, shot, metadata, written))
-
-    def _prune(self) -> None:
-        folder.prune(self._directory, self._keep)
 
 
 def _step(shot: Shot | Exception) -> int:

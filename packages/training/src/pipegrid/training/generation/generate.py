@@ -71,10 +71,7 @@ def generate(
     several = graph is not None and len(graph.modules) > 1
     name = module or (graph.sinks[-1] if graph is not None else "model")
     if getattr(p2p_communicator.config, "shape_mode", "header") != "header":
-        raise GenerationError(
-            "generate() sends prompts and single tokens, whose shapes differ, over lanes with fixed shapes; open the "
-            "communicator with variable_seq_lengths=True"
-        )
+        raise GenerationError("prompts and tokens differ in shape; give a communicator with variable_seq_lengths=True")
     own = _stages_of(model, name, p2p_communicator)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     step = get_forward_backward_func(schedule=schedule)
@@ -129,10 +126,7 @@ def _stages_of(model: Any, name: str, communicator: Any) -> list[Stage]:
     stages = list(held) if isinstance(held, (list, tuple)) else [held]
     for stage in stages:
         if not isinstance(stage, Stage):
-            raise GenerationError(
-                f"the model of module {name!r} is a {type(stage).__name__}; generate() keeps the cache of stages that "
-                "cut(...) has made"
-            )
+            raise GenerationError(f"{type(stage).__name__} of module {name!r} is no stage that cut(...) has made")
     return stages
 
 
@@ -239,10 +233,7 @@ class _Texts:
             try:
                 work.wait(timedelta(seconds=self.deadline))
             except RuntimeError as error:
-                raise GenerationError(
-                    f"the stages did not exchange their tokens within {self.deadline:g} s: one of them has failed "
-                    f"({error})"
-                ) from error
+                raise GenerationError(f"stages did not exchange tokens within {self.deadline:g} s: {error}") from error
         return tokens
 
     @property

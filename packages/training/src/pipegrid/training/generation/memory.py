@@ -48,15 +48,13 @@ class Memory:
 def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
     """A cache for the layers of a stage.
 
-    A model asks the entry of some layer, often the first, how many tokens the cache has; the entries of layers on other
-    stages stay empty. So each of them is an own layer's of the same kind (full or sliding), where there is one.
+    A model asks the entry of some layer, often the first, how many tokens the cache has; so the entry of a layer on
+    another stage, which stays empty, is an own layer's of the same kind (full or sliding), where there is one.
     """
     config = getattr(whole, "config", None)
     if config is None or len(assignment.lists) != 1:
-        raise GenerationError(
-            f"{type(whole).__name__} has {'no config' if config is None else 'an encoder and a decoder'}; generate() "
-            "keeps the keys and values of one list of layers, as Hugging Face's decoders have"
-        )
+        has = "no config" if config is None else "an encoder and a decoder"
+        raise GenerationError(f"{type(whole).__name__} has {has}; generate() runs Hugging Face's decoders")
     from transformers import DynamicCache  # only here is Hugging Face needed
 
     cache = DynamicCache(config=config)

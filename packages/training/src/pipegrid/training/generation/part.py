@@ -15,14 +15,7 @@ from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 
 class ModulePart:
-    """The lanes inside ``module``: its stages are numbered from 0, as in a job of this module alone.
-
-    Attributes:
-        graph: of the module alone.
-        config: of the whole communicator.
-        device: likewise.
-        rank: likewise.
-    """
+    """The lanes inside ``module``: its stages are numbered from 0, as in a job of this module alone."""
 
     collective_edges: tuple[Edge, ...] = ()
     frozen_modules: tuple[str, ...] = ()

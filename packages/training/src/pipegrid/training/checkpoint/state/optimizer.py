@@ -102,14 +102,8 @@ def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
                     )
             in_place = [one.options for one in saved if (one.optimizer, one.index) == (number, index)]
             known = [own for own in options if own is not None] or in_place
-            found.append((group, known[0] if known else {}))
+            found.append((group, {option: from_plain(value) for option, value in known[0].items()} if known else {}))
     return found
-
-
-def restore_groups(options: GroupOptions) -> None:
-    """Give every parameter group the options that it was saved with."""
-    for group, saved in options:
-        group.update({option: from_plain(value) for option, value in saved.items()})
 
 
 def prepared(

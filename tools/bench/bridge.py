@@ -20,13 +20,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -37,6 +34,7 @@ from pipegrid.bridges import BridgeCommunicator, Links, axis_names, boundary_sid
 from pipegrid.bridges.reshard import ReshardPlan, Sizes, Strategy, plan_reshard
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Lane, Lanes, LaneSpec, P2PConfig, open_lanes
+from runtime_parts.processes import on_ranks
 
 BOUND = 1.1
 STRATEGIES: tuple[Strategy, ...] = ("direct", "leader")
@@ -213,10 +211,8 @@ def _forward(bridge: BridgeCommunicator, whole: torch.Tensor) -> float:
     return float(seconds)
 
 
-def _rank(rank: int, case: Case, links: Buckets, directory: str, rounds: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(directory) / "store"), case.world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world)
+def _rank(report: Callable[[Any], None], case: Case, links: Buckets, rounds: int) -> None:
+    rank = dist.get_rank()
     bridges = {strategy: _bridge(case, strategy, links, rank) for strategy in STRATEGIES}
     whole = torch.arange(case.nbytes // 4, dtype=torch.float32).view(case.shape)
     times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
@@ -247,26 +243,14 @@ def _rank(rank: int, case: Case, links: Buckets, directory: str, rounds: int) ->
         bridge.destroy()
         lanes._lanes.close()  # noqa: SLF001 -- the bench's own class
     if rank == 0:
-        (Path(directory) / "times").write_text(json.dumps({name: statistics.median(v) for name, v in times.items()}))
+        report({name: statistics.median(v) for name, v in times.items()})
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def _run(case: Case, options: argparse.Namespace) -> Mapping[str, float]:
-    context = multiprocessing.get_context("spawn")
     links = Buckets(2 * case.world, options.bandwidth, options.message_seconds)
-    with tempfile.TemporaryDirectory() as directory:
-        workers = [
-            context.Process(target=_rank, args=(rank, case, links, directory, options.rounds))
-            for rank in range(case.world)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if any(worker.exitcode for worker in workers):
-            raise SystemExit(f"{case.name}: a rank failed")
-        times: dict[str, float] = json.loads((Path(directory) / "times").read_text())
+    with on_ranks(case.world, _rank, case, links, options.rounds) as reports:
+        times: dict[str, float] = reports.first()
     return times
 
 

@@ -13,23 +13,20 @@ with their quartiles. Bound: 1.25.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pipegrid.bridges import BridgeCommunicator
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, P2PConfig
+from runtime_parts.processes import on_ranks
 
 BOUND = 1.25
 PAIRS = 24  # microbatches of a round, each way
@@ -118,9 +115,7 @@ def _round(by_bridge: Callable[[], None], by_hand: Callable[[], None]) -> tuple[
     return statistics.median(seconds[by_bridge]), statistics.median(seconds[by_hand])
 
 
-def _rank(rank: int, case: Case, path: str, rounds: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(path, case.world), rank=rank, world_size=case.world)
+def _rank(report: Callable[[Any], None], case: Case, rounds: int) -> None:
     bridge = BridgeCommunicator(
         HyperCommGrid([case.source], ["dp"], world_size=case.world),
         HyperCommGrid([case.destination], ["dp"], rank_offset=case.source, world_size=case.world),
@@ -135,27 +130,15 @@ def _rank(rank: int, case: Case, path: str, rounds: int, results: Any) -> None:
         by_bridge()
         by_hand()
     pairs = [_round(by_bridge, by_hand) for _ in range(rounds)]
-    if rank == 0:
-        results.put(pairs)
+    if dist.get_rank() == 0:
+        report(pairs)
     dist.barrier()
     bridge.destroy()
-    dist.destroy_process_group()
 
 
 def _measure(case: Case, rounds: int) -> list[tuple[float, float]]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "store")
-        workers = [
-            context.Process(target=_rank, args=(rank, case, path, rounds, results), daemon=True)
-            for rank in range(case.world)
-        ]
-        for worker in workers:
-            worker.start()
-        pairs: list[tuple[float, float]] = results.get(timeout=300.0)
-        for worker in workers:
-            worker.join()
+    with on_ranks(case.world, _rank, case, rounds) as reports:
+        pairs: list[tuple[float, float]] = reports.first()
     return pairs
 
 

@@ -15,21 +15,17 @@ Fails where a plan found is longer than 1F1B's, in simulation or measured.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.planner import Device, Job, Layers, Module, Network
@@ -42,6 +38,7 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.tables import text_table
 from pipegrid.transport import Edge, P2PConfig
 from runtime_parts.emulated import sleeping
+from runtime_parts.processes import on_ranks
 
 Where: TypeAlias = Literal["apart", "same", "all"]
 """Where the encoder is: on ranks of its own; a stage on each position of the language model; whole on all of them."""
@@ -273,35 +270,21 @@ def measure(solved: Solved, plan: Plan, options: argparse.Namespace) -> list[flo
     return found
 
 
-def _run(rank: int, ranks: int, path: str, solved: Sequence[Solved], options: argparse.Namespace, results: Any) -> None:
-    """One rank of a job of ``ranks``: both plans of each case."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(path, ranks), rank=rank, world_size=ranks)
+def _run(report: Callable[[Any], None], solved: Sequence[Solved], options: argparse.Namespace) -> None:
+    """One rank: both plans of each case."""
     for one in solved:
         for plan in (one.base, one.found.plan):
-            gathered: list[Any] = [None] * ranks
-            dist.all_gather_object(gathered, measure(one, plan, options))
-            if rank == 0:
-                results.put([max(each) for each in zip(*gathered, strict=True)])
-    dist.destroy_process_group()
+            report(measure(one, plan, options))
 
 
 def run(solved: Sequence[Solved], options: argparse.Namespace) -> Iterator[tuple[Solved, float, float]]:
     """The median step of 1F1B and of the plan found, in seconds; a job of processes for each number of ranks."""
-    context = multiprocessing.get_context("spawn")
     for ranks in sorted({one.base.num_positions for one in solved}):
         own = [one for one in solved if one.base.num_positions == ranks]
-        results = context.Queue()
-        with tempfile.TemporaryDirectory() as directory:
-            arguments = (ranks, str(Path(directory) / "store"), own, options, results)
-            processes = [context.Process(target=_run, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
-            for process in processes:
-                process.start()
+        with on_ranks(ranks, _run, own, options) as reports:
             for one in own:
-                base, found = (statistics.median(results.get(timeout=120)[1:]) for _ in range(2))
+                base, found = (statistics.median(reports.slowest()[1:]) for _ in range(2))
                 yield one, base, found
-            for process in processes:
-                process.join()
 
 
 def percent(share: float) -> str:

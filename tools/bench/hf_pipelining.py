@@ -17,12 +17,9 @@ Exits with 1 where our gradients are wrong, or the bound is missed.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import queue
 import statistics
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +30,11 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NU
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from hf_parts.job import Batch, batches_of, lines_of_code, loss_of, maker
 from hf_parts.ours import Ours
 from hf_parts.peer import Peer
+from runtime_parts.processes import on_ranks
 from runtime_parts.table import meets, pair_ratios, spread_against
 from runtime_parts.timing import RunnerError, by_turns, timed
 
@@ -220,17 +217,14 @@ def timed_of(options: argparse.Namespace) -> list[Kind]:
     return [kind for kind in TIMED if "steps" in options.only and kind.schedule in options.schedules]
 
 
-def _rank(rank: int, path: str, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
+def _rank(report: Callable[[Any], None], options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=FileStore(path, RANKS), rank=rank, world_size=RANKS)
-    results.put((rank, [ask(question) for question in QUESTIONS] if "questions" in options.only else []))
+    report([ask(question) for question in QUESTIONS] if "questions" in options.only else [])
     for kind in timed_of(options):
         try:
-            results.put((rank, timings(kind, quick=options.quick, rounds=options.rounds)))
+            report(timings(kind, quick=options.quick, rounds=options.rounds))
         except RunnerError as error:
-            results.put((rank, " ".join(str(error).split())))
-    dist.destroy_process_group()
+            report(" ".join(str(error).split()))
 
 
 def report(asked: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -266,32 +260,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="which parts")
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 25)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (str(Path(directory) / "store"), options, results)
-        processes = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        found: list[list[Any]] = [[] for _ in range(RANKS)]
-        while min(map(len, found)) < 1 + len(timed_of(options)):
-            try:
-                rank, result = results.get(timeout=1.0)
-            except queue.Empty:
-                if any(process.exitcode for process in processes):
-                    raise RuntimeError("a rank died; look at its output above") from None
-            else:
-                found[rank].append(result)
-        for process in processes:
-            process.join()
-    asked = found[0][0]
+    with on_ranks(RANKS, _rank, options) as reports:
+        asked = reports.next()[0]
+        timed_by = [reports.next() for _ in timed_of(options)]
     print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     print("\n".join(report(asked)))
     good = all(mine.startswith("right") for mine, _ in asked)
     if "steps" in options.only:
         print(f"\n  {'milliseconds':<18}{'ours':>9}{'torch':>9}{'ours/torch':>28}")
-    for place, kind in enumerate(timed_of(options), start=1):
-        met, line = timing_line(kind, [rank[place] for rank in found])
+    for kind, ranks in zip(timed_of(options), timed_by, strict=True):
+        met, line = timing_line(kind, ranks)
         good &= met
         print(line)
     return 0 if good else 1

@@ -23,23 +23,21 @@ with fresh buffers against the bare side without: that depends on the machine, a
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pipegrid.transport import Direction, Edge, Lane, LaneSpec, P2PCommunicator, P2PConfig, open_lanes
+from runtime_parts.processes import on_ranks
 
 BOUND = 1.15
 SIZES = (4 * 1024, 256 * 1024, 16 * 1024 * 1024)
@@ -258,36 +256,27 @@ def _measure(rank: int, device: torch.device, size: int, options: argparse.Names
         return figures, _count(ours, exchanges=10)
 
 
-def _run(rank: int, path: str, options: argparse.Namespace, outcome: Any) -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if options.backend == "nccl":  # ranks share GPUs where there are fewer
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(options.backend, store=FileStore(path, 2), rank=rank, world_size=2)
-    measured = [_measure(rank, device, size, options) for size in options.sizes]
-    if rank == 0:
-        outcome.send(measured)
+@contextmanager
+def _over(backend: str, rank: int, ranks: int, store: Any) -> Iterator[None]:
+    """The default process group is of ``backend`` inside the block."""
+    if backend == "nccl":  # ranks share GPUs where there are fewer
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    yield
     dist.destroy_process_group()
+
+
+def _run(report: Callable[[Any], None], options: argparse.Namespace) -> None:
+    device = torch.device("cuda", torch.cuda.current_device()) if options.backend == "nccl" else torch.device("cpu")
+    measured = [_measure(dist.get_rank(), device, size, options) for size in options.sizes]
+    if dist.get_rank() == 0:
+        report(measured)
 
 
 def _one_run(options: argparse.Namespace) -> list[tuple[list[Figure], list[str]]]:
     """Measure everything once, in two processes of its own."""
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "store")
-        ranks = [context.Process(target=_run, args=(rank, path, options, writer), daemon=True) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        writer.close()  # so that ranks that die end the wait
-        try:
-            measured: list[tuple[list[Figure], list[str]]] = reader.recv()
-        except EOFError:
-            raise SystemExit("a rank died, see above") from None
-        for process in ranks:
-            process.join()
+    with on_ranks(2, _run, options, join=partial(_over, options.backend)) as reports:
+        measured: list[tuple[list[Figure], list[str]]] = reports.first()
     return measured
 
 

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +29,6 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner import (
@@ -54,6 +51,7 @@ from pipegrid.schedules import simulate, stage_places
 from pipegrid.topology.tables import text_table
 from planner_parts.real import compare
 from runtime_parts.emulated import sleeping
+from runtime_parts.processes import on_ranks
 
 WIDTH = 8
 TAU, OFF = 0.9, 0.05
@@ -184,34 +182,20 @@ def measure(choice: Choice, steps: int) -> list[float]:
     return found
 
 
-def _run(rank: int, ranks: int, path: str, options: argparse.Namespace, results: Any) -> None:
-    """One rank of a job of ``ranks``: every choice of that size, in order."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(path, ranks), rank=rank, world_size=ranks)
+def _run(report: Callable[[Any], None], options: argparse.Namespace) -> None:
+    """One rank: every choice of so many ranks, in order."""
     for choice in choices(job(options.seconds), quick=options.quick):
-        if choice.arrangement.gpus == ranks:
-            gathered: list[Any] = [None] * ranks
-            dist.all_gather_object(gathered, measure(choice, options.steps))
-            if rank == 0:
-                results.put([max(each) for each in zip(*gathered, strict=True)])
-    dist.destroy_process_group()
+        if choice.arrangement.gpus == dist.get_world_size():
+            report(measure(choice, options.steps))
 
 
 def run(planned: Sequence[Choice], options: argparse.Namespace) -> Iterator[float]:
     """The median step of each choice, in seconds; a job of processes for each number of ranks."""
-    context = multiprocessing.get_context("spawn")
     for ranks in dict.fromkeys(choice.arrangement.gpus for choice in planned):
-        results = context.Queue()
-        with tempfile.TemporaryDirectory() as directory:
-            arguments = (ranks, str(Path(directory) / "store"), options, results)
-            processes = [context.Process(target=_run, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
-            for process in processes:
-                process.start()
+        with on_ranks(ranks, _run, options) as reports:
             for choice in planned:
                 if choice.arrangement.gpus == ranks:
-                    yield statistics.median(results.get(timeout=120)[1:])
-            for process in processes:
-                process.join()
+                    yield statistics.median(reports.slowest()[1:])
 
 
 def overhead_of(choice: Choice, measured: float) -> float:

@@ -30,24 +30,20 @@ Exits with 1 where a bound is missed.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import queue
-import tempfile
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from runtime_parts import emulated, memory, overhead, real, reduction, stepping, two_modules
+from runtime_parts.processes import on_ranks
 from runtime_parts.rows import RANKS, ROWS, Row
 
-PATIENCE_SECONDS = 300.0
 BACKENDS = {
     "gloo": "gloo",
     "nccl": "cpu:gloo,cuda:nccl",
@@ -120,61 +116,36 @@ def parts(quick: bool) -> dict[str, Part]:
     }
 
 
-def _run(rank: int, path: str, options: argparse.Namespace, results: Any) -> None:
-    """One rank: everything that was asked for, in order."""
-    torch.set_num_threads(1)
-    device = torch.device(options.device)
-    if device.type == "cuda":  # ranks share GPUs where there are fewer
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+@contextmanager
+def _over(backend: str, rank: int, ranks: int, store: Any) -> Iterator[None]:
+    """The default process group is of ``backend`` inside the block."""
     fake = None
-    if options.backend == "fake_nccl":
+    if backend == "fake_nccl":
         from pipegrid.testing.fake_nccl import FakeDevice, register  # pipegrid-testing is needed for this alone
 
         fake = FakeDevice()
         register(fake)
-    store = FileStore(path, RANKS)
-    dist.init_process_group(BACKENDS[options.backend], store=store, rank=rank, world_size=RANKS)
-    table = parts(options.quick)
-    for name in options.only:
-        for row in _rows(options):
-            results.put((rank, table[name].measure(row, rank, device)))
+    dist.init_process_group(BACKENDS[backend], store=store, rank=rank, world_size=ranks)
+    yield
     if fake is not None:
         fake.close()
     dist.destroy_process_group()
 
 
+def _run(report: Callable[[Any], None], options: argparse.Namespace) -> None:
+    """One rank: everything that was asked for, in order."""
+    rank, device = dist.get_rank(), torch.device(options.device)
+    if device.type == "cuda":  # ranks share GPUs where there are fewer
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    table = parts(options.quick)
+    for name in options.only:
+        for row in _rows(options):
+            report(table[name].measure(row, rank, device))
+
+
 def _rows(options: argparse.Namespace) -> list[Row]:
     return [row for row in ROWS if row.name in options.schedules]
-
-
-class _Reports:
-    """What the ranks report, row by row: some are a row ahead of others."""
-
-    def __init__(self, results: Any, processes: Iterable[Any]) -> None:
-        self._results = results
-        self._processes = processes
-        self._waiting: list[deque[Any]] = [deque() for _ in range(RANKS)]
-
-    def next(self) -> list[Any]:
-        """What each rank reports of the next row.
-
-        Raises:
-            RuntimeError: a rank died, or nothing came for too long.
-        """
-        waited = 0.0
-        while not all(self._waiting):
-            try:
-                rank, result = self._results.get(timeout=1.0)
-            except queue.Empty:
-                waited += 1.0
-                if waited > PATIENCE_SECONDS or any(process.exitcode for process in self._processes):
-                    late = [rank for rank, reports in enumerate(self._waiting) if not reports]
-                    raise RuntimeError(f"ranks {late} did not report; look at their output above") from None
-            else:
-                self._waiting[rank].append(result)
-                waited = 0.0
-        return [reports.popleft() for reports in self._waiting]
 
 
 def main() -> int:
@@ -197,15 +168,8 @@ def main() -> int:
         f"torch {torch.__version__}, {options.backend}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     good = True
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (str(Path(directory) / "store"), options, results)
-        processes = [context.Process(target=_run, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        reports = _Reports(results, processes)
+    with on_ranks(RANKS, _run, options, join=partial(_over, options.backend)) as reports:
         for name in options.only:
             print()
             print("\n".join(table[name].header()), flush=True)
@@ -213,8 +177,6 @@ def main() -> int:
                 met, lines = table[name].report(row, reports.next())
                 good &= met
                 print("\n".join(lines), flush=True)
-        for process in processes:
-            process.join()
     return 0 if good else 1
 
 

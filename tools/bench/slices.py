@@ -11,14 +11,10 @@ Exits with 1 where a gradient differs.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import queue
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
@@ -27,7 +23,6 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from hf_parts.job import maker
 from pipegrid.schedules import (
@@ -44,6 +39,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import cut, sequence_slices
 from pipegrid.transport import P2PCommunicator
 from runtime_parts.memory import Meter
+from runtime_parts.processes import on_ranks
 from runtime_parts.table import pair_ratios
 from runtime_parts.timing import by_turns, timed
 
@@ -124,12 +120,10 @@ def predicted(lengths: Sequence[int], options: argparse.Namespace) -> tuple[floa
     return sliced.makespan / whole.makespan, sliced.peak() / whole.peak()
 
 
-def _rank(rank: int, path: str, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(path, RANKS), rank=rank, world_size=RANKS)
+def _rank(report: Callable[[Any], None], options: argparse.Namespace) -> None:
     grid = HyperCommGrid([1, RANKS], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
-    stage = cut(maker(LAYERS, WIDTH), "Ett|ttL", rank)
+    stage = cut(maker(LAYERS, WIDTH), "Ett|ttL", dist.get_rank())
     runners = runners_of(stage, ProcessGroupCollection.from_grid(grid), options)
     peaks, errors = {}, {}
     expected: dict[str, torch.Tensor] = {}
@@ -142,10 +136,9 @@ def _rank(rank: int, path: str, options: argparse.Namespace, results: Any) -> No
         gradients = {each: parameter.grad for each, parameter in stage.named_parameters() if parameter.grad is not None}
         expected = expected or gradients
         errors[name] = max(float((gradients[each] - grad).norm() / grad.norm()) for each, grad in expected.items())
-    results.put((rank, peaks, errors, by_turns(runners, options.rounds, before=stage.zero_grad)))
+    report((peaks, errors, by_turns(runners, options.rounds, before=stage.zero_grad)))
     for runner in runners.values():
         runner.pipe.close()
-    dist.destroy_process_group()
 
 
 def main() -> int:
@@ -155,30 +148,16 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="of a text")
     parser.add_argument("--microbatches", type=int, default=2, help="of a step")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (str(Path(directory) / "store"), options, results)
-        processes = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        found: list[Any] = []
-        while len(found) < RANKS:
-            try:
-                found.append(results.get(timeout=1.0))
-            except queue.Empty:
-                if any(process.exitcode for process in processes):
-                    raise RuntimeError("a rank died; look at its output above") from None
-        for process in processes:
-            process.join()
+    with on_ranks(RANKS, _rank, options) as reports:
+        found = reports.next()
     size = f"{LAYERS} layers of width {WIDTH}, {options.microbatches} microbatches of {ROWS} x {options.tokens} tokens"
     print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; Llama, {size}")
     print(f"  {'milliseconds, medians':<40}{'step':>9}{'over 1f1b':>22}{'simulated':>11}{'peak':>7}{'simulated':>11}")
     steps = {
         name: [max(column) for column in zip(*(times[name] for *_, times in found), strict=True)]
-        for name in found[0][1]
+        for name in found[0][0]
     }
-    most = {name: max(peaks[name] for _, peaks, *_ in found) for name in steps}
+    most = {name: max(peaks[name] for peaks, *_ in found) for name in steps}
     for lengths in ((options.tokens,), *(lengths_of(options.tokens, count) for count in SLICES)):
         name = label(lengths)
         line = f"  {name:<40}{1e3 * statistics.median(steps[name]):>9.1f}"
@@ -188,7 +167,7 @@ def main() -> int:
             spread = f"{ratios.median:.2f} [{ratios.lower:.2f}, {ratios.upper:.2f}]"
             line += f"{spread:>22}{time:>11.2f}{most[name] / most['1f1b']:>7.2f}{memory:>11.2f}"
         print(line)
-    worst = max(error for _, _, errors, _ in found for error in errors.values())
+    worst = max(error for _, errors, _ in found for error in errors.values())
     print(f"  largest difference of a gradient from that of 1F1B: {worst:.1e} (float32)")
     return 0 if worst < 1e-4 else 1
 

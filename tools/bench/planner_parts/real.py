@@ -8,20 +8,18 @@ has the computes of all ranks over the cores, below which no step can be.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner import Choice, Device, Job, Layers, Module, Network, Training, layer_costs
@@ -29,6 +27,7 @@ from pipegrid.planner.choice import Arrangement, Shape
 from pipegrid.planner.model import CostModel, Part
 from pipegrid.schedules import Costs, Recording, position_of, stage_places
 from pipegrid.topology.tables import text_table
+from runtime_parts.processes import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))
 
@@ -126,10 +125,8 @@ def step_of(job: DigitReader, first: int) -> tuple[float, Recording]:
     return max(seconds for seconds, _ in each), Recording(job.plan, [one for _, one in each])
 
 
-def _run(rank: int, ranks: int, path: str, cases: Sequence[Case], batch: int, steps: int, results: Any) -> None:
+def _run(report: Callable[[Any], None], cases: Sequence[Case], batch: int, steps: int) -> None:
     """One rank: a step of each case after the other, round after round, so that all see the same machine."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(path, ranks), rank=rank, world_size=ranks)
     jobs = [_job(case, batch) for case in cases]
     found: list[list[tuple[float, Recording]]] = [[] for _ in cases]
     for step in range(SKIPPED + steps):
@@ -137,28 +134,20 @@ def _run(rank: int, ranks: int, path: str, cases: Sequence[Case], batch: int, st
             own.append(step_of(job, step * batch))
     for (_, job), case, own in zip(jobs, cases, found, strict=True):
         middle = statistics.median_low(seconds for seconds, _ in own[SKIPPED:])
-        if rank == 0:
-            results.put((case, middle, next(recording for seconds, recording in own if seconds == middle)))
+        if dist.get_rank() == 0:
+            report((case, middle, next(recording for seconds, recording in own if seconds == middle)))
         job.monitor.close()
         job.communicator.destroy()
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def run(cases: Sequence[Case], batch: int, steps: int) -> Iterator[tuple[Case, float, Recording]]:
     """Each case, its median step in seconds, and the recording of that step; processes for each number of ranks."""
-    context = multiprocessing.get_context("spawn")
     for ranks in dict.fromkeys(case.ranks for case in cases):
-        own, results = [case for case in cases if case.ranks == ranks], context.Queue()
-        with tempfile.TemporaryDirectory() as directory:
-            arguments = (ranks, str(Path(directory) / "store"), own, batch, steps, results)
-            processes = [context.Process(target=_run, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
-            for process in processes:
-                process.start()
+        own = [case for case in cases if case.ranks == ranks]
+        with on_ranks(ranks, _run, own, batch, steps) as reports:
             for _ in own:
-                yield results.get(timeout=120)
-            for process in processes:
-                process.join()
+                yield reports.first()
 
 
 def _computing(recording: Recording) -> float:

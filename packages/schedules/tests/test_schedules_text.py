@@ -121,13 +121,14 @@ CONTRADICTIONS = [
     ("edges a>b\n0: 0F0", None, "the graph has no modules"),
     ("group t 0 edges 1>0\n0: 0F0", 1, "an edge between stages, such as 1>2, not '1>0'"),
     ("group a>b 0\n0: 0F0", 1, "Group.name is 'a>b'; it must be a group name: letters, digits"),
+    ("group g 0\n0: 0F0 0B0 1COLLECTIVE@g", None, "placement[1] is [] (list); it must be one position from 0"),
     ("placement 0\ngroup replace 0,9\n0: 0F0", 2, "group 'replace' names position 9"),
 ]
 
 
 @pytest.mark.parametrize(("text", "line", "message"), CONTRADICTIONS)
 def test_parts_that_contradict_each_other_are_named_with_their_line(text, line, message):
-    with pytest.raises(PlanFieldError) as error:
+    with pytest.raises(PlanError) as error:
         from_text(text)
     assert str(error.value).startswith(message if line is None else f"line {line}: {message}")
 

@@ -79,7 +79,7 @@ def lower(
     transfers earlier, and lists them in this order, so it may as well block one by one.
 
     Raises:
-        PlanError: the plan has communications already, its computes are wrong (every fault is listed, as by
+        PlanError: the plan communicates or offloads already, its computes are wrong (every fault is listed, as by
             `verify`), or ``collectives`` or ``tied`` name a part that the plan does not have.
     """
     require_plan(plan)

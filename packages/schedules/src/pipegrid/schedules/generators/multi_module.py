@@ -62,16 +62,10 @@ def multi_module_1f1b(
     )
 
 
-def module_stages(graph: ModuleGraph, name: str) -> range:
-    """The stages of a module."""
-    first = graph.stage(name, 0)
-    return range(first, first + graph.depth(name))
-
-
 def frozen_stages(graph: ModuleGraph, forward_only: Iterable[str]) -> frozenset[int]:
     """The stages of the modules named in ``forward_only``."""
     names = checked(forward_only, tuple[Name, ...], "forward_only", PlanError)
-    return frozenset(stage for name in names for stage in module_stages(graph, name))
+    return frozenset(graph.stage(name, index) for name in names for index in range(graph.depth(name)))
 
 
 def multi_module_1f1b_order(

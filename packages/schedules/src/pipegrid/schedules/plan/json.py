@@ -87,15 +87,14 @@ def load_json(text: str) -> Any:
         PlanError: ``text`` is not a string.
     """
     checked(text, Text, "text", PlanError)
-    line, column, at, what = 1, 1, 0, "brackets nest too deeply"
     try:
         return json.loads(text, parse_int=_bounded_int)
     except json.JSONDecodeError as error:
-        line, column, at, what = error.lineno, error.colno, error.pos, error.msg
+        fault = error
     except RecursionError:
-        pass
-    found = repr(text[at : at + 12]) if at < len(text) else "the end"
-    raise PlanSyntaxError(line=line, column=column, found=found, expected=f"JSON ({what})")
+        fault = json.JSONDecodeError("brackets nest too deeply", text, 0)
+    found = repr(text[fault.pos : fault.pos + 12]) if fault.pos < len(text) else "the end"
+    raise PlanSyntaxError(line=fault.lineno, column=fault.colno, found=found, expected=f"JSON ({fault.msg})")
 
 
 def _bounded_int(text: str) -> int | float:

@@ -128,7 +128,7 @@ class Reader:
         try:
             return self._plan()
         except PlanFieldError as error:
-            line = self.lines.get(error.path.partition(".")[0] if "." in error.path else error.path.partition("[")[0])
+            line = self.lines.get(re.findall(r"groups\[\d+\]|\w+", error.path)[0])
             raise error if line is None else PlanFieldError(f"line {line}: {error}", path=error.path) from None
 
     def _plan(self) -> Plan:
@@ -173,7 +173,7 @@ class Reader:
                 done = computes[action.stage].setdefault(position, set())
                 if action.kind.is_compute:
                     done.add((action.kind is ActionKind.F, action.microbatch, action.slice))
-        most = [max(by_position.values(), key=len) for by_position in computes]
+        most = [max(by_position.values(), key=len, default=None) for by_position in computes]
         return [[at for at, done in own.items() if done == full] for own, full in zip(computes, most, strict=True)]
 
 

@@ -558,7 +558,7 @@ def test_lanes_of_different_dtypes_are_named():
 def test_whole_numbers_are_not_rounded_to_the_wire():
     bridge = whole_world(grid(dp=1), grid(1, dp=1), comm_dtype=torch.bfloat16, backward=False)
     if bridge.is_source:
-        with pytest.raises(ShapeError, match=r"travels as torch\.bfloat16, which rounds int64 values"):
+        with pytest.raises(ShapeError, match=r"travels as torch\.bfloat16, which rounds torch\.int64 values"):
             bridge.send_forward(torch.full((1, 1, 1), 2**20 + 1))
     bridge.destroy()
 

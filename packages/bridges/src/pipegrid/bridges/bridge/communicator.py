@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
@@ -191,12 +191,10 @@ class BridgeCommunicator:
             self._wiring.group_specs, backend=backend, deadline=settings.deadline
         )
         self._owns_lanes, self._destroyed = open, False
-        if open:
-            self._open_lanes(backend)
-
-    def _open_lanes(self, backend: str) -> None:
-        """Open the lanes; after an error the bridge has no groups either."""
-        try:
+        if not open:
+            return
+        with ExitStack() as undo:  # after an error of the lanes the bridge has no groups either
+            undo.callback(destroy_groups, self._groups)
             lanes = open_lanes(
                 self.lane_specs,
                 config=self.lane_config,
@@ -204,10 +202,8 @@ class BridgeCommunicator:
                 device=self.device,
                 declared=self.declared,
             )
-        except BaseException:
-            destroy_groups(self._groups)
-            raise
-        self.attach(lanes)
+            self.attach(lanes)
+            undo.pop_all()
 
     def __str__(self) -> str:
         return f"bridge {self.label}"

@@ -32,26 +32,17 @@ class _Number:
     value: float
 
 
-_Said = Announcement | _Number | None
+_Said = Announcement | _Number
 """What a source rank says of one leaf."""
 
 
-def _encode(said: Sequence[_Said]) -> str:
-    def form(one: _Said) -> Any:
-        if isinstance(one, Announcement):
-            return one.shape, one.dtype, one.samples
-        return None if one is None else {"number": one.value}
-
-    return json.dumps([form(one) for one in said], separators=(",", ":"))
+def _encode(said: Iterable[_Said]) -> str:
+    forms = [(one.shape, one.dtype, one.samples) if isinstance(one, Announcement) else one.value for one in said]
+    return json.dumps(forms, separators=(",", ":"))
 
 
 def _decode(text: str) -> list[_Said]:
-    def said(form: Any) -> _Said:
-        if isinstance(form, dict):
-            return _Number(form["number"])
-        return None if form is None else Announcement(*form)
-
-    return [said(form) for form in json.loads(text)]
+    return [Announcement(*form) if isinstance(form, list) else _Number(form) for form in json.loads(text)]
 
 
 @frozen
@@ -153,7 +144,7 @@ class PayloadExchange:
         samples = value.samples if isinstance(value, Packed) else None
         if samples is not None and leaf.lifted:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")
-        return Announcement(tensor.shape, _name(tensor.dtype), samples)
+        return Announcement.of(tensor, samples)
 
     def _require_agreed(self, said: Sequence[_Said]) -> None:
         if self.variable or self._announced is None:
@@ -218,7 +209,7 @@ class PayloadExchange:
             if type(one) is not type(some) or (isinstance(one, _Number) and one != some):
                 raise ShapeError(f"{shapes.name}: ranks {first} and {peer} send {some} and {one}; they send the same")
         if not isinstance(some, Announcement):
-            return _Travelling(None, None, None if some is None else some.value, None, gradient=False)
+            return _Travelling(None, None, some.value, None, gradient=False)
         announced = {peer: said[peer] for peer in wiring.senders if peer in said}
         known = shapes.passage(
             {peer: _lifted(leaf, one) for peer, one in announced.items() if isinstance(one, Announcement)}
@@ -398,7 +389,3 @@ def _senders(wiring: BridgeWiring, direction: Direction) -> frozenset[int]:
 
 def _peers(of_leaves: Iterable[Iterable[int]]) -> tuple[int, ...]:
     return tuple(sorted({peer for peers in of_leaves for peer in peers}))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

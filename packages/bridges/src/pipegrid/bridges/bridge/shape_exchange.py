@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
@@ -27,6 +27,12 @@ class Announcement:
     shape: tuple[Index, ...]
     dtype: str
     samples: tuple[Index, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, samples: Sequence[int] | None) -> Announcement:
+        """The announcement of ``tensor``."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(tensor.shape, dtype, None if samples is None else tuple(samples))
 
     def encode(self) -> str:
         """The announcement as text; equal announcements have equal texts."""

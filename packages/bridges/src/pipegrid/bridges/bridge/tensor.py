@@ -118,11 +118,10 @@ class TensorExchange:
                 "and send a tensor without rows where there is nothing to send"
             )
         if self._comm_dtype is not None and not tensor.is_floating_point():
-            raise ShapeError(f"{self.name} travels as {self._comm_dtype}, which rounds {_name(tensor.dtype)} values")
+            raise ShapeError(f"{self.name} travels as {self._comm_dtype}, which rounds {tensor.dtype} values")
         if tensor.requires_grad and not self.backward:
             raise NoBackwardError(f"{self.name} was declared without backward, but the tensor requires grad; detach it")
-        rows = None if samples is None else tuple(samples)
-        announced = Announcement(tensor.shape, _name(tensor.dtype), rows)
+        announced = Announcement.of(tensor, samples)
         if self._announced is not None and not self.variable and announced != self._announced:
             raise ShapeError(
                 f"{self.name}: rank {self.rank} sends {announced}, but {self._announced} was agreed with the first "
@@ -268,7 +267,3 @@ def _expected(shape: Sequence[int] | None) -> tuple[int, ...] | None:
 def _note(handle: Any) -> str:
     note: str = handle.note
     return note
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

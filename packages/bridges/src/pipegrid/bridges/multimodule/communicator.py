@@ -451,8 +451,7 @@ class MultiModulePipelineCommunicator:
             tensor_shape: the shape that is expected inside of modules, or a dict by name for any entry.
             is_first_stage: True on a rank that holds no first stage of the pipeline is an error.
         """
-        self._require_verbs(first=is_first_stage)
-        return self._exchange(receive=lambda: self._dicts.receive_forward(tensor_shape))
+        return self._exchange(receive=partial(self._dicts.receive_forward, tensor_shape), first=is_first_stage)
 
     def send_forward(self, output_dict: Tensors, is_last_stage: bool = False) -> None:
         """Send the outputs of this rank's modules, by name, to the next stages of each module.
@@ -464,54 +463,49 @@ class MultiModulePipelineCommunicator:
         Raises:
             MissingTensorError: no entry for a module that sends here, or one for a module that is not here.
         """
-        self._require_verbs(last=is_last_stage)
-        self._exchange(send=lambda: self._dicts.send_forward(output_dict))
+        self._exchange(send=partial(self._dicts.send_forward, output_dict), last=is_last_stage)
 
     def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> Tensors:
         """The next gradients of this rank's outputs, by module; the sum where a module feeds several."""
-        self._require_verbs(last=is_last_stage)
-        return self._exchange(receive=lambda: self._dicts.receive_backward(tensor_shape))
+        return self._exchange(receive=partial(self._dicts.receive_backward, tensor_shape), last=is_last_stage)
 
     def send_backward(self, grad_dict: Tensors, is_first_stage: bool = False) -> None:
         """Send back the gradients of the activations of `recv_forward`, under the same names."""
-        self._require_verbs(first=is_first_stage)
-        self._exchange(send=lambda: self._dicts.send_backward(grad_dict))
+        self._exchange(send=partial(self._dicts.send_backward, grad_dict), first=is_first_stage)
 
     def send_forward_recv_backward(
         self, output_dict: Tensors, tensor_shape: Any = None, is_last_stage: bool = False
     ) -> Tensors:
         """`send_forward` and `recv_backward`, all posted before any is waited for."""
-        self._require_verbs(last=is_last_stage)
-        return self._exchange(
-            lambda: self._dicts.send_forward(output_dict), lambda: self._dicts.receive_backward(tensor_shape)
-        )
+        send, receive = self._dicts.send_forward, self._dicts.receive_backward
+        return self._exchange(partial(send, output_dict), partial(receive, tensor_shape), last=is_last_stage)
 
     def send_backward_recv_forward(
         self, grad_dict: Tensors, tensor_shape: Any = None, is_first_stage: bool = False
     ) -> Tensors:
         """`send_backward` and `recv_forward`, all posted before any is waited for."""
-        self._require_verbs(first=is_first_stage)
-        return self._exchange(
-            lambda: self._dicts.send_backward(grad_dict), lambda: self._dicts.receive_forward(tensor_shape)
-        )
+        send, receive = self._dicts.send_backward, self._dicts.receive_forward
+        return self._exchange(partial(send, grad_dict), partial(receive, tensor_shape), first=is_first_stage)
 
     def _exchange(
         self,
         send: Callable[[], list[Handle]] = list,
         receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] = dict,
+        *,
+        first: bool = False,
+        last: bool = False,
     ) -> Tensors:
-        with self.lanes.batch(by_lane=True):  # in the order of calls both sides of an exchange would send first
-            sending, receiving = send(), receive()
-        received = results(receiving)
-        wait_for(sending)
-        return received
-
-    def _require_verbs(self, *, first: bool = False, last: bool = False) -> None:
+        """What `receive` starts, by module, once what `send` starts is on its way."""
         self._require_alive()
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
                 raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
         self._dicts.require(self.stage_placement)
+        with self.lanes.batch(by_lane=True):  # in the order of calls both sides of an exchange would send first
+            sending, receiving = send(), receive()
+        received = results(receiving)
+        wait_for(sending)
+        return received
 
     # -- underneath -------------------------------------------------------------------------------------------
 

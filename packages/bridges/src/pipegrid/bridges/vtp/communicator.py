@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -119,15 +119,11 @@ class VTPCommunicator:
             backend=backend,
             device=self.device,
         )
-        try:
-            self._groups = own_groups(
-                [spec for edge in edges for spec in edge.wiring.group_specs],
-                backend=backend,
-                deadline=self.config.deadline,
-            )
-        except BaseException:
-            self.lanes.close()
-            raise
+        with ExitStack() as undo:  # after an error of the groups there are no lanes either
+            undo.callback(self.lanes.close)
+            specs = [spec for edge in edges for spec in edge.wiring.group_specs]
+            self._groups = own_groups(specs, backend=backend, deadline=self.config.deadline)
+            undo.pop_all()
         for edge in edges:
             edge.attach(self.lanes)
             edge.groups = self._groups
@@ -326,7 +322,6 @@ class VTPCommunicator:
         return None if edge is None else list(self._of_edge(edge, direction, sends=True).isend(tensor, direction))
 
     def _start_receive(self, shape: Any, settings: P2PConfig, direction: Direction, edge: Edge | None) -> BridgeReceive:
-        self._require_alive()
         name = _ARRIVES[direction]
         if settings.pipeline_dtype is None:
             subject = "pipeline_dtype" if direction is _F else "dtype"

@@ -153,6 +153,7 @@ class Pool:
 
     def take(self, count: int) -> list[Worker]:
         """``count`` idle workers, forked where there are too few."""
+        self.start()
         self._idle = [worker for worker in self._idle if self._answers(worker)]
         while len(self._idle) < count:
             self._idle.append(self._fork())

@@ -185,3 +185,13 @@ def test_a_frozen_module_needs_no_groups():
     with pytest.raises(ReductionError, match=r"'images' must be summed .*, but nothing sums"):
         settle(grids=grids)
     settle(grids=grids, frozen=("images",))({0: None})
+
+
+def test_means_of_fully_shard_fit_a_finalizer_only_over_the_lanes_of_the_loss(monkeypatch):
+    monkeypatch.setattr("pipegrid.schedules.gradients.policy.fsdp_divisors", lambda model: {id(model): None})
+    finalize = {"finalize_model_grads_func": lambda *_, **__: None}
+    settle(grids={"images": (2, 1), "language": (2, 1)}, **finalize)({0: None})
+    with pytest.raises(ReductionError, match="divided by 1, but fully_shard averages over them"):
+        settle(grids={"images": (2, 1), "language": (1, 1)}, **finalize)
+    with pytest.raises(ReductionError, match=r"\(dp x cp: 2\) and divided by 1, but fully_shard averages"):
+        settle(grids={"images": (2, 1), "language": (1, 1)})

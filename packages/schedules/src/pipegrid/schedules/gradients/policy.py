@@ -23,7 +23,6 @@ from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, collection_o
 from pipegrid.schedules.gradients.reduce import GradientReduction
 from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.transport.opening import resolve_device
 
 _FINISHERS = ("a finalize_model_grads_func", "reduce_gradients", "what wraps the model")
 _WAYS = tuple(f"{losses} losses and {finisher}" for losses in ("mean", "per-token") for finisher in _FINISHERS)
@@ -126,16 +125,17 @@ class GradientPolicy:
             reduction.finish(self._tokens(counted, models, pg_collection), waiting)
 
     def _tokens(self, counted: Counted, models: Models, pg_collection: Any) -> torch.Tensor | None:
+        """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
         if not self.per_token:
             return None
-        parts = [
-            _own_tokens(
-                counted[stage],
-                model,
-                None if pg_collection is None else collection_of(pg_collection, self.names[stage]),
-            )
-            for stage, model in models.items()
-        ]
+        parts = []
+        for stage, model in models.items():
+            own = counted[stage]
+            if own is None:
+                own = torch.zeros((), dtype=torch.int64, device=device_of(model, None))
+            collection = None if pg_collection is None else collection_of(pg_collection, self.names[stage])
+            tp = getattr(collection, "tp", None)
+            parts.append(own if tp is None or tp.rank() == 0 else torch.zeros_like(own))
         return sum(parts[1:], start=parts[0])
 
 
@@ -275,15 +275,3 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...] | None:
             if partial_over_tp(parameter):
                 found.append("partial over tp")
     return tuple(found)
-
-
-def _own_tokens(counted: torch.Tensor | None, model: torch.nn.Module, collection: Any) -> torch.Tensor:
-    """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
-    tp = getattr(collection, "tp", None)
-    if counted is not None and (tp is None or tp.rank() == 0):
-        return counted
-    if counted is not None:
-        return torch.zeros_like(counted)
-    parameter = next(model.parameters(), None)
-    device = resolve_device(None, None, None)[1] if parameter is None else parameter.device
-    return torch.zeros((), dtype=torch.int64, device=device)

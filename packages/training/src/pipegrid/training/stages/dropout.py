@@ -46,13 +46,8 @@ class DropoutMasks:
 
     def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
         """Seed the forwards of a stage made by `cut`, or of a whole model with one list of layers (in ``names``)."""
-        if isinstance(model, Stage):
-            layers, before = model.layers, model.assignment.before(model.number)
-        else:
-            lists = (find_names(model) if names is None else names).layers.values()
-            if len(lists) != 1:
-                raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
-            layers, before = layers_of(model, next(iter(lists))), 0
+        before = model.assignment.before(model.number) if isinstance(model, Stage) else 0
+        layers = model.layers if isinstance(model, Stage) else _layers_of(model, names)
         for number, layer in enumerate(layers, start=before + 1):
             model.get_submodule(layer).register_forward_pre_hook(_seeding(number))
         if layers:
@@ -65,6 +60,13 @@ class DropoutMasks:
         """The seed of a microbatch, without the layer."""
         text = f"{self.seed} {self.step} {self.lane} {microbatch}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") << _LAYERS_BITS
+
+
+def _layers_of(model: nn.Module, names: Names | None) -> tuple[str, ...]:
+    lists = (find_names(model) if names is None else names).layers.values()
+    if len(lists) != 1:
+        raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
+    return layers_of(model, next(iter(lists)))
 
 
 class _Forwards:

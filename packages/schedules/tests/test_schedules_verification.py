@@ -504,7 +504,7 @@ def test_memory_is_bounded_for_all_positions_or_for_each():
         ("memory", 1, "2 microbatches are live at once; the limit is 1.5"),
         ("memory", 2, "1 microbatches are live at once; the limit is 0"),
     ]
-    with pytest.raises(PlanError, match="memory_limit has 2 numbers and the plan 3 positions"):
+    with pytest.raises(PlanError, match="memory_limit has 2 numbers; the plan has 3 positions"):
         verify(plan, memory_limit=[3, 2])
     assert verify(plan, memory_limit=10**400).peak_live == (3, 2, 1)
     verify(plan, memory_limit=[3, None, 1])

@@ -100,10 +100,13 @@ def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[
 
 def as_step(step: Action | Iterable[Action]) -> Step:
     """An action or a batch as a step; a batch of one is that action."""
-    batch = tuple(step) if isinstance(step, Iterable) else (step,)
-    if not all(type(action) is Action for action in batch):
-        raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
-    if len(batch) != 1 and (not batch or any(action.kind in ALONE for action in batch)):
+    batch = step if type(step) is tuple else tuple(step) if isinstance(step, Iterable) else (step,)
+    batched = bool(batch)
+    for action in batch:  # plans have hundreds of thousands
+        if type(action) is not Action:
+            raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
+        batched = batched and action.kind not in ALONE
+    if len(batch) != 1 and not batched:
         raise PlanError(f"{step_text(batch)} is no batch; messages and collectives are batched, and nothing else")
     return batch[0] if len(batch) == 1 else batch
 

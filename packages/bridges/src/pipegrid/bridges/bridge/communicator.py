@@ -242,10 +242,12 @@ class BridgeCommunicator:
         """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
         if self._destroyed:
             raise DestroyedError(f"{self} was destroyed; make a new one")
+        if self.is_source if end == "source" else self.is_destination:
+            return True
         side, other = (self.src, self.dst) if end == "source" else (self.dst, self.src)
         here, there = (self.src_grid, self.dest_grid) if end == "source" else (self.dest_grid, self.src_grid)
-        if self.rank in side.coords_of or is_in(here, self.rank):
-            return self.rank in side.coords_of
+        if is_in(here, self.rank):
+            return False
         elsewhere = f"the side of {other.name!r}" if is_in(there, self.rank) else "neither"
         raise WrongSideError(
             f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "

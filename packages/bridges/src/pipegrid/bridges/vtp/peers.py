@@ -48,6 +48,8 @@ class Peers:
     def _checked(
         self, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None
     ) -> tuple[Sequence[int], Sequence[int]]:
+        if group is None and next_rank is None and prev_rank is None:
+            return (), ()
         following, before = _as_list(next_rank), _as_list(prev_rank)
         for named, side in ((following, "next"), (before, "previous")):  # also the one that this call does not use
             self._edge(named, side)

@@ -131,7 +131,7 @@ def run_model(
     """
     if set_input_tensor is not None:
         set_input_tensor(input_tensor if isinstance(input_tensor, (list, dict)) else [input_tensor])
-    elif any(tensor is not None for tensor in flatten(input_tensor)):
+    elif input_tensor is not None and any(tensor is not None for tensor in flatten(input_tensor)):
         raise StepArgumentError(
             f"{type(model).__name__} has no set_input_tensor(input_tensor), by which a stage receives its activation"
         )

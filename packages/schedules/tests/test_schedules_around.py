@@ -91,7 +91,7 @@ def test_a_frozen_encoder_runs_no_backward():
     [
         (ModuleGraph({"a": 2}), "zero_bubble_x", {}, "there is no schedule"),
         (ModuleGraph({"a": 2}), "forward_only", {}, "forward_only runs no backward"),
-        (ModuleGraph({"a": 3}), "zero_bubble_v", {"placement": (0, 1, 0)}, "does not run 1 stages on each"),
+        (ModuleGraph({"a": 3}), "zero_bubble_v", {"placement": (0, 1, 0)}, "does not run the 3 stages of 'a' on 2"),
         (
             ModuleGraph({"a": 4}),
             "zero_bubble_v",
@@ -117,3 +117,8 @@ def test_what_a_schedule_does_not_fit_is_a_clear_error(graph, name, options, tex
 def test_a_number_of_stages_that_a_schedule_does_not_run_is_a_clear_error():
     with pytest.raises(PlanError, match="zero_bubble_v does not run 3 stages on each position; these do: 1f1b, inter"):
         stage_places("zero_bubble_v", 2, 3)
+
+
+def test_a_module_beside_the_main_one_may_feed_several():
+    graph = ModuleGraph({"a": 1, "b": 1, "c": 1}, [("a", "b"), ("a", "c"), ("b", "c")])
+    assert verify(lower(schedule_for(graph, "gpipe", 4, placement=(0, 1, 0)))).plan.num_positions == 2

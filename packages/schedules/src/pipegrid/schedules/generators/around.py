@@ -128,12 +128,8 @@ class _Around:
     ) -> None:
         self._known, self._graph, self._count, self._placement = known, graph, num_microbatches, placement
         self._frozen, self._num_slices = frozen, num_slices
-        self._fed = {edge.source: edge.destination for edge in graph.stage_edges}
-        if len(graph.sinks) > 1 or len(self._fed) < len(graph.stage_edges):
-            raise PlanError(
-                f"{known.name} is a schedule of one chain, and the graph of {', '.join(graph.order)} branches; only "
-                f"{ANY_GRAPH} runs such a graph"
-            )
+        if len(graph.sinks) > 1:
+            raise self._branches()
         self._main = graph.order[-1]  # a topological order has the one sink last
         self._first = graph.stage(self._main, 0)
         self._held: dict[int, list[int]] = {}
@@ -147,7 +143,10 @@ class _Around:
         for stage in reversed(range(self._graph.num_stages)):
             position = self._placement[stage][0]
             if position not in orders:
-                of_stage[stage] = self._one_ahead(stage, of_stage[self._fed[stage]])
+                fed = [edge.destination for edge in self._graph.stage_edges if edge.source == stage]
+                if len(fed) > 1:
+                    raise self._branches()
+                of_stage[stage] = self._one_ahead(stage, of_stage[fed[0]])
             else:
                 of_stage[stage] = [action for action in orders[position] if action.stage == stage]
         for position, stages in self._held.items():
@@ -191,7 +190,9 @@ class _Around:
     def _schedule(self, num_positions: int, held: Mapping[int, tuple[int, ...]]) -> Plan:
         """The schedule of the main module alone, where its stages are placed for it."""
         name, depth = self._known.name, self._graph.depth(self._main)
-        chunks = max(1, (depth - (name == U_SHAPE)) // num_positions)
+        chunks, rest = divmod(depth - (name == U_SHAPE), num_positions)
+        if rest:
+            raise PlanError(f"{name} does not run the {depth} stages of {self._main!r} on {num_positions} positions")
         needed = list(stage_places(name, num_positions, chunks))
         schedule = _chain(self._known, num_positions, self._count, chunks, self._num_slices)
         if set(schedule.stages_at) != set(held.values()):
@@ -201,6 +202,12 @@ class _Around:
                 f"stage_placement={{{self._main!r}: stage_places({name!r}, {num_positions}, {chunks})}}"
             )
         return schedule
+
+    def _branches(self) -> PlanError:
+        return PlanError(
+            f"{self._known.name} is a schedule of one chain, and the graph of {', '.join(self._graph.order)} branches; "
+            f"only {ANY_GRAPH} runs such a graph"
+        )
 
     def _one_ahead(self, stage: int, fed: Sequence[Action]) -> Order:
         """The order of ``stage``: that of the stage it feeds, with its forwards one microbatch ahead."""

@@ -138,7 +138,7 @@ def test_a_mistake_is_pointed_at_as_on_the_page():
 
 def test_the_header_on_the_page_is_one():
     (header,) = (text for text in texts(SCHEDULES) if "group bridge" in text)
-    with pytest.raises(PlanError, match="found the end; expected a position"):
+    with pytest.raises(PlanError, match="found the end; expected an action of a position"):
         from_text(header)
 
 

@@ -298,7 +298,7 @@ def test_a_suspended_rank_is_called_so(failed):
         ("test_fault_leads_to_another_failure", "(planned fault: raise on rank 1 at 'here')"),
         ("test_survivor_fails", "rank 1: died, by signal SIGKILL (planned fault: kill on rank 1 at 'here')"),
         ("test_template_killed", "the template process, which forks the ranks, is gone"),
-        ("test_other_parameters_on_ranks", "a test's parameters and their ids must be the same in every process"),
+        ("test_other_parameters_on_ranks", "whose ids must be the same in every process"),
     ],
 )
 def test_each_way_to_fail_says_what_happened(failed, name, part):

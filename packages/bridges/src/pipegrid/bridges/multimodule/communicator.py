@@ -489,8 +489,8 @@ class MultiModulePipelineCommunicator:
 
     def _exchange(
         self,
-        send: Callable[[], list[Handle]] = list,
-        receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] = dict,
+        send: Callable[[], list[Handle]] | None = None,
+        receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] | None = None,
         *,
         first: bool = False,
         last: bool = False,
@@ -501,8 +501,10 @@ class MultiModulePipelineCommunicator:
             if claimed and not held:
                 raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
         self._dicts.require(self.stage_placement)
-        with self.lanes.batch(by_lane=True):  # in the order of calls both sides of an exchange would send first
-            sending, receiving = send(), receive()
+        # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
+        with self.lanes.batch(by_lane=True) if send and receive else self.batch():
+            sending = send() if send else []
+            receiving = receive() if receive else {}
         received = results(receiving)
         wait_for(sending)
         return received

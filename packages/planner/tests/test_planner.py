@@ -299,6 +299,8 @@ def test_a_job_is_read():
             {"schedules": ["seq1f1b"]},
             r"schedules\[0\] is 'seq1f1b'; it must be a schedule of whole microbatches",
         ),
+        (("training",), {"schedules": []}, r"training: training.schedules is empty; name at least one"),
+        (("training",), {"chunks": []}, r"training: training.chunks is empty; name at least one"),
         (("training",), {"schedules": ["zigzag"]}, r"schedules\[0\] is 'zigzag'; it must be a schedule of whole"),
     ],
 )

@@ -108,15 +108,15 @@ def test_a_bad_token_says_what_would_be_right(token, message):
         ),
         (
             (ActionKind.SEND_F, 1, 0, Edge(0, 1)),
-            "a SEND_F of stage 1 names edge 0>1; edges ascend, and its end is stage 0",
+            "a SEND_F of stage 1 names edge 0>1; its end is stage 0",
         ),
         (
             (ActionKind.SEND_B, 0, 0, Edge(0, 1)),
-            "a SEND_B of stage 0 names edge 0>1; edges ascend, and its end is stage 1",
+            "a SEND_B of stage 0 names edge 0>1; its end is stage 1",
         ),
         (
             (ActionKind.COLLECTIVE, 2, 0, Edge(0, 1), "g"),
-            "a COLLECTIVE of stage 2 names edge 0>1; edges ascend, and its end is stage 0 or 1",
+            "a COLLECTIVE of stage 2 names edge 0>1; its end is stage 0 or 1",
         ),
         ((ActionKind.REDUCE, 0, None, None, "a b"), "group of a REDUCE is 'a b'; it must be a group name"),
     ],

@@ -62,6 +62,8 @@ def test_know_for_how_many_stages_they_are():
         (lambda: Costs(overhead=math.inf), r"overhead is inf; it must be a finite number"),
         (lambda: Costs(latency={Edge(0, 1): -2}), r"latency is \{.*-2\}.*; it must be a finite number"),
         (lambda: Costs(latency=[(0, 1)]), r"latency is \[\(0, 1\)\] .*; it must be a finite number"),
+        (lambda: Costs().per_stage("latency", 2), r"name is 'latency'; it must be one of F, I, W, B"),
+        (lambda: Costs().per_edge("F", [Edge(0, 1)]), r"name is 'F'; it must be one of latency, bandwidth, message"),
         (lambda: Costs(F=[1, 2]).per_stage("F", 3), r"F is given for 2 stages; the plan has 3"),
         (lambda: Costs(F=[1, 2], W=[1, 2, 3]).stages, r"costs are given for \[2, 3\] stages"),
         (

@@ -122,9 +122,9 @@ def test_a_recording_is_drawn_in_seconds_with_a_row_for_each_rank(tmp_path):
 
 def test_a_recording_of_another_plan_is_refused():
     plan = one_f_one_b(2, 1)
-    with pytest.raises(TimelineError, match=r"rank 5 recorded action -1 of position 2; the plan has positions of"):
+    with pytest.raises(TimelineError, match=r"rank 5 recorded position 2; the plan has positions 0..1"):
         Recording(plan, [Track(5, 2, [])])
-    with pytest.raises(TimelineError, match=r"rank 0 recorded action 2 of position 0; the plan has positions of"):
+    with pytest.raises(TimelineError, match=r"rank 0 recorded action 2 of position 0, which has 2"):
         Recording(plan, [Track(0, 0, [Recorded(2, 0.0, 1.0)])])
 
 

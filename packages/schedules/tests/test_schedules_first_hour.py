@@ -121,6 +121,16 @@ MISTAKES = {
         "F is given for 3 stages",
     ),
     "a dict for costs": (CostsError, lambda: simulate(PLAN, {"F": 1}), "costs is .*{'F': 1}.*it must be Costs"),
+    "a dict for costs of a comparison": (
+        PlanError,
+        lambda: compare(2, 4, costs={"F": 1}),
+        "costs is .*it must be Costs",
+    ),
+    "a dict for costs of a search": (
+        PlanError,
+        lambda: greedy({"F": 1}, num_positions=2, num_microbatches=4),
+        "costs is .*it must be Costs",
+    ),
     "costs without work": (CostsError, lambda: u_shape(2, 2, costs=Costs(F=0, I=0, W=0)), "no stage takes any time"),
     "a schedule to compare": (
         PlanError,

@@ -252,12 +252,23 @@ def test_batches_match_one_to_one_between_positions():
             assert between[0] == between[1]
 
 
+def test_transfers_of_one_date_keep_the_order_in_which_the_simulation_finds_them():
+    graph = ModuleGraph({"a": 1, "b": 1, "c": 1}, {"a": ["b", "c"]})
+    text = str(lower(multi_module_1f1b(graph, 1, placement=[(0, 2), 2, 1])))
+    assert text.splitlines()[-3:] == [
+        "0: 0F0 0SEND_F0>2 0SEND_F0>1 0RECV_B0<2 0RECV_B0<1 0B0",
+        "1: 2RECV_F0<0 2F0 2B0 2SEND_B0>0",
+        "2: 0F0 0SEND_F0>2 1RECV_F0<0 1F0 1B0 0RECV_B0<2 1SEND_B0>0 0B0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("plan", "options", "message"),
     [
         (lower(one_f_one_b(2, 2)), {}, "the plan communicates or offloads already"),
         (one_f_one_b(2, 2), {"receives": "never"}, "receives is 'never'; it must be 'late' or 'early'"),
-        (one_f_one_b(2, 2), {"collectives": {Edge(0, 2): "g"}}, "collectives names edge 0>2; the graph has ['0>1']"),
+        (one_f_one_b(2, 2), {"collectives": {Edge(0, 2): "g"}}, "collectives names edge 0>2; the graph has 0>1"),
+        (one_f_one_b(2, 2), {"collectives": ["g"]}, "collectives is ['g'] (list); it must be a dict from an Edge"),
         (one_f_one_b(2, 2), {"tied": {"t": [2]}}, "tied 't' names stage 2; the plan has stages 0..1"),
         (
             forward_only(2, 2),

@@ -47,11 +47,12 @@ def test_plans_are_values():
         ({"placement": [0, 0]}, "the placement covers 2 stages and the graph has 1"),
         ({"placement": [1]}, "stage 0 is placed on position 1; the plan has 0..0"),
         ({"placement": [()]}, "placement[0] is () (tuple); it must be one position from 0, or several"),
+        ({"placement": [(0, 0)]}, "placement[0] is (0, 0) (tuple); it must be one position from 0, or several, each"),
         ({"num_microbatches": 0}, "Plan.num_microbatches is 0; it must be an integer of at least 1"),
         ({"num_microbatches": 2.0}, "num_microbatches is 2.0"),
         ({"forward_only": [1]}, "forward_only names stage 1; the graph has 0..0"),
         ({"groups": [Group("g", [1])]}, "group 'g' names position 1"),
-        ({"groups": [Group("g", [0]), Group("g", [0])]}, "group 'g': another group has g as well"),
+        ({"groups": [Group("g", [0]), Group("g", [0])]}, "group 'g' has g, which a group has already"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes, message):
@@ -86,7 +87,7 @@ def test_a_group_has_members():
         ([Group("g", [0, 1], edges=[Edge(0, 2)])], "group 'g' names edge 0>2; the graph has 0>1, 1>2"),
         (
             [Group("g", [0, 1], edges=[Edge(0, 1)]), Group("h", [0, 1], edges=[Edge(0, 1)])],
-            "group 'h': another group has 0>1 as well",
+            "group 'h' has 0>1, which a group has already",
         ),
         ([Group("g", [0, 1], tied=[3])], "group 'g' ties stage 3; trained are 0, 1, 2"),
         ([Group("g", [0, 1, 2], tied=[0, 1])], "group 'g' has positions [0, 1, 2]; its tied stages lie on [0, 1]"),
@@ -106,9 +107,10 @@ def test_a_batch_of_one_is_that_action():
     assert plan.positions == ((SEND, forward(0, 0)),)
 
 
-def test_positions_of_a_stage_and_of_a_group_are_a_set():
-    plan = small(placement=[(0, 0)], groups=[Group("g", [0, 0])])
-    assert plan == small(placement=[0], groups=[Group("g", 0)])
+def test_a_stage_or_a_group_on_one_position_may_name_it_alone():
+    assert small(placement=[0], groups=[Group("g", 0)]) == small(placement=[(0,)], groups=[Group("g", [0])])
+    with pytest.raises(PlanError, match=r"Group.positions is \(0, 0\) .*each once"):
+        Group("g", [0, 0])
 
 
 def test_lanes_join_positions_and_are_created_in_one_order():

@@ -99,17 +99,20 @@ CONTRADICTIONS = [
     ("modules m:60000000\n0: 0F0 0B0\n", 1, "the table has actions of 1 of 60000000 stages"),
     ("modules a:1 b:2\n0: 0F0", 1, "the table has actions of 1 of 3 stages"),
     ("modules a:1 a:1\n0: 0F0", 1, "modules are declared twice"),
-    ("modules a:1 b:1\nedges a>b a>c\n0: 0F0 1F0", 1, "edge 'a' -> 'c' names the unknown module"),
-    ("modules a:1 b:1\nedges a>b b>a\n0: 0F0", 1, "the modules form a cycle"),
+    ("modules a:1 b:1\nedges a>b a>c\n0: 0F0 1F0", 2, "edge 'a' -> 'c' names the unknown module"),
+    ("modules a:1 b:1\nedges a>b b>a\n0: 0F0", 2, "the modules form a cycle"),
     ("placement 0\n0: 0F0 1F0", 1, "the placement covers 1 stages and the graph has 2"),
     ("placement 0 1\n0: 0F0", 1, "the placement covers 2 stages and the graph has 1"),
+    ("placement 0 0,0\n0: 0F0 1F0", None, "placement[1] is [0, 0] (list); it must be one position from 0, or several"),
+    ("group t 0,0\n0: 0F0", 1, "Group.positions is (0, 0) (tuple); it must be one position from 0, or several, each"),
+    ("group t 0,1 edges 0>1,0>1\n0: 0F0\n1: 1F0", 1, "group 't' has 0>1, which a group has already"),
     ("placement 0 0,7\n0: 0F0 1F0", 1, "stage 1 is placed on position 7; the plan has 0..0"),
     ("forward_only 0 3\n0: 0F0", 1, "forward_only names stage 3; the graph has 0..0"),
     ("forward_only 1\n0: 0F0 1F0", 1, "stage 0 is trained, but all stages that it feeds (1) are forward_only"),
     ("group t 0 edges 0>1\n0: 0F0", 1, "group 't' names edge 0>1; the graph has none"),
     ("group s 0\ngroup t 0 edges 0>1,0>2\n0: 0F0 1F0", 2, "group 't' names edge 0>2; the graph has 0>1"),
-    ("group s 0 edges 0>1\ngroup t 0 edges 0>1\n0: 0F0 1F0", 2, "group 't': another group has 0>1 as well"),
-    ("group t 0\ngroup s 0\ngroup t 0\n0: 0F0", 3, "group 't': another group has t as well"),
+    ("group s 0 edges 0>1\ngroup t 0 edges 0>1\n0: 0F0 1F0", 2, "group 't' has 0>1, which a group has already"),
+    ("group t 0\ngroup s 0\ngroup t 0\n0: 0F0", 3, "group 't' has t, which a group has already"),
     ("group t 0 tied 0,3\n0: 0F0 0B0", 1, "group 't' ties stage 3; trained are 0"),
     ("group t 0 tied 0\n0: 0F0", 1, "group 't' ties stage 0; trained are none"),
     ("group t 0,1 tied 0\n0: 0F0 0B0\n1: 1F0 1B0", 1, "group 't' has positions [0, 1]; its tied stages lie on [0]"),
@@ -198,6 +201,8 @@ def test_a_mistake_in_the_text_is_pointed_at(text, line, column, found, expected
         ("#: microbatches 1\n0F0,0F1\n", 2, 5, "'0F1'"),
         ("#: nonsense\n0F0\n", 1, 4, "'nonsense'"),
         ("0F0,(0F1;0Q0)OVERLAP_F_B\n", 1, 10, "'0Q0'"),
+        ("0F0,#0F1,0B0,0B1\n", 1, 5, "'#0F1'"),
+        ("0F0,0B0# the last\n", 1, 5, "'0B0#'"),
     ],
 )
 def test_a_mistake_in_csv_is_pointed_at(text, line, column, found):
@@ -252,7 +257,7 @@ GOOD = {
         ({"modules": [["a", -1]]}, "modules: the depth of module 'a' is -1"),
         ({"modules": [["a"]]}, "modules[0]: "),
         ({"modules": [[1, 1]]}, "modules[0][0]: 1 is not a string"),
-        ({"edges": [["a", "b"], ["a", "c"]]}, "modules: edge 'a' -> 'c' names the unknown module 'c'"),
+        ({"edges": [["a", "b"], ["a", "c"]]}, "edges: edge 'a' -> 'c' names the unknown module 'c'"),
         ({"edges": [["a", ["b"]]]}, "edges[0][1]: ['b'] (list) is not a string"),
         ({"placement": [[0], ["x"]]}, "placement[1][0]: 'x' is not an integer"),
         ({"placement": [[0], [1, 7]]}, "placement[1]: stage 1 is placed on position 7; the plan has 0..1"),
@@ -285,6 +290,8 @@ def test_text_that_is_not_json_is_an_error_with_its_place():
         from_json("")
     with pytest.raises(PlanError, match="modules: the key 'modules' is missing"):
         from_json('{"microbatches": 1}')
+    with pytest.raises(PlanError, match="one of the keys .'microbatches', 'modules', 'microbatches'. twice"):
+        from_json('{"microbatches": 1, "modules": [["a", 1]], "microbatches": 2}')
     for text in ("[]", "3", "null", '"x"'):
         with pytest.raises(PlanError, match="it must be an object with"):
             from_json(text)

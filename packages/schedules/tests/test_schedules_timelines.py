@@ -101,10 +101,10 @@ def test_a_timeline_is_a_value():
         (lambda: Span(0, 0, 1, ""), r"Span.kind is ''; it must be a string that is not empty"),
         (lambda: Timeline(["a"], [Span(1, 0, 1, "F", 0, 5)]), r"'0F5' is on row 1; the timeline has 1 rows"),
         (lambda: Timeline(["a"], [], counters=[Counter(2, "live", [])]), r"'live' is on row 2"),
-        (lambda: Timeline(["a"], [], [Flow(0, 1)]), r"a flow or note has no span or row; there are 0"),
+        (lambda: Timeline(["a"], [], [Flow(0, 1)]), r"a flow names span 1; the timeline has 0 spans"),
         (
             lambda: Timeline(["a", "b"], [], notes=["only one"]),
-            r"a flow or note has no span or row; there are 0",
+            r"there are 1 notes for 2 rows; give one for each",
         ),
         (lambda: Counter(0, "live", [(1, 1), (0, 2)]), r"counter 'live' on row 0 go back in time"),
         (lambda: as_panels([]), r"timeline is \[\] .*; give timeline"),

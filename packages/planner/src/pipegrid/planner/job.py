@@ -190,6 +190,11 @@ class Training:
     chunks: tuple[Count, ...] = (2,)
     microbatch: tuple[Count, ...] = ()
 
+    def __attrs_post_init__(self) -> None:
+        for name in ("schedules", "chunks"):
+            if not getattr(self, name):
+                raise JobError(f"training.{name} is empty; name at least one, or leave it out")
+
 
 def _as_edges(value: Any) -> Any:
     return (

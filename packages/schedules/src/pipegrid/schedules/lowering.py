@@ -22,6 +22,7 @@ from pipegrid.transport.edge import Direction, Edge
 
 _Dates: TypeAlias = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
 Receives: TypeAlias = Literal["late", "early"]
+_Collectives = Annotated[Mapping[Edge, str], instance(Mapping, "a dict from an Edge to its group's name")]
 _Ties = Annotated[
     Mapping[str, Sequence[int]], instance(Mapping, "a dict from a group's name to the stages that share it")
 ]
@@ -39,7 +40,7 @@ def lower(
     plan: Plan,
     *,
     receives: Receives = "late",
-    collectives: Mapping[Edge, str] | None = None,
+    collectives: _Collectives | None = None,
     tied: _Ties | None = None,
     shard: Shard | None = None,
     prefetch: Index = 1,
@@ -389,7 +390,8 @@ def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group
     groups = {group.name: group for group in plan.groups}
     for edge, name in collectives.items():
         if edge not in plan.graph.stage_edges:
-            raise PlanError(f"collectives names edge {edge}; the graph has {list(map(str, plan.graph.stage_edges))}")
+            known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
+            raise PlanError(f"collectives names edge {edge}; the graph has {known}")
         places = {*plan.placement[edge.source], *plan.placement[edge.destination]}
         group = groups.setdefault(name, Group(name, places))
         groups[name] = evolve(group, edges={*group.edges, edge})

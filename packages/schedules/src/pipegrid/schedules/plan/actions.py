@@ -248,9 +248,11 @@ def _check_fields(action: Action) -> None:
         ends = [edge.source, edge.destination]
         if kind in MESSAGES:
             ends = [edge.source if kind.is_at_source else edge.destination]
-        if edge.source >= edge.destination or stage not in ends:
+        if edge.source >= edge.destination:
+            raise PlanError(f"a {kind} of stage {stage} names edge {edge}; edges ascend, as activations flow")
+        if stage not in ends:
             where = " or ".join(map(str, ends))
-            raise PlanError(f"a {kind} of stage {stage} names edge {edge}; edges ascend, and its end is stage {where}")
+            raise PlanError(f"a {kind} of stage {stage} names edge {edge}; its end is stage {where}")
 
 
 def forward(stage: int, microbatch: int) -> Action:

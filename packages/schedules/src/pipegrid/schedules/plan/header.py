@@ -12,10 +12,13 @@ from pipegrid.schedules.plan.parts import Group
 
 def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, str]]) -> ModuleGraph:
     """The graph of ``modules`` and ``edges``."""
+    path = "modules"
     try:
+        ModuleGraph(modules)
+        path = "edges"
         return ModuleGraph(modules, edges)
     except ValueError as error:
-        raise PlanFieldError(str(error), path="modules") from None
+        raise PlanFieldError(str(error), path=path) from None
 
 
 def check_extent(actions: Collection[Action], graph: ModuleGraph, num_microbatches: int, num_slices: int) -> None:

@@ -88,7 +88,7 @@ def load_json(text: str) -> Any:
     """
     checked(text, Text, "text", PlanError)
     try:
-        return json.loads(text, parse_int=_bounded_int)
+        return json.loads(text, parse_int=_bounded_int, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         fault = error
     except RecursionError:
@@ -99,6 +99,13 @@ def load_json(text: str) -> Any:
 
 def _bounded_int(text: str) -> int | float:
     return int(text) if len(text) <= _DIGITS else float(text)  # int() raises above thousands of digits
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise PlanError(f"an object has one of the keys {[key for key, _ in pairs]} twice; each is there once")
+    return found
 
 
 _DIGITS = 300  # about the range of a float: an integer of fewer digits is read exactly

@@ -25,15 +25,16 @@ Text: TypeAlias = Annotated[str, instance(str, "the text itself, such as Path(..
 
 def _places(value: Any) -> tuple[int, ...]:
     try:
-        places = {index_of(place) for place in ((value,) if index_of(value) is not None else value)}
+        found = [index_of(place) for place in ((value,) if index_of(value) is not None else value)]
     except TypeError:  # no sequence
-        places = set()
-    if not places or any(place is None or place < 0 for place in places):
+        found = []
+    places = {place for place in found if place is not None and place >= 0}
+    if not places or len(places) < len(found):
         raise ValueError
-    return tuple(sorted(place for place in places if place is not None))
+    return tuple(sorted(places))
 
 
-Places: TypeAlias = Annotated[tuple[int, ...], Rule(_places, "one position from 0, or several")]
+Places: TypeAlias = Annotated[tuple[int, ...], Rule(_places, "one position from 0, or several, each once")]
 """Positions, ascending."""
 
 

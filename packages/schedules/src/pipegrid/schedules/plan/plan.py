@@ -240,7 +240,7 @@ def _check_groups(plan: Plan) -> None:
         _check_known(f"{what} names edge", group.edges, "the graph has", edges, f"{path}.edges")
         for own in (group.name, *group.edges):
             if own in taken:
-                raise PlanFieldError(f"{what}: another group has {own} as well", path=f"{path}.name")
+                raise PlanFieldError(f"{what} has {own}, which a group has already", path=f"{path}.name")
             taken.add(own)
         ends = {stage for edge in group.edges for stage in (edge.source, edge.destination)}
         tied, joined = ({place for stage in stages for place in plan.placement[stage]} for stages in (group.tied, ends))
@@ -266,9 +266,8 @@ def _check_slices(plan: Plan) -> None:
     slices = range(count) if count > 1 else (None,)
     for action in (action for position in range(plan.num_positions) for action in plan.actions(position)):
         if action.microbatch is not None and action.slice not in slices:
-            raise PlanFieldError(
-                f"{action} names slice {action.slice}; microbatches are cut into {count}", path="slices"
-            )
+            named = "no slice" if action.slice is None else f"slice {action.slice}"
+            raise PlanFieldError(f"{action} names {named}; microbatches are cut into {count}", path="slices")
 
 
 def _names_slices(plan: Plan) -> bool:

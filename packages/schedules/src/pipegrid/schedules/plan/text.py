@@ -52,7 +52,7 @@ def from_text(text: str) -> Plan:
         if int(head[1]) != len(reader.rows):
             position = Token(head[1], number, head.start(1) + 1)
             raise position.error(f"position {len(reader.rows)}; positions are written in order from 0, each once")
-        reader.add_position(Token(line[head.end() :], number, head.end() + 1).steps())
+        reader.add_position(Token(line[head.end() :].partition("#")[0], number, head.end() + 1).steps())
     return reader.plan(num_lines=len(lines) + 1)
 
 

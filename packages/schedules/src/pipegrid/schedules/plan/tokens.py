@@ -46,8 +46,8 @@ class Token:
             yield self.within(match[0], match.start())
 
     def steps(self) -> Iterator[tuple[Token, list[Token]]]:
-        """The steps of this token, up to a comment, each with its words: an action, or those of a batch in brackets."""
-        for match in _STEP.finditer(self.text.partition("#")[0]):
+        """The steps of this token, each with its words: an action, or those of a batch in brackets."""
+        for match in _STEP.finditer(self.text):
             words = re.finditer(r"[^\s\[\]]+", match[0])
             yield (
                 self.within(match[0], match.start()),

@@ -145,10 +145,11 @@ class _Table:
         """In the warmup a forward; in the cooldown, or where memory is full, a backward; -1 for none."""
         done, arrival, count = self.done, self.arrival, self.count
         if at.warmup and self.squeeze.ahead:
-            newest, room = done[at.forwards[0]] + self.squeeze.ahead, self.limit - at.live
+            newest = done[at.forwards[0]] + self.squeeze.ahead
             for one in at.forwards:
                 m = done[one]
-                if m < count and m <= newest and arrival[one][m] <= now and self.held[one] <= room:
+                fits = at.live + self.held[one] <= self.limit
+                if m < count and m <= newest and arrival[one][m] <= now and fits:
                     return one
         if full or not at.forwards_left:
             for one in at.backwards:

@@ -11,7 +11,7 @@ from pipegrid.schedules.generators import SCHEDULES
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.search.list_scheduler import SLACK
-from pipegrid.schedules.simulate import Costs, OtherCutError, simulate
+from pipegrid.schedules.simulate import Costs, GivenCosts, OtherCutError, simulate
 from pipegrid.schedules.timeline.timeline import amount, time_text
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
@@ -51,7 +51,7 @@ def compare(
     num_positions: Count,
     num_microbatches: Count,
     *,
-    costs: Costs | None = None,
+    costs: GivenCosts | None = None,
     memory_limit: float | None = None,
     num_chunks: Count = 2,
     num_slices: Count = 1,
@@ -64,7 +64,7 @@ def compare(
     schedules that take any number. With ``num_slices`` above 1, the schedules that cut microbatches into so many slices
     are there as well. Schedules whose edges are not those of costs per edge are left out.
     """
-    costs = Costs() if costs is None else costs
+    costs = costs or Costs()
     limit = as_limit(memory_limit)
     known = (*COMPARED, *(COMPARED_IN_SLICES if num_slices > 1 else ()))
     wanted: tuple[str, ...] = known if names is None else checked(names, tuple[Name, ...], "names", PlanError)

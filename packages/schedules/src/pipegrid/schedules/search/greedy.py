@@ -29,7 +29,7 @@ from pipegrid.schedules.search.list_scheduler import (
     policies,
     with_whole_backwards,
 )
-from pipegrid.schedules.simulate import Costs, activation_sizes, simulate
+from pipegrid.schedules.simulate import Costs, GivenCosts, activation_sizes, simulate
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, checked_arguments
 
@@ -49,7 +49,7 @@ class Candidate:
 
 
 def greedy(
-    costs: Costs,
+    costs: GivenCosts,
     memory_limit: float | None = None,
     *,
     num_positions: int,
@@ -107,7 +107,7 @@ def candidates(shapes: Iterable[Problem]) -> Iterator[Candidate]:
 
 @checked_arguments(PlanError)
 def problems(
-    costs: Costs,
+    costs: GivenCosts,
     memory_limit: float | None = None,
     *,
     num_positions: Count,

@@ -18,7 +18,7 @@ from pipegrid.schedules.search.greedy import Candidate, candidate, listed, named
 from pipegrid.schedules.search.list_scheduler import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.search.network import as_network
 from pipegrid.schedules.search.patterns import patterns
-from pipegrid.schedules.simulate import Costs
+from pipegrid.schedules.simulate import GivenCosts
 from pipegrid.topology.fields import Amount, Count, checked_arguments
 
 
@@ -52,7 +52,7 @@ class Progress:
 
 @checked_arguments(PlanError)
 def search(
-    costs: Costs,
+    costs: GivenCosts,
     memory_limit: float | None = None,
     *,
     num_positions: Count,

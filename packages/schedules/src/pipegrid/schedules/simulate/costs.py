@@ -53,6 +53,10 @@ def _rate(value: Any) -> float:
     return value if isinstance(value, float) and value == math.inf else float(number(above=0.0).convert(value))
 
 
+def _one_of(names: tuple[str, ...]) -> Rule:
+    return Rule(lambda value: names[names.index(value)], f"one of {', '.join(names)}")
+
+
 def _per_stage(one: Rule) -> Rule:
     def convert(value: Any) -> Any:
         try:
@@ -97,6 +101,8 @@ PER_STAGE = (
     *("UNSHARD", "REDUCE_GRAD", "parameters"),
 )
 PER_EDGE = ("latency", "bandwidth", "message")
+StageCost: TypeAlias = Annotated[str, _one_of(PER_STAGE)]
+EdgeCost: TypeAlias = Annotated[str, _one_of(PER_EDGE)]
 _SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters")
 """Costs of which a stage has its share of the model."""
 
@@ -178,7 +184,7 @@ class Costs:
         return lengths.pop() if lengths else None
 
     @checked_arguments(CostsError)
-    def per_stage(self, name: str, num_stages: Count) -> list[float]:
+    def per_stage(self, name: StageCost, num_stages: Count) -> list[float]:
         """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages."""
         value = getattr(self, name)
         if name == "B" and value is None:
@@ -192,7 +198,8 @@ class Costs:
             raise CostsError(f"{name} is given for {len(value)} stages; the plan has {num_stages}")
         return [float(entry) for entry in value]
 
-    def per_edge(self, name: str, edges: Iterable[Edge]) -> dict[Edge, float]:
+    @checked_arguments(CostsError)
+    def per_edge(self, name: EdgeCost, edges: Iterable[Edge]) -> dict[Edge, float]:
         """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``."""
         edges = tuple(edges)
         value = getattr(self, name)

@@ -199,7 +199,8 @@ class Simulator:
                 time = slots[piece]
                 if time is None:
                     lacking = slots
-                elif time > begin:
+                    break
+                if time > begin:  # noqa: PLR1730 -- the hot loop
                     begin = time
             if lacking is not None:
                 self.waits_for[position] = (lacking, piece)

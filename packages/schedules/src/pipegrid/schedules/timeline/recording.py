@@ -60,7 +60,10 @@ class Recording:
         require_plan(self.plan, error=TimelineError)
         count = [sum(1 for _ in self.plan.actions(p)) for p in range(self.plan.num_positions)]
         for track in self.tracks:
+            if track.position >= len(count):
+                what = f"rank {track.rank} recorded position {track.position}"
+                raise TimelineError(f"{what}; the plan has positions 0..{len(count) - 1}")
             last = max((entry.index for entry in track.actions), default=-1)
-            if track.position >= len(count) or last >= count[track.position]:
+            if last >= count[track.position]:
                 what = f"rank {track.rank} recorded action {last} of position {track.position}"
-                raise TimelineError(f"{what}; the plan has positions of {count} actions")
+                raise TimelineError(f"{what}, which has {count[track.position]}, numbered from 0")

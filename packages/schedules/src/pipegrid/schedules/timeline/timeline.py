@@ -153,8 +153,10 @@ class Timeline:
             if row >= count:
                 raise TimelineError(f"{name!r} is on row {row}; the timeline has {count} rows, numbered from 0")
         ends = [end for flow in self.flows for end in (flow.source, flow.destination)]
-        if max(ends, default=-1) >= len(self.spans) or len(self.notes) not in (0, count):
-            raise TimelineError(f"a flow or note has no span or row; there are {len(self.spans)} spans, {count} rows")
+        if max(ends, default=-1) >= len(self.spans):
+            raise TimelineError(f"a flow names span {max(ends)}; the timeline has {len(self.spans)} spans, from 0")
+        if len(self.notes) not in (0, count):
+            raise TimelineError(f"there are {len(self.notes)} notes for {count} rows; give one for each, or none")
 
     @cached_property
     def start(self) -> float:

@@ -99,8 +99,9 @@ def test_a_colocated_encoder_is_proved_with_its_collectives(lanes):
 def test_messages_where_ranks_are_shared_are_refused():
     plan = lower(COLOCATED)
     for position in range(2):
-        with pytest.raises(PlanMismatchError, match=r"edge 0>1 share ranks.* lower the plan with collectives"):
-            require_runnable(plan, position, able(BRIDGE), ())
+        for communicator in (able(BRIDGE), able()):  # also one that does not know which modules share ranks
+            with pytest.raises(PlanMismatchError, match=r"edge 0>1 share ranks.* lower the plan with collectives"):
+                require_runnable(plan, position, communicator, ())
     same_position = lower(multi_module_1f1b(ModuleGraph({"enc": 1, "llm": 1}, {"enc": ["llm"]}), 2, placement=[0, 0]))
     require_runnable(same_position, 0, able(), ())
     with pytest.raises(PlanMismatchError, match=r"Edge\(source=0, destination=1\): 'a name'"):

@@ -199,11 +199,13 @@ def test_dtensors_whose_reduction_is_not_known_are_errors(ranks):
     mesh = init_device_mesh(ranks.device.type, (2,))
     module = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))})
     module["w"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    with pytest.raises(GradientError, match="a DTensor, not by fully_shard over a mesh of 2 ranks"):
+    with pytest.raises(GradientError, match="a DTensor over 2 data lanes, and not by fully_shard"):
         reduce_gradients(module, Groups(dp=dist.group.WORLD))
     sharded = Block().to(ranks.device)
     fully_shard(sharded, mesh=mesh)
-    with pytest.raises(GradientError, match="by fully_shard over a mesh of 2 ranks, of which 1 are of its 1 data lane"):
+    with pytest.raises(
+        GradientError, match="by fully_shard over a mesh of 2 ranks, of which 1 are of its 1 data lanes;"
+    ):
         reduce_gradients(sharded, Groups())
     module = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))})
     module["w"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])

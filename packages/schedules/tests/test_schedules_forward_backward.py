@@ -406,9 +406,9 @@ def test_bad_arguments_are_named(network, memory_communicator):
     other.config = PipelineConfig(deadline=1.0)
     with pytest.raises(StepArgumentError, match="the models on this rank have different configs"):
         call(p2p_communicator=both, model={"images": one, "language": other})
-    with pytest.raises(StepArgumentError, match=r"holds the stages \[\('images', 0\), \('images', 1\)\]; a step"):
+    with pytest.raises(StepArgumentError, match=r"holds the stages \[\('images', 0\), \('images', 1\)\]; this step"):
         call(p2p_communicator=memory_communicator(network, 2, 0, ModuleGraph({"images": 2, "text": 1}), (0, 1)))
-    with pytest.raises(StepArgumentError, match=r"holds the stages \[\]; a step function"):
+    with pytest.raises(StepArgumentError, match="this rank holds no stage of any module"):
         call(p2p_communicator=memory_communicator(network, 2, 0, graph, ()))
 
 

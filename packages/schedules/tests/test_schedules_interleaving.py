@@ -285,7 +285,7 @@ def call(network, memory_communicator, **changes):
         ({"p2p_communicator": None}, "p2p_communicator is None, without"),
         ({"adjust_tensor_shapes_fn": print}, "config.hidden_size is None; it must"),
         ({"model": nn.Linear(1, 1)}, "model is Linear.*; interleaving takes a list of at least two chunks"),
-        ({"model": [nn.Linear(1, 1)]}, "model is .Linear.*list.; interleaving takes"),
+        ({"model": [nn.Linear(1, 1)]}, "model is a list of 1; interleaving takes"),
         ({"data_iterator": [None]}, "2 stages of module 'model', and data_iterator is a list of 1; give"),
         ({"data_iterator": iter(())}, "2 stages of module 'model', and data_iterator is .*iterator; give"),
         ({"num_microbatches": 1}, "1 microbatches in groups of 2 over 2 ranks: .* ranks <= group size <= microbatches"),

@@ -82,7 +82,7 @@ def test_what_no_scale_can_be(settings, text):
 
 
 def test_a_checkpoint_without_a_value_is_an_error():
-    with pytest.raises(KeyError, match="clean_steps"):
+    with pytest.raises(LossScaleError, match=r"has no 'clean_steps'; it has \['scale'\]"):
         from_state(LossScale(), {"scale": 2.0})
 
 

@@ -178,7 +178,7 @@ def test_what_deferral_needs_is_named():
         clear_embedding_activation_buffer(config, nn.Linear(1, 1), True)
     head = Head(config)
     head.grad_output_buffer.append(torch.ones(1))
-    with pytest.raises(IndexError):  # a gradient without its input
+    with pytest.raises(DeferralError, match="Head has 0 inputs of its output layer in emb.* and 1 gradients in grad_"):
         finish_embedding_wgrad_compute(config, head, True, None)
     bare = nn.Module()
     bare.embedding_activation_buffer, bare.grad_output_buffer = [torch.ones(1, 1)], [torch.ones(1, 1)]
@@ -187,6 +187,8 @@ def test_what_deferral_needs_is_named():
     del bare.grad_output_buffer
     with pytest.raises(DeferralError, match="Module has no lists .* grad_output_buffer"):
         clear_embedding_activation_buffer(config, bare, True)
+    with pytest.raises(DeferralError, match="Module has no lists .* grad_output_buffer"):
+        output_linear(torch.ones(1, 1), torch.ones(1, 1), module=bare, config=config)
     with pytest.raises(ValueError, match="wgrad_deferral_limit is -1; it must be an integer of at least 0"):
         deferring(-1)
 

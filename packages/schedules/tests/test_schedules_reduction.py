@@ -83,7 +83,7 @@ def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, gra
         ),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}, "collection": Groups()},
-            r"'images' .* \(dp x cp: 2\) .*, but their group in pg_collection has 1 ranks",
+            r"'images' has 2 data lanes \(dp x cp\), but their group in pg_collection has 1",
         ),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}, "model": Wrapped(1, 1), "collection": Groups()},
@@ -103,7 +103,7 @@ def test_what_would_be_wrong_is_refused(arguments, text):
 def test_groups_that_do_not_fit_are_refused():
     with pytest.raises(GradientError, match=r"module 'images' has 2 cp ranks, but no dp_cp group"):
         settle(collection=Groups(dp=Group(2), cp=Group(2)))
-    with pytest.raises(GradientError, match="collections is 3; process groups have `dp`"):
+    with pytest.raises(GradientError, match="collections is 3; it must have the group `dp`"):
         settle(collection=3)
     with pytest.raises(GradientError, match="no process groups for module 'images'"):
         settle(collection={"language": Groups()})

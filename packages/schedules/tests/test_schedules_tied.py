@@ -435,8 +435,12 @@ def test_what_is_tied_wrongly_is_refused_before_anything_is_sent(ranks):
         tie_parameters("w", {} if ranks.rank != 1 else {0: module.weight}, stages=[0, 1, 2], grids=box)
     with pytest.raises(TyingError, match=r"has the stages \[0, 0\]; name two or more stages"):
         tie_parameters("w", {}, stages=[0, 0], grids=box)
-    with pytest.raises(TyingError, match="needs grids of its modules or a group"):
+    with pytest.raises(TyingError, match="has copies here, and neither grids nor a group to sum them over"):
         tie_parameters("w", {0: module.weight}, stages=[0, 2])
+    with pytest.raises(TyingError, match="has grids and a group; give one"):
+        tie_parameters("w", {0: module.weight}, stages=[0, 2], grids=box, group=dist.group.WORLD)
+    with pytest.raises(TyingError, match=r"stage 0 is of module 'model', which has no grid; .* of \['language'\]"):
+        tie_parameters("w", {0: module.weight}, stages=[0, 2], grids={"language": box}, graph=3)
     with pytest.raises(TyingError, match=f"the copy of stage {ranks.rank} is no plain Parameter"):
         tie_parameters("w", {ranks.rank: module.weight.detach()}, stages=[0, 1, 2], grids=box)
     middle = ranks.rank == 1

@@ -46,7 +46,7 @@ def collection_of(collections: Any, name: str) -> Any:
     by_name = collections_by_name(collections)
     if by_name is None:
         if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
-            raise GradientError(f"collections is {shown(collections)}; process groups have `dp` or `dp_cp`")
+            raise GradientError(f"collections is {shown(collections)}; it must have the group `dp` or `dp_cp`")
         return collections
     if name not in by_name:
         raise GradientError(f"no process groups for module {name!r}; there are collections for {sorted(by_name)}")

@@ -21,6 +21,7 @@ class LossScaleError(ValueError):
 
 Positive = Annotated[float, number(above=0.0)]
 Growth = Annotated[float, number(least=1.0)]
+_CHANGING = ("scale", "clean_steps", "overflows")
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(LossScaleError))
@@ -78,9 +79,12 @@ def updated(state: LossScale, *, overflow: bool) -> LossScale:
 
 def to_state(state: LossScale) -> dict[str, Any]:
     """The part of a loss scale that changes, for a checkpoint."""
-    return {"scale": state.scale, "clean_steps": state.clean_steps, "overflows": state.overflows}
+    return {name: getattr(state, name) for name in _CHANGING}
 
 
 def from_state(settings: LossScale, saved: Mapping[str, Any]) -> LossScale:
     """The loss scale of a checkpoint, with the rules of ``settings``."""
-    return evolve(settings, **{name: saved[name] for name in ("scale", "clean_steps", "overflows")})
+    lacking = [name for name in _CHANGING if name not in saved]
+    if lacking:
+        raise LossScaleError(f"a saved loss scale has no {lacking[0]!r}; it has {list(saved)}")
+    return evolve(settings, **{name: saved[name] for name in _CHANGING})

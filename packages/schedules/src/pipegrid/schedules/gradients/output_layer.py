@@ -53,8 +53,13 @@ def output_linear(
 
     Returns:
         ``(..., vocabulary / tp)``.
+
+    Raises:
+        DeferralError: deferral is set, and ``module`` lacks a buffer.
     """
     deferred = bool(getattr(config, "defer_embedding_wgrad_compute", False))
+    if deferred and not _has_buffers(module):
+        raise _without_buffers(module)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -149,13 +154,10 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
         return None
     chunk = model[-1] if isinstance(model, (list, tuple)) and model else model
     inner = chunk
-    while inner is not None and not all(isinstance(getattr(inner, name, None), list) for name in _BUFFERS):
+    while inner is not None and not _has_buffers(inner):
         inner = getattr(inner, "module", None)
     if inner is None:
-        raise DeferralError(
-            f"model {type(chunk).__name__} has no lists {' and '.join(_BUFFERS)}; output_linear fills them with "
-            "defer_embedding_wgrad_compute"
-        )
+        raise _without_buffers(chunk)
     for name in _BUFFERS:
         getattr(inner, name).clear()
     return inner
@@ -177,17 +179,22 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         tp_group: None is one rank.
 
     Raises:
-        DeferralError: there is no weight.
+        DeferralError: there is no weight, or the buffers hold different numbers of microbatches.
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
-    if not inputs and not gradients:
+    if len(inputs) != len(gradients):
+        raise DeferralError(
+            f"{type(embedding_module).__name__} has {len(inputs)} inputs of its output layer in {_BUFFERS[0]} and "
+            f"{len(gradients)} gradients in {_BUFFERS[1]}; each input needs its gradient"
+        )
+    if not inputs:
         return
     weight = _weight_of(embedding_module)
     shared = _size(tp_group) > 1 and bool(getattr(config, "sequence_parallel", False))
     following = _start_gather(inputs[0], tp_group) if shared else None
-    while inputs or gradients:  # as many of both
+    while inputs:
         x = inputs.pop(0)
         if following is not None:
             x, handle = following
@@ -203,6 +210,17 @@ def deferred_weight_gradients(config: Any, model: Any, *, is_last_stage: bool, t
     """
     module = clear_embedding_activation_buffer(config, model, is_last_stage)
     return partial(finish_embedding_wgrad_compute, config, module, is_last_stage and module is not None, tp_group)
+
+
+def _has_buffers(module: Any) -> bool:
+    return all(isinstance(getattr(module, name, None), list) for name in _BUFFERS)
+
+
+def _without_buffers(module: Any) -> DeferralError:
+    return DeferralError(
+        f"model {type(module).__name__} has no lists {' and '.join(_BUFFERS)}, which output_linear fills with "
+        "defer_embedding_wgrad_compute"
+    )
 
 
 def _weight_of(module: Any) -> torch.nn.Parameter:

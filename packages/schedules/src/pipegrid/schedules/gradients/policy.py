@@ -169,13 +169,16 @@ def gradient_policy(
             continue
         own = lanes.get(name)
         collection = None if pg_collection is None else collection_of(pg_collection, name)
-        if by_hand or collection is None or hasattr(model, "no_sync"):
-            whole = grids is not None and _size(grids[name], ("tp",)) == 1
-            fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=graph.num_stages == 1)
-        else:
+        if not (by_hand or collection is None or hasattr(model, "no_sync")):
             reduced[name] = (*reduced.get(name, ()), stage)
             found = size_of(lanes_group(collection, name))
-            fault = None if own in (None, found) else f"their group in pg_collection has {found} ranks"
+            if own not in (None, found):
+                raise ReductionError(
+                    f"module {name!r} has {own} data lanes (dp x cp), but their group in pg_collection has {found}"
+                )
+            continue
+        whole = grids is not None and _size(grids[name], ("tp",)) == 1
+        fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=graph.num_stages == 1)
         if fault is not None:
             raise ReductionError(
                 f"gradients of module {name!r} must be summed over its data lanes (dp x cp: {own or 'unknown'}) and "

@@ -251,17 +251,24 @@ def _require_reducible(
 ) -> None:
     mesh = mesh_ranks(parameter)
     shared = max(len(mesh & ranks_of(lanes)), 1)
-    whole = (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1))
-    if (by_fsdp and (shared, len(mesh)) != whole) or (not by_fsdp and shared > 1):
+    if by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
         raise GradientError(
-            f"{described(parameter, name)} is a DTensor{'' if by_fsdp else ', not'} by fully_shard over a mesh of "
-            f"{len(mesh)} ranks, of which {shared} are of its {size_of(lanes)} data lanes; over data lanes, DTensors "
-            "must be by fully_shard over all of them, and beside them over tp at most"
+            f"{described(parameter, name)} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which "
+            f"{shared} are of its {size_of(lanes)} data lanes; the mesh must have all of these, and beside them tp "
+            "at most"
         )
-    if partial_over_tp(parameter) and (
-        tensor is None or getattr(parameter, "tensor_model_parallel", False) or mark_of(parameter) is not None
-    ):
+    if not by_fsdp and shared > 1:
         raise GradientError(
-            f"{described(parameter, name)} is marked as partial over tp (sequence_parallel, partial_over_tp): that "
-            "needs a tp group in its collection, and excludes tensor_model_parallel and ties"
+            f"{described(parameter, name)} is a DTensor over {shared} data lanes, and not by fully_shard: what is "
+            "summed over them already is not known; set finalize_model_grads_func"
+        )
+    if not partial_over_tp(parameter):
+        return
+    marked = f"{described(parameter, name)} is marked as partial over tp (sequence_parallel, partial_over_tp)"
+    if tensor is None:
+        raise GradientError(f"{marked}, and its collection has no tp group to sum it over")
+    if getattr(parameter, "tensor_model_parallel", False) or mark_of(parameter) is not None:
+        other = "tensor_model_parallel" if mark_of(parameter) is None else "tied"
+        raise GradientError(
+            f"{marked}, and as {other}; the sum over tp is of a parameter that every tp rank holds whole"
         )

@@ -68,7 +68,7 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
 
 def shards_alike(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> bool:
     """Whether the modules of ``stages`` shard a parameter alike: equal sizes of all dims but stages and data lanes."""
-    kinds = [_shard_sizes(grids[graph.module_of(stage)[0]]) for stage in stages]
+    kinds = [_shard_sizes(_grid_of(stage, graph, grids)) for stage in stages]
     return all(kind == kinds[0] for kind in kinds)
 
 
@@ -80,7 +80,7 @@ def stages_here(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, A
 def _holders(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Iterator[tuple[int, Shard]]:
     """The ranks of a stage, each with its shard of a parameter."""
     module, index = graph.module_of(stage)
-    grid = grids[module]
+    grid = _grid_of(stage, graph, grids)
     depth = grid.dim_size(_STAGE_DIM) if _STAGE_DIM in grid.dim_names else 1
     if depth != graph.depth(module):
         raise TyingError(
@@ -92,6 +92,13 @@ def _holders(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Iterat
         coords = grid.coords(rank)
         if coords.get(_STAGE_DIM, 0) == index:
             yield rank, tuple((dim, coords[dim]) for dim in dims)
+
+
+def _grid_of(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Any:
+    module, _ = graph.module_of(stage)
+    if module not in grids:
+        raise TyingError(f"stage {stage} is of module {module!r}, which has no grid; there are grids of {list(grids)}")
+    return grids[module]
 
 
 def _shard_sizes(grid: Any) -> dict[str, int]:

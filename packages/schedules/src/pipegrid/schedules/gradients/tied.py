@@ -126,8 +126,10 @@ def tie_parameters(
     stages = tuple(sorted(checked(stages, tuple[Index, ...], "stages", TyingError)))
     if len(set(stages)) != len(stages) or len(stages) < 2:
         raise TyingError(f"tied parameter {name!r} has the stages {list(stages)}; name two or more stages, each once")
-    if (grids is None and group is None and copies) or (grids is not None and group is not None):
-        raise TyingError(f"tied parameter {name!r} needs grids of its modules or a group of its copies, not both")
+    if grids is None and group is None and copies:
+        raise TyingError(f"tied parameter {name!r} has copies here, and neither grids nor a group to sum them over")
+    if grids is not None and group is not None:
+        raise TyingError(f"tied parameter {name!r} has grids and a group; give one of the two")
     if grids is not None:
         tied = _over_grids(name, copies, stages, *_by_module(grids, graph), timeout)
     else:

@@ -119,10 +119,12 @@ def place_of(communicator: Any, *, several: bool = False, num_chunks: int = 1) -
         collectives=tuple(getattr(communicator, "collective_edges", ())),
         frozen=tuple(getattr(communicator, "frozen_modules", ())),
     )
-    if not place.stages or (not several and len(place.modules) != len(place.stages)):
+    if not place.stages:
+        raise StepArgumentError("this rank holds no stage of any module; the other ranks alone call the step function")
+    if not several and len(place.modules) != len(place.stages):
         raise StepArgumentError(
-            f"this rank holds the stages {[graph.module_of(stage) for stage in place.stages]}; a step function runs "
-            "one of each module, or several with get_forward_backward_func(schedule=...)"
+            f"this rank holds the stages {[graph.module_of(stage) for stage in place.stages]}; this step function runs "
+            "one of each module, get_forward_backward_func(schedule=...) several"
         )
     return place
 

@@ -69,7 +69,7 @@ def describe(value: Any) -> str:
     """A value for an error, a tensor by its shape."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else shown(value)
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else shown(value)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def position_of(plan: Plan, stages: Iterable[int]) -> int:
     wanted, held = frozenset(stages), [frozenset(present) for present in plan.stages_at]
     if wanted not in held:
         table = ", ".join(f"position {position}: {sorted(present)}" for position, present in enumerate(held))
-        raise PlanMismatchError(f"this rank has stages {[*wanted]}, but the plan has {table}")
+        raise PlanMismatchError(f"this rank has stages {sorted(wanted)}, but the plan has {table}")
     return held.index(wanted)
 
 
@@ -123,12 +123,14 @@ def _require_verbs(plan: Plan, position: int, communicator: Any) -> None:
 
 def _require_collectives(plan: Plan, position: int, needed: Collection[Any]) -> None:
     """Raise for messages between modules that share ranks, and for a ``COLLECTIVE`` without an effect of its own."""
-    missing = [edge for edge in plan.graph.stage_edges if edge in needed and edge not in plan.collective_edges]
-    if missing:
-        raise PlanMismatchError(
-            f"the modules of edge {missing[0]} share ranks, which exchange among themselves by a COLLECTIVE: lower the "
-            f"plan with collectives={{{missing[0]!r}: 'a name'}}"
-        )
+    for edge in plan.graph.stage_edges:
+        sources, destinations = set(plan.placement[edge.source]), set(plan.placement[edge.destination])
+        shared = sources != destinations and not sources.isdisjoint(destinations)
+        if (shared or edge in needed) and edge not in plan.collective_edges:
+            raise PlanMismatchError(
+                f"the modules of edge {edge} share ranks, which exchange among themselves by a COLLECTIVE: lower the "
+                f"plan with collectives={{{edge!r}: 'a name'}}"
+            )
     for step in plan.positions[position]:
         for action in actions_of(step):
             if action.kind is ActionKind.COLLECTIVE and (action.edge is None or isinstance(step, tuple)):

@@ -218,8 +218,8 @@ def _has_buffers(module: Any) -> bool:
 
 def _without_buffers(module: Any) -> DeferralError:
     return DeferralError(
-        f"model {type(module).__name__} has no lists {' and '.join(_BUFFERS)}, which output_linear fills with "
-        "defer_embedding_wgrad_compute"
+        f"model {type(module).__name__} has no lists {' and '.join(_BUFFERS)}; with defer_embedding_wgrad_compute the "
+        "module of the output layer has both, empty at first"
     )
 
 

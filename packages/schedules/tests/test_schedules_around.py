@@ -105,13 +105,14 @@ def test_a_frozen_encoder_runs_no_backward():
             {},
             "the graph of a, b, c branches; only 1f1b runs such a graph",
         ),
-        (ModuleGraph({"a": 2}), "gpipe", {"forward_only": ["a"]}, "stage 0 is forward_only and has no backward"),
+        (ModuleGraph({"a": 2}), "gpipe", {"forward_only": ["a"]}, "forward_only names 'a', the module with the loss"),
+        (ModuleGraph({"a": 1}), "u_shape", {}, "u_shape does not run the 1 stages of 'a' on 1 positions"),
         (ModuleGraph({"a": 2}), "gpipe", {"placement": (0,)}, "the placement covers 1 stages and the graph has 2"),
     ],
 )
 def test_what_a_schedule_does_not_fit_is_a_clear_error(graph, name, options, text):
     with pytest.raises(PlanError, match=text):
-        lower(schedule_for(graph, name, 4, **options))
+        schedule_for(graph, name, 4, **options)
 
 
 def test_a_number_of_stages_that_a_schedule_does_not_run_is_a_clear_error():

@@ -185,7 +185,7 @@ def test_compare_refuses_unknown_names():
         (["compare", "--pp", "2", "--microbatches", "2", "--memory-limit", "-1"], "memory_limit is -1.0"),
         (
             ["show", "1f1b", "--pp", "2", "--microbatches", "2", "--memory-limit", "2"],
-            "--memory-limit is of greedy and search",
+            "--memory-limit is for greedy and search",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules import SCHEDULES, Costs, PlanError, lower, multi_module_1f1b, search, simulate, verify
-from pipegrid.schedules.search.greedy import named, planned, problems
+from pipegrid.schedules.search.greedy import greedy, named, planned, problems
 from pipegrid.schedules.search.list_scheduler import list_schedule, policies
 from pipegrid.schedules.search.network import as_network
 
@@ -192,3 +192,11 @@ def test_named_schedules_around_the_main_module_are_those_of_whole_microbatches(
     assert {"multi_module_1f1b", "1f1b", "zero_bubble_h1"} <= set(origins)
     assert len(origins) == len(set(origins))
     assert not any(SCHEDULES[origin].sliced for origin in origins if origin in SCHEDULES)
+
+
+@pytest.mark.parametrize("graph", [ModuleGraph({"a": 2}), ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})])
+def test_modules_that_are_all_frozen_are_evaluated(graph):
+    problem = {"num_positions": 2, "num_microbatches": 3, "graph": graph, "forward_only": graph.order}
+    for plan in (greedy(Costs(), **problem), search(Costs(), effort=0.01, **problem).plan):
+        assert verify(plan).num_actions == 2 * 3
+        assert simulate(plan, Costs()).makespan == 3 + 1

@@ -54,6 +54,11 @@ MISTAKES = {
         "num_stages is 5; 2 chunks on 2 positions are 3..4",
     ),
     "a schedule that is none": (PlanError, lambda: find_schedule("1f2b"), "there is no schedule '1f2b'; the schedules"),
+    "stages of a V": (
+        PlanError,
+        lambda: find_schedule("zero_bubble_v").plan(2, 4, num_stages=3),
+        "num_stages is 3; zero_bubble_v has 4 on 2",
+    ),
     "chunks of a V": (
         PlanError,
         lambda: find_schedule("zero_bubble_v").plan(2, 4, 3),

@@ -26,6 +26,7 @@ from pipegrid.schedules import (
     lower,
     offload,
     one_f_one_b,
+    seq1f1b,
     simulate,
     timeline,
     to_json,
@@ -144,7 +145,11 @@ def test_the_memory_limit_counts_what_is_on_the_device():
     ("call", "text"),
     [
         (lambda: offload(lower(gpipe(2, 4)), 0.5), r"memory_limit 0.5 does not hold what position 0 computes with"),
-        (lambda: verify(offload(offload(lower(gpipe(2, 4)), 2), 2)), r"the activations are on the host already"),
+        (lambda: offload(offload(lower(gpipe(2, 4)), 2), 2), r"the plan offloads already"),
+        (
+            lambda: offload(seq1f1b(2, 4, num_slices=2), 4),
+            r"the plan has 2 slices; offload a plan of whole microbatches",
+        ),
         (lambda: lower(offload(gpipe(2, 4), 2)), r"the plan communicates or offloads already"),
         (lambda: offload(lower(gpipe(2, 4)), 2, sizes=[1]), r"sizes has 1 numbers and the plan 2 stages"),
         (

@@ -90,7 +90,7 @@ def test_slices_are_those_of_the_table_without_a_header_line():
     ("text", "error"),
     [
         ("slices 3\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "line 1: the table has actions of 2 of 3 slices"),
-        ("slices 2\n0: 0F0.0 0F0.1 0B0.1 0B0", "line 1: 0B0 names slice None; microbatches are cut into 2"),
+        ("slices 2\n0: 0F0.0 0F0.1 0B0.1 0B0", "line 1: 0B0 names no slice; microbatches are cut into 2"),
         ("slices 1\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "line 1: 0F0.0 names slice 0; microbatches are cut into 1"),
         ("slices 2\n0: 0F0.0 0F0.2 0B0.1 0B0.0", "line 1: 0F0.2 names slice 2; microbatches are cut into 2"),
         (
@@ -109,7 +109,7 @@ def test_a_plan_made_by_hand_names_slices_throughout_or_not_at_all():
     graph = ModuleGraph({"model": 1})
     whole = [[Action(F, 0, 0), Action(B, 0, 0)]]
     sliced = [[Action(F, 0, 0, slice=0), Action(B, 0, 0, slice=0)]]
-    with pytest.raises(PlanError, match=r"0F0 names slice None; microbatches are cut into 2"):
+    with pytest.raises(PlanError, match=r"0F0 names no slice; microbatches are cut into 2"):
         Plan(positions=whole, graph=graph, placement=[0], num_microbatches=1, num_slices=2)
     with pytest.raises(PlanError, match=r"0F0\.0 names slice 0; microbatches are cut into 1"):
         Plan(positions=sliced, graph=graph, placement=[0], num_microbatches=1)

@@ -64,7 +64,7 @@ def test_two_ties_are_reduced_in_one_order_everywhere():
     ("plan", "tied", "text"),
     [
         (one_f_one_b(4, 2), TIED, "to be done here, and never done"),
-        (lower(one_f_one_b(4, 2), tied=TIED), TIED, "another group has embedding as well"),
+        (lower(one_f_one_b(4, 2), tied=TIED), TIED, "has embedding, which a group has already"),
         (lower(one_f_one_b(2, 2)), TIED, "names stage 3; the plan has stages 0..1"),
     ],
 )

@@ -93,7 +93,7 @@ def show(arguments: argparse.Namespace) -> int:
     costs = read_costs(arguments.costs)
     name: str = arguments.schedule
     if arguments.memory_limit is not None and name not in SEARCHED:
-        raise PlanError("--memory-limit is of greedy and search; verify and compare hold other plans against it")
+        raise PlanError("--memory-limit is for greedy and search; verify and compare hold other plans against it")
     path = Path(name)
     if path.is_file():
         plan, name = read_plan(path), path.name

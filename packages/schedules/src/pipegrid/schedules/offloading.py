@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from attrs import define, evolve, field
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Action, ActionKind, Plan, Step, require_plan
+from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind, Plan, Step, require_plan
 from pipegrid.topology.fields import Amount, Index, checked_arguments
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
@@ -27,8 +27,7 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
     """``plan`` with ``OFFLOAD``, ``RELEASE`` and ``RELOAD``, so that no position holds more than ``memory_limit``.
 
     The order of computes stays, so messages are those of ``plan`` and nothing new can deadlock. Positions that keep to
-    the limit stay as they are. `verify` proves the result: neither a plan that offloads already nor one with slices, of
-    which later ones read what earlier ones keep, has one that is right.
+    the limit stay as they are.
 
     Args:
         plan: lowered, or computes alone.
@@ -38,9 +37,14 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
         prefetch: computes before a backward at which its ``RELOAD`` may come, at most.
 
     Raises:
-        PlanError: a limit that does not hold one microbatch of each stage that is between two computes.
+        PlanError: a limit that does not hold one microbatch of each stage that is between two computes; a plan that
+            offloads already, or with slices, of which later ones read what earlier ones keep.
     """
     require_plan(plan)
+    if plan.num_slices > 1:
+        raise PlanError(f"the plan has {plan.num_slices} slices; offload a plan of whole microbatches")
+    if any(action.kind in OFFLOADING for position in range(plan.num_positions) for action in plan.actions(position)):
+        raise PlanError("the plan offloads already; give the plan without OFFLOAD, RELEASE and RELOAD")
     if sizes is None:
         sizes = [1 / beside for beside in plan.stages_beside]
     if len(sizes) != plan.num_stages:

@@ -132,6 +132,8 @@ class _Around:
             raise self._branches()
         self._main = graph.order[-1]  # a topological order has the one sink last
         self._first = graph.stage(self._main, 0)
+        if self._first in frozen:
+            raise PlanError(f"forward_only names {self._main!r}, the module with the loss; a step must train it")
         self._held: dict[int, list[int]] = {}
         for stage, positions in enumerate(placement):
             for position in positions:
@@ -191,7 +193,7 @@ class _Around:
         """The schedule of the main module alone, where its stages are placed for it."""
         name, depth = self._known.name, self._graph.depth(self._main)
         chunks, rest = divmod(depth - (name == U_SHAPE), num_positions)
-        if rest:
+        if rest or not chunks:
             raise PlanError(f"{name} does not run the {depth} stages of {self._main!r} on {num_positions} positions")
         needed = list(stage_places(name, num_positions, chunks))
         schedule = _chain(self._known, num_positions, self._count, chunks, self._num_slices)

@@ -59,7 +59,12 @@ class Schedule:
             )
         if num_chunks not in (None, self.chunks):
             raise PlanError(f"num_chunks is {num_chunks}; {self.name} has {self.chunks} per position")
-        return self.function(num_positions, num_microbatches, **slices)
+        plan = self.function(num_positions, num_microbatches, **slices)
+        if num_stages not in (None, plan.num_stages):
+            raise PlanError(
+                f"num_stages is {num_stages}; {self.name} has {plan.num_stages} on {num_positions} positions"
+            )
+        return plan
 
 
 def require_slices(known: Schedule, num_slices: int) -> None:

@@ -102,10 +102,10 @@ def _bounded_int(text: str) -> int | float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise PlanError(f"an object has one of the keys {[key for key, _ in pairs]} twice; each is there once")
-    return found
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise PlanError(f"an object has the key {twice[0]!r} twice; each is there once")
+    return dict(pairs)
 
 
 _DIGITS = 300  # about the range of a float: an integer of fewer digits is read exactly

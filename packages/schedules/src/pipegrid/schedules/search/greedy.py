@@ -201,7 +201,7 @@ def candidate(origin: str, plan: Plan, problem: Problem) -> Candidate | None:
 def named(problem: Problem) -> Iterator[Candidate]:
     """The named schedules that have this graph and placement, and keep to the cap."""
     plans: list[tuple[str, Plan]] = []
-    if len(problem.graph.modules) == 1:
+    if len(problem.graph.modules) == 1 and not problem.forward_only:
         chunks = -(-problem.graph.num_stages // problem.num_positions)
         for schedule in SCHEDULES.values():
             if schedule.trains and not schedule.sliced and schedule.chunks in (None, chunks):
@@ -209,7 +209,7 @@ def named(problem: Problem) -> Iterator[Candidate]:
                     problem.num_positions,
                     problem.num_microbatches,
                     chunks,
-                    num_stages=problem.graph.num_stages,
+                    num_stages=problem.graph.num_stages if schedule.chunks is None else None,
                 )
                 plans.append((schedule.name, plan))
     else:

@@ -13,6 +13,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300
+# Before torch 2.12, the ZB-V of torch's own runtime deadlocks over gloo, and the tables say so in place of a figure.
+PEER_HANGS = {"zero_bubble_v"} if torch.__version__ < (2, 12) else set()
 
 
 def bench(*options: str) -> str:
@@ -38,13 +40,15 @@ def tables() -> str:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 def test_overhead_has_three_figures_side_by_side_and_two_ratios_with_their_quartiles(tables, schedule):
     ratio = r" +\d+\.\d\d (<=|> ) [\d.]+ \[\d+\.\d\d, \d+\.\d\d\]"
-    row = rf"^  {schedule} +\d+( +\d+\.\d){{3}} +\d+\.\d\d({ratio}){{2}}$"
+    peer, beside = ("-", " +-") if schedule in PEER_HANGS else (r"\d+\.\d", ratio)
+    row = rf"^  {schedule} +\d+ +\d+\.\d +{peer} +\d+\.\d +\d+\.\d\d{ratio}{beside}$"
     assert re.search(row, tables, re.MULTILINE), tables
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 def test_emulated_compute_stands_beside_its_simulation_and_torch(tables, schedule):
-    row = rf"^  {schedule} +\d+\.\d +\d+\.\d +[+-]\d+\.\d% (<=|> ) 3% +\d+\.\d +\d+\.\d\d\d (<=|> ) 1   \d+, \d+$"
+    beside = "- +-" if schedule in PEER_HANGS else r"\d+\.\d +\d+\.\d\d\d (<=|> ) 1"
+    row = rf"^  {schedule} +\d+\.\d +\d+\.\d +[+-]\d+\.\d% (<=|> ) 3% +{beside}   \d+, \d+$"
     assert re.search(row, tables, re.MULTILINE), tables
 
 
@@ -55,7 +59,7 @@ def test_live_activations_are_what_the_plan_says_whatever_the_machine_does(table
 
 def test_nobody_has_wrong_gradients(tables):
     assert "wrong gradients" not in tables
-    assert "does not run" not in tables
+    assert tables.count("does not run") == 3 * len(PEER_HANGS)
 
 
 def test_the_step_function_the_early_reduction_and_two_modules_have_a_ratio_each():

@@ -77,6 +77,7 @@ def test_a_planted_violation_is_reported(sources, package, line, contract):
         ("schedules", "gradients", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),
         ("schedules", "gradients", "import pipegrid.schedules.runtime", "schedules: from the step functions down"),
         ("schedules", "monitor", "import pipegrid.schedules.gradients", "schedules: from the step functions down"),
+        ("schedules", "gradients/reduction", "import pipegrid.schedules.gradients.clip", "gradients: from reduction"),
         ("schedules", "verify", "import pipegrid.schedules.simulate", "schedules: from a plan that runs down"),
         ("schedules", "generators", "import pipegrid.schedules.lowering", "schedules: from a plan that runs down"),
         ("schedules", "search", "import torch", "schedules: planning has no torch"),
@@ -91,7 +92,7 @@ def test_a_planted_violation_between_folders_is_reported(sources, package, folde
     result = lint_imports(sources)
     assert result.returncode == 1, result.stdout + result.stderr
     assert any(contract in text and text.endswith("BROKEN") for text in result.stdout.splitlines())
-    assert f"pipegrid.{package}.{folder}.planted" in result.stdout
+    assert f"pipegrid.{package}.{folder.replace('/', '.')}.planted" in result.stdout
 
 
 @pytest.mark.parametrize("package", PACKAGES)

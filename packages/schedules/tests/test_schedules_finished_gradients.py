@@ -15,8 +15,8 @@ from attrs import frozen
 from torch import nn
 
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.gradients.reduce import reduce_gradients
-from pipegrid.schedules.gradients.tied import tie_parameters, tied_stages
+from pipegrid.schedules.gradients.reduction.reduce import reduce_gradients
+from pipegrid.schedules.gradients.reduction.tied import tie_parameters, tied_stages
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.step_functions import (

@@ -20,7 +20,7 @@ from pipegrid.schedules import (
     zero_main_grads,
 )
 from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, fresh_gradients
-from pipegrid.schedules.gradients.tied import tie_parameters
+from pipegrid.schedules.gradients.reduction.tied import tie_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 

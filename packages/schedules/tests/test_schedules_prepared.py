@@ -21,8 +21,8 @@ from pipegrid.schedules import (
     forward_backward_pipelining_with_interleaving,
     lowering,
 )
-from pipegrid.schedules.gradients.buckets import Bucket
-from pipegrid.schedules.gradients.tied import TieMark
+from pipegrid.schedules.gradients.reduction.buckets import Bucket
+from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.schedules.megatron import kept, place, prepared, step
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Plan

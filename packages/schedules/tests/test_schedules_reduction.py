@@ -10,7 +10,7 @@ from torch import nn
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.gradients.lanes import GradientError, Waiting
-from pipegrid.schedules.gradients.policy import gradient_policy
+from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
@@ -188,7 +188,7 @@ def test_a_frozen_module_needs_no_groups():
 
 
 def test_means_of_fully_shard_fit_a_finalizer_only_over_the_lanes_of_the_loss(monkeypatch):
-    monkeypatch.setattr("pipegrid.schedules.gradients.policy.fsdp_divisors", lambda model: {id(model): None})
+    monkeypatch.setattr("pipegrid.schedules.gradients.reduction.policy.fsdp_divisors", lambda model: {id(model): None})
     finalize = {"finalize_model_grads_func": lambda *_, **__: None}
     settle(grids={"images": (2, 1), "language": (2, 1)}, **finalize)({0: None})
     with pytest.raises(ReductionError, match="divided by 1, but fully_shard averages over them"):

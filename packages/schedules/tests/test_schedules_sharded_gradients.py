@@ -23,7 +23,7 @@ from pipegrid.schedules.gradients import (
     require_equal_replicas,
 )
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
-from pipegrid.schedules.gradients.policy import gradient_policy
+from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron import PipelineConfig
 
 

@@ -29,10 +29,10 @@ from pipegrid.schedules import (
     with_reduce,
 )
 from pipegrid.schedules.errors import ReductionError
-from pipegrid.schedules.gradients.policy import required_ties
-from pipegrid.schedules.gradients.reduce import GradientError
-from pipegrid.schedules.gradients.tie_groups import stages_here, tie_groups
-from pipegrid.schedules.gradients.tied import TieMark
+from pipegrid.schedules.gradients.reduction.policy import required_ties
+from pipegrid.schedules.gradients.reduction.reduce import GradientError
+from pipegrid.schedules.gradients.reduction.tie_groups import stages_here, tie_groups
+from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
 from pipegrid.transport import P2PCommunicator
 

@@ -1,4 +1,4 @@
-"""Gradients beside the schedule: reduction, norm, tied parameters, accumulation type, loss scale, output layer."""
+"""Gradients beside the schedule: reduction over ranks, norm, accumulation type, loss scale, output layer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ if TYPE_CHECKING:
         finish_embedding_wgrad_compute,
         output_linear,
     )
-    from pipegrid.schedules.gradients.policy import required_ties
-    from pipegrid.schedules.gradients.reduce import reduce_gradients
-    from pipegrid.schedules.gradients.replicas import ReplicaError, require_equal_replicas
-    from pipegrid.schedules.gradients.tie_groups import TyingError
-    from pipegrid.schedules.gradients.tied import TiedParameters, tie_parameters, tied_stages
+    from pipegrid.schedules.gradients.reduction import (
+        ReplicaError,
+        TiedParameters,
+        TyingError,
+        reduce_gradients,
+        require_equal_replicas,
+        required_ties,
+        tie_parameters,
+        tied_stages,
+    )
 
 __all__ = [
     "DeferralError",
@@ -67,12 +72,9 @@ _LAZY = {
     "main_grad": "MainGradError accumulate_in_main_grad fresh_gradients zero_main_grads",
     "output_layer": "DeferralError clear_embedding_activation_buffer deferred_weight_gradients "
     "finish_embedding_wgrad_compute output_linear",
-    "policy": "required_ties",
     "lanes": "GradientError ReductionTimeoutError collection_of",
-    "reduce": "reduce_gradients",
-    "replicas": "ReplicaError require_equal_replicas",
-    "tie_groups": "TyingError",
-    "tied": "TiedParameters tie_parameters tied_stages",
+    "reduction": "ReplicaError TiedParameters TyingError reduce_gradients require_equal_replicas required_ties "
+    "tie_parameters tied_stages",
 }
 
 __getattr__, __dir__ = lazy_names(

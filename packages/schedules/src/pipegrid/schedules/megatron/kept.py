@@ -16,7 +16,7 @@ import torch
 from attrs import define, frozen
 
 from pipegrid.schedules.gradients.lanes import collection_of
-from pipegrid.schedules.gradients.policy import GradientPolicy, observed
+from pipegrid.schedules.gradients.reduction import GradientPolicy, observed
 from pipegrid.schedules.megatron.config import PipelineConfig, config_of, option
 from pipegrid.schedules.megatron.place import Sharding, Ties, sharding_key
 from pipegrid.schedules.megatron.prepared import PreparedStep

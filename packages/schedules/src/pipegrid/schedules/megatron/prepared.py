@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipegrid.schedules.gradients.lanes import Waiting
-from pipegrid.schedules.gradients.overlap import last_backwards
-from pipegrid.schedules.gradients.tied import TiedParameters
+from pipegrid.schedules.gradients.reduction import TiedParameters, last_backwards
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Action, ActionKind, Plan

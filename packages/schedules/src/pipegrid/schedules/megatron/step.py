@@ -9,12 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients, required_ties, tied_stages
+from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
 from pipegrid.schedules.gradients.lanes import Waiting, collection_of
-from pipegrid.schedules.gradients.overlap import EarlyReduction
-from pipegrid.schedules.gradients.policy import GradientPolicy, gradient_policy
-from pipegrid.schedules.gradients.reduce import GradientReduction
-from pipegrid.schedules.gradients.replicas import require_equal_replicas
+from pipegrid.schedules.gradients.reduction import (
+    EarlyReduction,
+    GradientPolicy,
+    GradientReduction,
+    gradient_policy,
+    require_equal_replicas,
+    required_ties,
+    tied_stages,
+)
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.forward import numbered_modules
 from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments, StepCall, forget_call, keep, kept_call

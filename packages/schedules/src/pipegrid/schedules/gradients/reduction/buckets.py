@@ -23,7 +23,7 @@ from pipegrid.schedules.gradients.main_grad import (
     replace_accumulated,
     set_accumulated,
 )
-from pipegrid.schedules.gradients.tied import mark_of
+from pipegrid.schedules.gradients.reduction.tied import mark_of
 
 _AS_IT_IS_BYTES = 2**20  # from here on, a gradient alone in its bucket is not copied
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from pipegrid.schedules.gradients.main_grad import keeps_main_grad
-from pipegrid.schedules.gradients.reduce import GradientReduction
+from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.schedules.gradients.buckets import Bucket, Divisor, alike, partial_over_tp, used_in
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors, mesh_ranks
 from pipegrid.schedules.gradients.lanes import (
     GradientError,
@@ -29,7 +28,8 @@ from pipegrid.schedules.gradients.lanes import (
     size_of,
 )
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
-from pipegrid.schedules.gradients.tied import mark_of
+from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, alike, partial_over_tp, used_in
+from pipegrid.schedules.gradients.reduction.tied import mark_of
 from pipegrid.topology.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
 

@@ -17,11 +17,11 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.fsdp import has_fsdp
-from pipegrid.schedules.gradients.buckets import partial_over_tp
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, collection_of, device_of, lanes_group, size_of
-from pipegrid.schedules.gradients.reduce import GradientReduction
-from pipegrid.schedules.gradients.tied import TiedParameters, mark_of
+from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
+from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
+from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
 
 _FINISHERS = ("a finalize_model_grads_func", "reduce_gradients", "what wraps the model")

@@ -1,0 +1,27 @@
+"""Sums of gradients over data lanes, tensor-parallel ranks and tied copies, and what they are divided by."""
+
+from __future__ import annotations
+
+from pipegrid.schedules.gradients.reduction.overlap import EarlyReduction, last_backwards
+from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed, required_ties
+from pipegrid.schedules.gradients.reduction.reduce import GradientReduction, reduce_gradients
+from pipegrid.schedules.gradients.reduction.replicas import ReplicaError, require_equal_replicas
+from pipegrid.schedules.gradients.reduction.tie_groups import TyingError
+from pipegrid.schedules.gradients.reduction.tied import TiedParameters, tie_parameters, tied_stages
+
+__all__ = [
+    "EarlyReduction",
+    "GradientPolicy",
+    "GradientReduction",
+    "ReplicaError",
+    "TiedParameters",
+    "TyingError",
+    "gradient_policy",
+    "last_backwards",
+    "observed",
+    "reduce_gradients",
+    "require_equal_replicas",
+    "required_ties",
+    "tie_parameters",
+    "tied_stages",
+]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -227,6 +228,10 @@ def test_an_entry_whose_peer_is_gone_runs_on_and_is_completed_with_an_error_wher
         until(work.is_completed)
         assert not work.is_success()
         assert isinstance(work.exception(), RuntimeError)
+        work.wait()
+        with pytest.raises(RuntimeError) as raised:
+            work.wait(timedelta(seconds=60))
+        assert raised.value is work.exception()
         ranks.fake_device.reports_peer_errors = False
         second = group.recv([torch.zeros(2)], 0, 0)
         ranks.barrier()

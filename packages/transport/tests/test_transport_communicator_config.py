@@ -57,9 +57,12 @@ class TestConfiguration:
             P2PCommunicator(dist.group.WORLD, config(), tensor_shape=(2, ranks.rank))
 
     @pytest.mark.ranks(1)
-    @pytest.mark.parametrize("settings", [{"pipeline_dtype": None}, {"shapes": "header"}])
-    def test_a_shape_that_stands_needs_a_dtype_and_cannot_vary(self, ranks, settings):
-        with pytest.raises(P2PConfigError, match=r"tensor_shape is \(2, 3\).* needs all three"):
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [({"pipeline_dtype": None}, "pipeline_dtype is None"), ({"shapes": "header"}, "shapes are 'header'")],
+    )
+    def test_a_shape_that_stands_needs_a_dtype_and_cannot_vary(self, ranks, settings, text):
+        with pytest.raises(P2PConfigError, match=rf"^tensor_shape is \(2, 3\), but {text}"):
             P2PCommunicator(dist.group.WORLD, config(**settings), tensor_shape=SHAPE)
 
     @pytest.mark.ranks(2)

@@ -111,8 +111,8 @@ class TestWhatIsNone:
         ("error", "text", "arguments"),
         [
             (P2PConfigError, "pp_group is 'x'; it must be None or a group", {"pp_group": "x"}),
-            (P2PConfigError, r"tensor_shape is \(2, -1\), pipeline_dtype", {"tensor_shape": (2, -1)}),
-            (P2PConfigError, "tensor_shape is 3, pipeline_dtype", {"tensor_shape": 3}),
+            (P2PConfigError, r"tensor_shape is \(2, -1\); it must be one shape", {"tensor_shape": (2, -1)}),
+            (P2PConfigError, "tensor_shape is 3; it must be one shape", {"tensor_shape": 3}),
             (LaneSpecError, "placement is '01'; it must be a list or tuple", {"placement": "01"}),
             (LaneSpecError, r"placement\[0\] is 0.0; it must be an integer", {"placement": (0.0, 1.0)}),
             (RuntimeError, "gpu0", {"device": "gpu0"}),
@@ -147,7 +147,7 @@ class TestWhatIsNone:
         assert communicator.device == torch.device("cpu")
         if ranks.rank == 2:
             assert communicator.recv_forward(SHAPE, True) is None
-            with pytest.raises(P2PUsageError, match=r"placement \(0, 1\) has no lane 1>2\[forward\]"):
+            with pytest.raises(P2PUsageError, match=r"lane 1>2\[forward\], which the placement \(0, 1\) does not have"):
                 communicator.recv_forward(SHAPE)
         communicator.close()
 

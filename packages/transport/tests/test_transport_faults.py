@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -212,6 +213,30 @@ def test_a_transfer_that_comes_just_as_its_lane_ends_has_failed(ranks):
                 with pytest.raises(P2PLaneDeadError, match="another thread gave up"):
                     last.result()
             lanes[BACK].isend(torch.ones(SHAPE)).wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_transfer_that_is_started_just_as_its_lane_ends_has_an_end_though_nobody_waits(ranks, monkeypatch):
+    with open_lanes([THERE], config=config(), standing={THERE: torch.empty(SHAPE)}) as lanes:
+        lane, ended = lanes[THERE], threading.Event()
+        if ranks.rank == 0:
+            lane.isend(torch.ones(SHAPE)).wait()
+            start = lane._start
+
+            def start_while_another_thread_aborts(operations):
+                tickets = start(operations)
+                lane.abort("another thread gave up")
+                return tickets
+
+            monkeypatch.setattr(lane, "_start", start_while_another_thread_aborts)
+            handle = lane.isend(torch.ones(SHAPE))
+            handle.on_done(lambda _: ended.set())
+            assert ended.wait(LATEST)
+            with pytest.raises(P2PLaneDeadError, match="another thread gave up"):
+                handle.wait()
+        else:
+            lane.irecv().result()
+        ranks.barrier()
 
 
 @pytest.mark.ranks(2)

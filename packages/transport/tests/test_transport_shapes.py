@@ -225,7 +225,7 @@ def test_a_message_of_another_dtype_than_agreed(ranks, standing, sent):
 def test_a_sender_that_does_not_keep_to_its_manifest(ranks):
     with open_lanes([LANE], config=config(shapes="manifest")) as lanes:
         lane = lanes[LANE]
-        text = r"message 1 of lane 0>1.there. is float32\[5\], but float32\[3\] was announced"
+        text = r"message 1 of lane 0>1.there. is float32\[5\], but float32\[3\] was announced to rank 1; announce mess"
         if ranks.rank == 0:
             lane.announce([torch.ones(2), torch.ones(3)])
             send_all(lane, torch.ones(2))

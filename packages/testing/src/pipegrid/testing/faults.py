@@ -45,13 +45,18 @@ class Fault:
     nth: int = field(kw_only=True, default=0)
 
     def __attrs_post_init__(self) -> None:
-        if self.kind not in KINDS or self.rank < 0 or self.nth < 0:
-            raise FaultError(f"{self!r}: the kinds are {', '.join(KINDS)}; rank and nth count from 0")
-        if (self.at is None) == (self.after is None) or (self.nth and self.at is None):
-            raise FaultError(f"{self!r}: a fault has either at=, perhaps with nth=, or after=")
         times = [one for one in (self.after, self.seconds) if one is not None]
-        if (self.kind == "delay") != (self.seconds is not None) or not all(0 <= one < math.inf for one in times):
-            raise FaultError(f"{self!r}: seconds= is for delays alone, and times are finite and at least 0")
+        rules = {
+            f"the kinds are {', '.join(KINDS)}": self.kind in KINDS,
+            "rank and nth count from 0": self.rank >= 0 and self.nth >= 0,
+            "a fault has either at= or after=": (self.at is None) != (self.after is None),
+            "nth= counts occurrences of at=": not self.nth or self.at is not None,
+            "seconds= is for delays, which need it": (self.kind == "delay") == (self.seconds is not None),
+            "times are finite and at least 0": all(0 <= one < math.inf for one in times),
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise FaultError(f"{self!r}: {rule}")
 
     def __str__(self) -> str:
         when = f"after {self.after} s" if self.at is None else f"at {self.at!r}" + (f" #{self.nth}" if self.nth else "")

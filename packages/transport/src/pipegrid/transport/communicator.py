@@ -73,17 +73,20 @@ class P2PCommunicator:
         self.rank = dist.get_rank()
         backend, self._device = resolve_device(None, device, group)
         specs = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
-        standing = None
-        if tensor_shape is not None:
-            dtype, mode = self.config.pipeline_dtype, self.config.shape_mode
-            if not is_single_shape(tensor_shape) or dtype is None or mode not in ("agreed", "given"):
-                raise P2PConfigError(
-                    f"tensor_shape is {tensor_shape!r}, pipeline_dtype {dtype} and shapes {mode!r}; a fixed "
-                    "shape needs all three"
-                )
-            standing = dict.fromkeys(specs, torch.empty(tuple(tensor_shape), dtype=dtype, device="meta"))
+        standing = None if tensor_shape is None else dict.fromkeys(specs, self._example(tensor_shape))
         self.lanes = open_lanes(specs, config=self.config, backend=backend, device=self._device, standing=standing)
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
+
+    def _example(self, shape: Sequence[int]) -> torch.Tensor:
+        """A message of the one ``tensor_shape``."""
+        dtype, mode = self.config.pipeline_dtype, self.config.shape_mode
+        if not is_single_shape(shape):
+            raise P2PConfigError(f"tensor_shape is {shape!r}; it must be one shape, of sizes of at least 0")
+        if mode not in ("agreed", "given"):
+            raise P2PConfigError(f"tensor_shape is {shape!r}, but shapes are {mode!r}, which vary")
+        if dtype is None:
+            raise P2PConfigError(f"tensor_shape is {shape!r}, but pipeline_dtype is None; a fixed message has a dtype")
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     # ---- This rank among the stages
 
@@ -172,9 +175,8 @@ class P2PCommunicator:
             raise P2PUsageError(f"the edge is {edge}; it must be an Edge of this pipeline, such as Edge(0, 1)")
         spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
-            raise P2PUsageError(
-                f"edge {edge} needs lane {spec}, which rank {self.rank} is no end of, or traffic= left out"
-            )
+            why = "the argument traffic left out" if self.rank in spec.pair else f"rank {self.rank} is no end of"
+            raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
         return self.lanes[spec]
 
     def _rank_of(self, stage: int) -> int:
@@ -377,9 +379,9 @@ class P2PCommunicator:
         lane = self._of_name.get(name)
         if lane is None:
             spec = self._spec(name)
-            raise P2PUsageError(
-                f"the placement {self._placement} has no lane {spec}, or traffic= left it out; use isend and irecv"
-            )
+            left_out = spec in pipeline_lanes(self._ranks, placement=self._placement)
+            why = "the argument traffic left out" if left_out else f"the placement {self._placement} does not have"
+            raise P2PUsageError(f"{name} needs lane {spec}, which {why}; isend and irecv take an edge")
         if name not in _RECEIVES:
             return lane.isend(value)
         if not self._takes_any_receive:

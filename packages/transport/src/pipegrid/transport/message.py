@@ -161,7 +161,7 @@ class ShapeContract:
         if signature != announced:
             raise P2PMismatchError(
                 f"message {sequence} of lane {self._lane} is {signature}, but {announced} was announced to rank "
-                f"{self._lane.destination}; shapes that change need variable_seq_lengths=True, or renew() on both sides"
+                f"{self._lane.destination}; {_change(self.standing)}"
             )
         return False
 
@@ -185,7 +185,7 @@ class ShapeContract:
         if any(lost):
             raise P2PUsageError(
                 f"in message {sequence} of lane {self._lane}, {signature}, tensor {lost.index(True)} requires grad, "
-                f"but was announced to rank {self._lane.destination} without; call renew() on both sides"
+                f"but was announced to rank {self._lane.destination} without; {_change(self.standing)}"
             )
 
     def announce(self, signatures: Sequence[Signature], *, standing: bool) -> None:
@@ -204,3 +204,10 @@ class ShapeContract:
     def renew(self) -> None:
         """Forget the standing signature: the next message has a header again."""
         self.standing = None
+
+
+def _change(standing: Signature | None) -> str:
+    """How messages may change, for an error."""
+    if standing is None:
+        return "announce messages as they will be sent, in their order"
+    return "shapes that change need variable_seq_lengths=True, or renew() on both sides"

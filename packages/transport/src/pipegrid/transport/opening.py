@@ -124,12 +124,13 @@ def open_lanes(
 
 def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> list[LaneSpec]:
     ordered, world = sorted(specs), dist.get_world_size()
-    twice = [first for first, second in itertools.pairwise(ordered) if first == second]
-    wrong = [*twice, *(spec for spec in ordered if spec.pair[1] >= world), *(standing.keys() - set(ordered))]
-    if wrong:
-        raise LaneSpecError(
-            f"lane {wrong[0]} is given twice, has a rank beyond the world of {world}, or is in standing only"
-        )
+    faults = [
+        *(f"lane {one} is given twice" for one, other in itertools.pairwise(ordered) if one == other),
+        *(f"lane {one} has a rank beyond the world of {world}" for one in ordered if one.pair[1] >= world),
+        *(f"standing has lane {one}, which is not to be opened" for one in standing.keys() - set(ordered)),
+    ]
+    if faults:
+        raise LaneSpecError(faults[0])
     return ordered
 
 

@@ -104,10 +104,14 @@ def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype |
     """
     if tensor.device != device:
         raise P2PPayloadError(f"lane {lane} moves tensors of device {device}, got one of {tensor.device}")
-    if is_lazy(tensor) or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if is_lazy(tensor):
+        raise P2PPayloadError(f"lane {lane} got a parameter without a shape; run its module once before sending it")
+    if tensor.is_quantized:
+        raise P2PPayloadError(f"lane {lane} got a quantized tensor, whose scale does not travel; send its int_repr()")
+    if tensor.is_conj() or tensor.is_neg():
+        kind = "conj" if tensor.is_conj() else "neg"
         raise P2PPayloadError(
-            f"lane {lane} got a {type(tensor).__name__} of {tensor.dtype} whose memory differs from its values (a "
-            "conjugate or negative view, a quantized tensor, an uninitialized parameter); send an explicit copy"
+            f"lane {lane} got a view whose memory differs from its values; send tensor.resolve_{kind}(), a copy"
         )
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous():
         raise P2PPayloadError(

@@ -379,6 +379,9 @@ class LaneTransfers:
 
     def sweep(self, now: float) -> None:
         """See ends and deadlines of transfers without a waiting thread."""
+        if self.error is not None:  # another thread started these while the lane ended
+            self.finish(self.error)
+            return
         if self.mover.polled:
             self._see_ends()
         if self.mover.streams and self.queue and self._has_final_notice(now):

@@ -55,8 +55,9 @@ class _Transfer:
 class FakeWork(WorkBase):  # type: ignore[misc]
     """The work of one entry, with the behaviour of NCCL's.
 
-    `is_completed` is true for an entry that failed, too; then `exception` returns the error. `wait` raises nothing.
-    Its two forms: see `FakeDevice`. With a timeout it holds the host in both and raises past the timeout.
+    `is_completed` is true for an entry that failed, too; then `exception` returns the error. `wait` raises nothing:
+    NCCL's raises an error that is known by then, which a wait that comes too soon misses. Its two forms: see
+    `FakeDevice`. With a timeout it holds the host in both, and raises past the timeout or what the entry failed with.
     """
 
     def __init__(self, entry: Entry, device: FakeDevice, *, holds: bool) -> None:
@@ -87,6 +88,8 @@ class FakeWork(WorkBase):  # type: ignore[misc]
                 if not self.entry.ended.wait(timeout.total_seconds()):
                     raise dist.DistBackendError(f"{self.entry} is not done after {timeout.total_seconds():g} s")
             streams.host_waits("Work.wait(timeout)", self.entry.clock)
+            if self.entry.error is not None:
+                raise self.entry.error
         elif self._holds:
             with streams.host_waiting():
                 self.entry.released.wait()

@@ -1,5 +1,7 @@
 """Every plan, whatever its names and however wrong: what is written reads back equal, or raises."""
 
+import random
+import re
 import string
 
 import pytest
@@ -18,13 +20,16 @@ from pipegrid.schedules import (
     from_json,
     from_text,
     gpipe,
+    interleaved_1f1b,
     lower,
+    seq1f1b,
     to_csv,
     to_json,
     to_text,
     verify,
     with_reduce,
 )
+from pipegrid.schedules.plan import parse_action
 from pipegrid.transport.edge import Edge
 
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
@@ -145,3 +150,36 @@ def test_shared_parameters_are_read_back():
     for write, read in FORMS:
         assert read(write(plan)) == plan
     assert Edge(0, 1) in plan.graph.stage_edges
+
+
+def actions_in(text, row):
+    """The actions of all rows of a table, as they are written, in one form; ``row`` matches one."""
+    words = [word for found in re.findall(row, text, re.MULTILINE) for word in re.findall(r"[^\s,\[\]]+", found)]
+    return [str(parse_action(word)) for word in words]
+
+
+ROW_OF_TEXT, ROW_OF_CSV = r"^\s*\d+\s*:([^#\n]*)", r"^([^#\n].*)"
+
+
+@pytest.mark.parametrize(
+    ("plan", "write", "read", "row"),
+    [
+        (lower(gpipe(2, 3)), to_text, from_text, ROW_OF_TEXT),
+        (lower(seq1f1b(2, 2, num_slices=2), collectives={Edge(0, 1): "g"}), to_text, from_text, ROW_OF_TEXT),
+        (interleaved_1f1b(2, 3), to_csv, from_csv, ROW_OF_CSV),
+    ],
+    ids=["messages", "slices", "csv"],
+)
+def test_a_changed_character_is_an_error_with_its_line_or_part_of_what_is_read(plan, write, read, row):
+    written, rng, read_back = write(plan), random.Random(0), 0
+    for _ in range(600):
+        at, length = rng.randrange(len(written)), rng.randint(0, 1)
+        changed = written[:at] + rng.choice(["", *'0123 ,:;>#[]".@FBg\n']) + written[at + length :]
+        try:
+            again = read(changed)
+        except PlanError as error:
+            assert str(error).startswith("line "), changed
+            continue
+        read_back += 1
+        assert actions_in(write(again), row) == actions_in(changed, row), changed
+    assert read_back > 50

@@ -90,9 +90,15 @@ def test_slices_are_those_of_the_table_without_a_header_line():
     ("text", "error"),
     [
         ("slices 3\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "line 1: the table has actions of 2 of 3 slices"),
-        ("slices 2\n0: 0F0.0 0F0.1 0B0.1 0B0", "line 1: 0B0 names no slice; microbatches are cut into 2"),
-        ("slices 1\n0: 0F0.0 0F0.1 0B0.1 0B0.0", "line 1: 0F0.0 names slice 0; microbatches are cut into 1"),
-        ("slices 2\n0: 0F0.0 0F0.2 0B0.1 0B0.0", "line 1: 0F0.2 names slice 2; microbatches are cut into 2"),
+        (
+            "slices 2\n0: 0F0.0 0F0.1 0B0.1 0B0",
+            "line 2, column 22: found '0B0'; expected a slice in 0..1 after the microbatch",
+        ),
+        (
+            "slices 1\n0: 0F0.0 0F0.1 0B0.1 0B0.0",
+            "line 2, column 4: found '0F0.0'; expected a microbatch without a slice",
+        ),
+        ("slices 2\n0: 0F0.0 0F0.2 0B0.1 0B0.0", "line 2, column 10: found '0F0.2'; expected a slice in 0..1"),
         (
             "modules a:1 b:1\nedges a>b\n0: 0F0.0 0F0.1\n1: 1F0.0 1F0.1",
             "microbatches of modules a, b are cut into 2 slices; slices are for one",

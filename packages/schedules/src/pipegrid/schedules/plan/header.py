@@ -33,7 +33,9 @@ def check_extent(actions: Collection[Action], graph: ModuleGraph, num_microbatch
             raise PlanFieldError(f"the table has actions of {len(found)} of {count} {what}", path=path)
 
 
-def expectation(graph: ModuleGraph, num_microbatches: int, groups: Sequence[Group]) -> Callable[[Action], str | None]:
+def expectation(
+    graph: ModuleGraph, num_microbatches: int, groups: Sequence[Group], num_slices: int
+) -> Callable[[Action], str | None]:
     """A function from an action to the text of what is expected in its place; None for an action the plan can have."""
     stages, edges, names = graph.num_stages, frozenset(graph.stage_edges), {group.name for group in groups}
 
@@ -42,6 +44,10 @@ def expectation(graph: ModuleGraph, num_microbatches: int, groups: Sequence[Grou
             return f"a stage in 0..{stages - 1}"
         if action.microbatch is not None and action.microbatch >= num_microbatches:
             return f"a microbatch in 0..{num_microbatches - 1}"
+        if action.microbatch is not None and num_slices > 1 and action.slice not in range(num_slices):
+            return f"a slice in 0..{num_slices - 1} after the microbatch, as in {action.microbatch}.0"
+        if action.slice is not None and num_slices == 1:
+            return "a microbatch without a slice"
         if action.edge is not None and action.edge not in edges:
             known = [str(e) for e in graph.stage_edges if action.stage in (e.source, e.destination)]
             return f"an edge of the graph; stage {action.stage} has {', '.join(known) or 'none'}"

@@ -129,7 +129,7 @@ def _plan(document: _Document) -> Plan:
     actions = list(_actions(document.positions))
     slices = checked(document.slices, Count, "slices", PlanError)
     check_extent([action for _, action in actions], graph, count, slices)
-    expected = expectation(graph, count, document.groups)
+    expected = expectation(graph, count, document.groups, slices)
     for path, action in actions:
         if (instead := expected(action)) is not None:
             raise PlanFieldError(

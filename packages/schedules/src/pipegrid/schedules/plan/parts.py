@@ -6,6 +6,7 @@ A *step* is one action, or a batch (a tuple) of messages and collectives that ar
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 from attrs import field, frozen
@@ -114,7 +115,8 @@ def as_step(step: Action | Iterable[Action]) -> Step:
 
 def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Per stage its positions, ascending; a single position may be given as an integer."""
-    placement: tuple[tuple[int, ...], ...] = checked(value, tuple[Places, ...], "placement", PlanError)
+    error = partial(PlanFieldError, path="placement")
+    placement: tuple[tuple[int, ...], ...] = checked(value, tuple[Places, ...], "placement", error)
     return placement
 
 

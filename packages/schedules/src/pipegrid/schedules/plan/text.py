@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from attrs import define, field
 
@@ -128,17 +128,24 @@ class Reader:
         try:
             return self._plan()
         except PlanFieldError as error:
-            line = self.lines.get(re.findall(r"groups\[\d+\]|\w+", error.path)[0])
-            raise error if line is None else PlanFieldError(f"line {line}: {error}", path=error.path) from None
+            part = re.findall(r"groups\[\d+\]|\w+", error.path)[0]
+            line = self.lines.get(part, self.lines.get("edges") if part == "modules" else None)
+            if line is not None:
+                raise PlanFieldError(f"line {line}: {error}", path=error.path) from None
+            if (number := _IMPLIED.get(part)) is None:
+                raise
+            _, highest, _ = max(self.actions, key=lambda entry: number(entry[2]))
+            raise highest.error(f"a number that fits the rest ({error})") from None
 
     def _plan(self) -> Plan:
         actions, header = [action for _, _, action in self.actions], self.header
-        count = self._count("microbatches", self.num_microbatches or 1 + max(a.microbatch or 0 for a in actions))
-        slices = self._count("slices", 1 + max(action.slice or 0 for action in actions))
-        graph = self._graph(self.num_stages or 1 + max(action.stage for action in actions))
+        implied = {part: 1 + max(map(number, actions)) for part, number in _IMPLIED.items()}
+        count = self._count("microbatches", self.num_microbatches or implied["microbatches"])
+        slices = self._count("slices", implied["slices"])
+        graph = self._graph(self.num_stages or implied["modules"])
         check_extent(actions, graph, count, slices)
         groups = [_group(number, words) for number, words in enumerate(self.groups)]
-        expected = expectation(graph, count, groups)
+        expected = expectation(graph, count, groups, slices)
         for _, token, action in self.actions:
             if (instead := expected(action)) is not None:
                 raise token.error(instead)
@@ -177,6 +184,11 @@ class Reader:
         return [[at for at, done in own.items() if done == full] for own, full in zip(computes, most, strict=True)]
 
 
+_IMPLIED: dict[str, Callable[[Action], int]] = {  # by the line of the header that counts them
+    "modules": lambda action: action.stage,
+    "microbatches": lambda action: action.microbatch or 0,
+    "slices": lambda action: action.slice or 0,
+}
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 
 

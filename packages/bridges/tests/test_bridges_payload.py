@@ -97,6 +97,22 @@ def test_a_missing_leaf_is_an_error_that_shows_the_declaration(tree, victim):
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("declared", "payload"),
+    [
+        ([Whole(), Whole()], {0: 1, 1: 2}),
+        ({0: Whole()}, [1]),
+        ([Whole(), None], (1, [])),
+        ([Whole(), None], (1, {})),
+        ([Whole(), []], (1, None)),
+        ([Whole(), {}], (1, [])),
+    ],
+)
+def test_a_container_of_another_kind_is_an_error(declared, payload):
+    with pytest.raises(ShapeError, match="the edge declares"):
+        Structure(declared).values(payload, name="edge")
+
+
 @example([Axes(), Whole()], [[], Whole()])
 @given(TREES.filter(count), TREES.filter(count))
 def test_structures_that_differ_are_told_apart_by_their_text(one, other):

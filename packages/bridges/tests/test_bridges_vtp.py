@@ -127,6 +127,8 @@ def test_what_a_receive_lacks_is_said_before_anything_is_sent():
             comm.vtp_send_forward(tensor(SHAPE), next_ranks=1)
         with pytest.raises(ShapeError, match="carries one tensor, got None; zeros stand for no gradient"):
             comm.vtp_send_forward(None)
+        with pytest.raises(ShapeError, match="carries one tensor, got None; zeros stand for no gradient"):
+            comm.send_forward_recv_backward(None, SHAPE)  # the next stage would wait for it
         with pytest.raises(P2PConfigError, match="use_ring_exchange_p2p is True, but torch.distributed has no ring"):
             comm.vtp_recv_backward(SHAPE, SimpleNamespace(use_ring_exchange_p2p=True, pipeline_dtype=torch.float64))
     comm.close()

@@ -54,7 +54,10 @@ MISTAKES = [
     (lambda: PipelineParallelLayerLayout("t|t|t", 2), "3 stages do not divide by pipeline_model_parallel_size 2"),
     (lambda: PipelineParallelLayerLayout("Et|vL", 2), "found 'v', expected a layer"),
     (lambda: PipelineParallelLayerLayout.from_json("{"), "not a layout in JSON"),
-    (lambda: PipelineParallelLayerLayout.from_json("[]"), "a layout in JSON must be an object with keys"),
+    (
+        lambda: PipelineParallelLayerLayout.from_json("[]"),
+        "keys layout, pipeline_model_parallel_size and perhaps symbols; got []",
+    ),
     (lambda: LAYOUT.position(2), "stage is 2; it must be an integer of 0 to 1"),
     (lambda: LAYOUT.get_layer_id_list(pp_rank=2), "pp_rank is 2; it must be an integer of 0 to 1"),
     (lambda: LAYOUT.get_num_layers_to_build(), "pp_rank is None; it must be an integer of 0 to 1"),

@@ -220,6 +220,7 @@ class TestGrammar:
             ({"é": "vision"}, "must be one ASCII letter"),
             ({"v": "vision tower"}, "'v': 'vision tower'; it must be one ASCII letter and a name"),
             ({"v": 3}, "'v': 3; it must be one ASCII letter and a name"),
+            ({"v": None}, "'v': None; it must be one ASCII letter and a name"),
             ({"t": "vision"}, "'t' is decoder in every layout, not 'vision'"),
             ([("v", "vision")], "must map a letter to a kind"),
         ],

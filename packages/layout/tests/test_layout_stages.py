@@ -141,6 +141,7 @@ def test_json_keeps_registered_symbols():
         '{"layout": 3, "pipeline_model_parallel_size": 1}',
         '{"layout": "t", "pipeline_model_parallel_size": true}',
         '{"layout": "t", "pipeline_model_parallel_size": 1, "symbols": [1]}',
+        '{"layout": "v", "pipeline_model_parallel_size": 1, "symbols": {"v": null}}',
         "[" * 100_000,
         None,
     ],

@@ -103,9 +103,9 @@ MISTAKES = [
     (lambda: place({"a": {"tp": "2"}}, world_size=2), GridShapeError, r"shape\[0\] is '2'; it must be"),
     (lambda: place({"a": {"tp": 2}}, world_size=4), PlacementError, r"ranks 2\.\.3 are left over"),
     (
-        lambda: place({"im": {"tp": 2}, "text": {"tp": 2}}, world_size=2, together=["im", "text"]),
+        lambda: place({"a": {"tp": 2}, "b": {"tp": 2}}, world_size=4, together=["a", "b"]),
         PlacementError,
-        r"together \['im', 'text'\] and offsets {} must name modules of \['im', 'text'\] once",
+        r"together is \['a', 'b'\]; it must be a list of sets of modules: \[\('a', 'b'\)\]",
     ),
     (
         lambda: place({"a": {"tp": 2}}, world_size=2, offsets={"a": "0"}),

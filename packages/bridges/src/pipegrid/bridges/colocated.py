@@ -132,7 +132,8 @@ class ColocatedBridgeCommunicator:
     def _validate_grids(self) -> None:
         src, dst = ranks_of(self.src_grid), ranks_of(self.dest_grid)
         if src != dst:
-            raise BridgeError(f"{self._label}: the source is on ranks {list(src)}, the destination on {list(dst)}")
+            spans = [f"{ranks.start}..{ranks.stop - 1}" for ranks in (src, dst)]
+            raise BridgeError(f"{self._label}: the source is on ranks {spans[0]}, the destination on {spans[1]}")
         for grid, known in ((self.src_grid, KNOWN_DIMS[:-1]), (self.dest_grid, KNOWN_DIMS)):
             dims = zip(grid.dim_names, grid.shape, strict=True)
             other = {dim: size for dim, size in dims if dim not in known and size > 1}

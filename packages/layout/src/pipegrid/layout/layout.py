@@ -199,9 +199,10 @@ class PipelineParallelLayerLayout:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"not a layout in JSON: {error}") from error
-        required, allowed = {"layout", "pipeline_model_parallel_size"}, {"symbols"}
-        if not isinstance(data, dict) or not required <= set(data) <= required | allowed:
-            raise LayoutError(f"a layout in JSON must be an object with keys {required}, perhaps {allowed}; got {data}")
+        required = {"layout", "pipeline_model_parallel_size"}
+        if not isinstance(data, dict) or not required <= set(data) <= required | {"symbols"}:
+            keys = f"{', '.join(sorted(required))} and perhaps symbols"
+            raise LayoutError(f"a layout in JSON must be an object with keys {keys}; got {data!r:.80}")
         return PipelineParallelLayerLayout(
             data["layout"],
             data["pipeline_model_parallel_size"],

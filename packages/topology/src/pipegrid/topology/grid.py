@@ -147,12 +147,14 @@ def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[s
     grid = Grid(shape, dim_names, base.rank_offset)
     if grid.size != base.size:
         raise ViewError(f"view {name!r} {grid} has {grid.size} ranks, the grid {base} has {base.size}")
-    shared = frozenset(dims_of(shared_dims or ()))
+    shared = dims_of(shared_dims or ())
     for dim in shared:
         own, other = base.axes.get(dim), grid.axes.get(dim)
         if own is None or other is None or (own != other and not own[0] == other[0] == 1):
-            raise ViewError(f"view {name!r} {grid} cannot share {dim!r} of the grid {base}: it has other groups there")
-    return View(name, grid, shared)
+            raise ViewError(
+                f"view {name!r} {grid} cannot share {dim!r} of the grid {base}: both must have it, with the same groups"
+            )
+    return View(name, grid, frozenset(shared))
 
 
 @frozen

@@ -65,6 +65,8 @@ def _starts(
     together: list[Sequence[str]],
     offsets: dict[str, int],
 ) -> dict[str, int]:
+    if any(isinstance(names, str) for names in together):
+        raise PlacementError(f"together is {together}; it must be a list of sets of modules: [('a', 'b')]")
     company = {name: names for names in together for name in names}
     named = [name for names in together for name in names]
     if len(company) < len(named) or not {*company, *offsets} <= modules.keys():

@@ -39,11 +39,12 @@ def resolve_rank(rank: int | None = None) -> int:
     return _resolved("rank", rank, Index)
 
 
-def _resolved(what: str, given: int | None, rule: Any) -> int:
+def _resolved(what: str, given: Any, rule: Any) -> int:
     if given is None:
         given = _from_default_group(f"get_{what}")
     if given is None and what.upper() in os.environ:
-        given = int(os.environ[what.upper()])
+        text = os.environ[what.upper()].strip()
+        given = int(text) if text.isdecimal() else text
     if given is None:
         raise WorldSizeUnknownError(
             f"{what} is unknown: pass it, or initialise the default process group, or set {what.upper()}"

@@ -209,7 +209,8 @@ def _match(declared: Declared, value: Any, path: str, found: list[Any], name: st
         found.append(value)
         return
     parts, given = _parts(declared) or {}, _parts(value)
-    if given is None or given.keys() != parts.keys():
+    alike = isinstance(value, Mapping) is isinstance(declared, Mapping) and (value is None) is (declared is None)
+    if not alike or given is None or given.keys() != parts.keys():
         raise ShapeError(f"{name}: payload{path} is {kind_of(value)}; the edge declares {_text(declared)}")
     for key, part in parts.items():
         _match(part, given[key], f"{path}[{key!r}]", found, name)

@@ -449,28 +449,27 @@ class VTPCommunicator:
         self, output_tensors: torch.Tensor, tensor_shapes: Any = None, is_last_stage: bool = False
     ) -> torch.Tensor | None:
         """Send an activation on and receive a gradient from the same stage, as one batch; None on the last stage."""
-        return None if is_last_stage else self._exchange(_B, tensor_shapes, sending=output_tensors)
+        return None if is_last_stage else self._exchange(_B, tensor_shapes, output_tensors)
 
     def send_backward_recv_forward(
         self, input_tensor_grads: torch.Tensor, tensor_shapes: Any = None, is_first_stage: bool = False
     ) -> torch.Tensor | None:
         """Send a gradient back and receive an activation from the same stage; None on the first stage."""
-        return None if is_first_stage else self._exchange(_F, tensor_shapes, sending=input_tensor_grads)
+        return None if is_first_stage else self._exchange(_F, tensor_shapes, input_tensor_grads)
 
-    def _exchange(self, arriving: Direction, shapes: Any, *, sending: torch.Tensor | None = None) -> torch.Tensor:
-        """Receive a tensor, and meanwhile send one to the stage that it comes from."""
+    def _exchange(self, arriving: Direction, shapes: Any, *sending: torch.Tensor) -> torch.Tensor:
+        """Receive a tensor, and meanwhile send that of ``sending``, if any, to the stage that it comes from."""
         leaving = _B if arriving is _F else _F
         edge = self._there(self._peers.previous() if arriving is _F else self._peers.next(), _ARRIVES[arriving])
-        sent: Iterable[Handle] | None = None
         timer = f"{arriving.name.lower()}-recv"
-        with _timed(self.config, timer if sending is None else f"{leaving.name.lower()}-send-{timer}"):
+        with _timed(self.config, f"{leaving.name.lower()}-send-{timer}" if sending else timer):
             # A batch of both, by lane: in the order of calls both sides would receive first.
-            with nullcontext() if sending is None else self.lanes.batch(by_lane=True):
+            with self.lanes.batch(by_lane=True) if sending else nullcontext():
                 receiving = self.irecv(edge=edge, direction=arriving, shapes=shapes)
-                if sending is not None:
-                    sent = self._start_send(sending, leaving, edge)
+                sent = [self._start_send(tensor, leaving, edge) for tensor in sending]
             received: torch.Tensor = receiving.result()
-            _wait(sent)
+            for handles in sent:
+                _wait(handles)
         return received
 
 

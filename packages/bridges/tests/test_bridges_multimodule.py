@@ -289,6 +289,37 @@ def test_the_combined_verbs_meet_without_buffers():
     comm.destroy()
 
 
+@pytest.mark.ranks(5, backend="fake_nccl", fake_nccl="serial")
+def test_1f1b_over_branches_of_unequal_depth_on_one_stream_with_shared_communicators():
+    """With separate ones audio sends a microbatch before it receives the gradient which comes first."""
+    grids, flow, _ = JOBS["branches of unequal depth"]
+    config = P2PConfig(deadline=20.0, open_deadline=20.0, communicators="shared")
+    comm = MultiModulePipelineCommunicator(grids, {name: flow.get(name, []) for name in grids}, config)
+    (name,) = comm.rank_module_map
+    microbatches, warmup, held = 4, comm.total_stages - comm.current_stage - 1, []
+
+    def outputs(step):
+        return {} if comm.is_pp_last_stage else {name: torch.full((1, 1, 1), float(step))}
+
+    def check(grads, step):
+        assert [grad.item() for grad in grads.values()] == [step] * (not comm.is_pp_last_stage)
+
+    for step in range(warmup):
+        held.append(comm.recv_forward())
+        comm.send_forward(outputs(step))
+    held.append(comm.recv_forward())
+    for step in range(warmup, microbatches):
+        check(comm.send_forward_recv_backward(outputs(step)), step - warmup)
+        if step + 1 < microbatches:
+            held.append(comm.send_backward_recv_forward(held.pop(0)))
+        else:
+            comm.send_backward(held.pop(0))
+    for step in range(microbatches - warmup, microbatches):
+        check(comm.recv_backward(), step)
+        comm.send_backward(held.pop(0))
+    comm.destroy()
+
+
 @pytest.mark.ranks(4)
 def test_edges_differ_in_axes_dtype_and_strategy():
     grids = {"vision": grid(0, dp=2), "speech": grid(2), "llm": grid(3)}

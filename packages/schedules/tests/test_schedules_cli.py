@@ -162,7 +162,7 @@ def test_compare_refuses_unknown_names():
             "num_chunks is 3; v_half has 2 per position",
         ),
         (["show", "1f1b", "--pp", "0", "--microbatches", "2"], "num_positions is 0"),
-        (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BAD"], "they must be a JSON object"),
+        (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BAD"], "'G' is not a cost; the costs are F, I"),
         (["verify", "TABLE"], "line 1, column 8: found"),
         (["verify", "no-such-file"], "no-such-file"),
         (["verify", "BYTES"], "bytes.txt is not UTF-8 text: byte 0xff at offset 3"),

@@ -322,11 +322,13 @@ def costs_from_json(text: str) -> Costs:
     names = [attribute.name for attribute in fields(Costs)]
     try:
         data = load_json(text)
-        if not isinstance(data, dict) or not data.keys() <= set(names):
-            raise CostsError(f"costs are {shown(data)}; they must be a JSON object with keys of {', '.join(names)}")
+        if not isinstance(data, dict):
+            raise CostsError(f'costs are {shown(data)}; they must be a JSON object such as {{"F": 1.0}}')
+        if unknown := sorted(data.keys() - names):
+            raise CostsError(f"{unknown[0]!r} is not a cost; the costs are {', '.join(names)}")
         return Costs(**{name: _per_named_edge(value) for name, value in data.items()})
     except PlanError as error:
-        raise CostsError(f"costs are no JSON of costs: {error}") from None
+        raise CostsError(f"costs cannot be read: {error}") from None
 
 
 def _per_named_edge(value: Any) -> Any:

@@ -104,7 +104,8 @@ class PreparedStep:
             for stage in models
         }
         self.last_backwards: Mapping[Action, int] = last_backwards(plan, position)
-        self._hooks, self._config = _CallMessageHooks() if key.messages else _CallHooks(), None
+        self._hooks = _CallMessageHooks() if key.messages else _CallHooks()
+        self._config: Any = None
         self._output_layers: Sequence[Callable[[], None]] = ()
         self.runtime = PipelineRuntime(
             proof,

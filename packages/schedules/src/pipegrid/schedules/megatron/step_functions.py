@@ -215,8 +215,11 @@ def _shapes_at(
     if len(place.graph.modules) > 1:
         return None
     collection = None if pg_collection is None else collection_of(pg_collection, place.modules[0])
+    seq_length, micro_batch_size, decoder_seq_length = arguments.sizes
     options: dict[str, Any] = {
-        **dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), arguments.sizes, strict=True)),
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+        "decoder_seq_length": decoder_seq_length,
         "config": config_of(next(iter(models.values()))),
         "tp_group": getattr(collection, "tp", None),
         "cp_group": getattr(collection, "cp", None),

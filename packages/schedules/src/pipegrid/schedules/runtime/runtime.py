@@ -137,10 +137,13 @@ class PipelineRuntime:
         self._agreement = StepAgreement(
             self.plan, communicator, self._bound.outside, self._rank, deadline or deadline_of(communicator)
         )
-        self._deadline, self._patient = deadline, False
+        self._deadline = deadline
+        self._patient = False  # whether messages have the longer deadline of a first step
         self._cold = [self._program, self._forwards]  # what has not run yet
-        self._one_step, self._wrappers_checked = threading.Lock(), False
-        self._running, self._cursor = self._program, -1  # the call that runs
+        self._one_step = threading.Lock()
+        self._wrappers_checked = False
+        self._running = self._program
+        self._cursor = -1  # the call that runs
         self._failure: str | None = None
 
     # Steps

@@ -217,7 +217,8 @@ def _fault(
     if part is not None:
         return f"a parameter of shape {tuple(part.shape)} is marked as partial over tp, and nothing sums it over tp"
     if not hasattr(model, "no_sync"):
-        return None if {own, divisor} <= {None, 1} else "nothing sums and divides them"
+        one_lane = own in (None, 1) and divisor in (None, 1)
+        return None if one_lane else "nothing sums and divides them"
     wrapper = type(model).__name__
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not alone:
         return f"{wrapper} decides in a forward whether the next backward reduces, which a pipeline's order defeats"

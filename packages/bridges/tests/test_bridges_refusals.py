@@ -158,7 +158,14 @@ REFUSED = [
     ("graph", GRAPH.depth, "module", ["x", None], ModuleGraphError),
     ("graph", made(GRAPH.stage, module="a"), "index", [1, -2], ModuleGraphError),
     ("graph", GRAPH.module_of, "stage", [-1, 2], ModuleGraphError),
-    ("positions", positions, "stage_placement", [{"a": [0], "b": [1]}, {"a": [0], "b": [0, 0]}], BridgeError),
+    (
+        "positions",
+        positions,
+        "stage_placement",
+        [{"a": [0]}, {"a": [0], "b": [1]}, {"a": [0], "b": [0, 0]}],
+        BridgeError,
+    ),
+    ("positions", positions, "grids", [{}, {"a": ONE}], BridgeError),
     ("sharded", Sharded, "axis", NO_TEXT, BridgeError),
     ("sharded", made(Sharded, axis="b"), "order", [*NO_TEXT, "x", "zigzag"], BridgeError),
     (

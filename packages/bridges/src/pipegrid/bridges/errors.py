@@ -48,7 +48,7 @@ class DestroyedError(RuntimeError):
 
 
 class VTPTopologyError(BridgeError):
-    """Stages of different tensor-parallel sizes that do not fit the world, each other, the layout or the sequence."""
+    """Stages of different tensor-parallel sizes that do not fit the world, each other or the layout."""
 
 
 class StageError(BridgeError):

@@ -38,6 +38,9 @@ def check_places(
     Raises:
         BridgeError: some stage or place has none.
     """
+    for what, by_module in (("grids", grids), ("stage_placement", stage_placement)):
+        if not by_module.keys() >= set(graph.order):
+            raise BridgeError(f"{what} has modules {list(by_module)}; it must have those of the graph, {graph.order}")
     for name in graph.order:
         places, depth = stage_placement[name], dim_size(grids[name], "pp")
         if set(places) != set(range(depth)) or len(places) != graph.depth(name):

@@ -78,7 +78,11 @@ class Reports:
 
 @contextmanager
 def on_ranks(ranks: int, work: Callable[..., None], *arguments: Any, join: Join = over_gloo) -> Iterator[Reports]:
-    """Run ``work(report, *arguments)`` on ``ranks`` processes; the block reads what they give to ``report``."""
+    """Run ``work(report, *arguments)`` on ``ranks`` processes; the block reads what they give to ``report``.
+
+    Raises:
+        RuntimeError: a rank failed, though it may have reported everything before.
+    """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
@@ -89,6 +93,8 @@ def on_ranks(ranks: int, work: Callable[..., None], *arguments: Any, join: Join 
         yield Reports(results, processes, ranks)
         for process in processes:
             process.join()
+        if failed := [rank for rank, process in enumerate(processes) if process.exitcode]:
+            raise RuntimeError(f"ranks {failed} failed after their last report; look at the ranks' output above")
 
 
 def _rank(

@@ -64,9 +64,11 @@ def seconds(function: Callable[[], object]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the row; 1 where the bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=15, help="of timed runs, at least 2: quartiles need two")
     parser.add_argument("--layers", type=int, default=1, help="copies of the model in the state")
     given = parser.parse_args(arguments)
+    if given.pairs < 2:
+        parser.error(f"--pairs is {given.pairs}; quartiles need at least 2")
     torch.set_num_threads(1)
     state = state_of(given.layers)
     tensors = tensors_of(state)

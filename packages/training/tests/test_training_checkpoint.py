@@ -347,7 +347,9 @@ def test_an_optimizer_that_does_not_fit_is_a_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"optimizer 0 has a parameter of shape \[4\] that is in no stage"):
         Checkpoints(tmp_path).save(TrainingState(stages=state.stages, optimizers=[stranger]), step=2)
     Checkpoints(tmp_path / "bare").save(TrainingState(stages=state.stages), step=1)
-    with pytest.raises(CheckpointMismatchError, match="group 0 of optimizer 0 has .* saved with the options None"):
+    with pytest.raises(
+        CheckpointMismatchError, match="group 0 of optimizer 0 has .*, which no optimizer of the checkpoint had"
+    ):
         Checkpoints(tmp_path / "bare").load(state)
 
 

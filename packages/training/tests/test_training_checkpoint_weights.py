@@ -67,7 +67,7 @@ def test_tensors_of_all_types_and_shapes_are_exported(tmp_path):
     module, head = mixed(), nn.Linear(2, 2)
     state = TrainingState(stages={"language": {0: module}, "vision": {0: head}})
     Checkpoints(tmp_path / "a").save(state, step=1)
-    names = export_safetensors(tmp_path / "a" / "save-0001-step-00000001", tmp_path / "both.safetensors")
+    names = export_safetensors(f"{tmp_path}/a/save-0001-step-00000001", f"{tmp_path}/both.safetensors")
     both = load_file(tmp_path / "both.safetensors")
     expected = {f"language.{name}": value for name, value in module.state_dict().items()}
     expected |= {f"vision.{name}": value for name, value in head.state_dict().items()}

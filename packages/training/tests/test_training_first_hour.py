@@ -6,7 +6,18 @@ from torch import nn
 
 from pipegrid.layout import LayoutError
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training import CutError, Names, compile_layers, cut, tie, ties_of
+from pipegrid.training import (
+    CheckpointError,
+    Checkpoints,
+    CutError,
+    Names,
+    TrainingState,
+    compile_layers,
+    cut,
+    load_safetensors,
+    tie,
+    ties_of,
+)
 
 
 class Model(nn.Module):
@@ -100,6 +111,46 @@ MISTAKES = {
         "ties is a Stage; give stage.ties",
     ),
 }
+
+
+CHECKPOINT_MISTAKES = {
+    "a model to save": (
+        lambda saved: saved.save(Model(), step=1),
+        r"state is Model.*\(Model\); it must be a TrainingState",
+    ),
+    "a model to load into": (
+        lambda saved: saved.load(Model()),
+        r"state is Model.*\(Model\); it must be a TrainingState",
+    ),
+    "the file before the state": (
+        lambda _: load_safetensors("model.safetensors", TrainingState(stages={})),
+        "state is 'model.safetensors'; it must be a TrainingState",
+    ),
+    "a list of stages": (lambda _: TrainingState(stages=[Model()]), r"stages is \[Model.* it must be a dict by module"),
+    "a stage alone": (lambda _: TrainingState(stages=Model()), "stages is Model.* it must be a dict by module"),
+    "a module without stages": (
+        lambda _: TrainingState(stages={"m": None}),
+        "stages is {'m': None}.* a dict by module",
+    ),
+    "an optimizer alone": (
+        lambda _: TrainingState(stages={}, optimizers=torch.optim.AdamW(Model().parameters())),
+        "optimizers is AdamW.* it must be a list of optimizers",
+    ),
+    "another module's name": (
+        lambda saved: (
+            saved.save(TrainingState(stages={"language": {0: Model()}}), step=1),
+            saved.load(TrainingState(stages={"vision": {0: Model()}})),
+        ),
+        "of module 'vision' has .* and the checkpoint has the modules language",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHECKPOINT_MISTAKES)
+def test_a_first_mistake_with_checkpoints_is_a_typed_error(tmp_path, what):
+    call, text = CHECKPOINT_MISTAKES[what]
+    with pytest.raises(CheckpointError, match=f"(?s){text}"):
+        call(Checkpoints(tmp_path))
 
 
 @pytest.mark.parametrize("what", MISTAKES)

@@ -19,7 +19,7 @@ from pipegrid.training.checkpoint import agreement, loading
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.loading import LoadedCheckpoint
 from pipegrid.training.checkpoint.saving import Saver
-from pipegrid.training.checkpoint.state.names import TrainingState
+from pipegrid.training.checkpoint.state.names import TrainingState, known_state
 from pipegrid.training.checkpoint.state.shot import Camera, Shot
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.errors import CheckpointError
@@ -90,7 +90,7 @@ class Checkpoints:
         shot: Shot | Exception
         try:
             if self._camera is None or self._camera.state is not state:
-                self._camera = Camera(state)
+                self._camera = Camera(known_state(state))
             shot = self._camera.shoot(checked(step, Index, "step", CheckpointError))
         except Exception as error:  # noqa: BLE001 -- raised on every rank, by the first exchange
             shot = error
@@ -121,7 +121,7 @@ class Checkpoints:
             CheckpointError: there is no checkpoint of ``step``.
         """
         self.wait()
-        return loading.load(self._job, self.directory, state, step)
+        return loading.load(self._job, self.directory, known_state(state), step)
 
     def wait(self) -> None:
         """Wait for the save in the background.

@@ -145,7 +145,8 @@ def _fitting(state: TrainingState, found: Manifest) -> tuple[Inventory, optimize
         entry = found.tensors.get(f"model/{held.module}/{held.name}")
         stored = None if entry is None else (entry.dtype, list(entry.shape))
         if stored != (held.dtype, list(held.shape)):
-            there = stored or _some(key for key in found.tensors if key.startswith(f"model/{held.module}/"))
+            of_module = [key for key in found.tensors if key.startswith(f"model/{held.module}/")]
+            there = stored or _some(of_module) or f"the modules {', '.join(found.modules)}"
             raise CheckpointMismatchError(
                 f"stage {held.stage} of module {held.module!r} has {held.name!r} as {(held.dtype, list(held.shape))}, "
                 f"and the checkpoint has {there}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pipegrid.training.checkpoint.state.names import Slot, TrainingState
+from pipegrid.training.checkpoint.state.names import Slot, TrainingState, known_state
 from pipegrid.training.checkpoint.state.snapshot import local_box
 from pipegrid.training.checkpoint.stored import dcp, manifest
 from pipegrid.training.checkpoint.stored.manifest import Manifest
@@ -39,7 +39,9 @@ _DTYPES: Final = {
 }
 
 
-def export_safetensors(checkpoint: Path, target: Path, *, module: str | None = None) -> list[str]:
+def export_safetensors(
+    checkpoint: str | os.PathLike[str], target: str | os.PathLike[str], *, module: str | None = None
+) -> list[str]:
     """Write the parameters and buffers of a checkpoint's model as one file; no ranks are needed.
 
     Args:
@@ -54,6 +56,7 @@ def export_safetensors(checkpoint: Path, target: Path, *, module: str | None = N
         CorruptCheckpointError: a byte is not as saved; the text names the tensor.
         CheckpointError: there is no such module, or a tensor has a type that safetensors has not.
     """
+    checkpoint, target = Path(checkpoint), Path(target)
     found = manifest.read(checkpoint)
     names = _names(found, module)
     faults = manifest.faults(checkpoint, manifest.parts(found, {*names, dcp.METADATA}))
@@ -129,7 +132,7 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
     from safetensors import safe_open
 
     by_module: dict[str, list[Slot]] = {}
-    for slot in state.slots():
+    for slot in known_state(state).slots():
         by_module.setdefault(slot.module, []).append(slot)
     with safe_open(path, framework="pt") as file:
         there = set(file.keys())

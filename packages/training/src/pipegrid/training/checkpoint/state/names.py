@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 from torch import Tensor, nn
 
+from pipegrid.topology.fields import shown
 from pipegrid.topology.world import resolve_rank
 from pipegrid.training.errors import CheckpointError
 from pipegrid.training.stages.assignment import Tie
@@ -156,8 +157,8 @@ class TrainingState:
         layout: of the layers: text, or text by module.
     """
 
-    stages: Mapping[str, Any]
-    optimizers: Sequence[Any] = ()
+    stages: Mapping[str, Any] = field()
+    optimizers: Sequence[Any] = field(default=())
     scaler: Any = None
     data: Any = None
     names: Mapping[nn.Module, Mapping[str, str]] = field(factory=dict)
@@ -165,6 +166,16 @@ class TrainingState:
     plan: Any = None
     grids: Mapping[str, Any] | None = None
     layout: Any = None
+
+    @stages.validator
+    def _named(self, _: Attribute[Any], stages: Any) -> None:
+        if not isinstance(stages, Mapping) or any(held is None for held in stages.values()):
+            raise CheckpointError(f'stages is {shown(stages)}; it must be a dict by module, {{"language": [stage]}}')
+
+    @optimizers.validator
+    def _listed(self, _: Attribute[Any], optimizers: Any) -> None:
+        if not isinstance(optimizers, Sequence):
+            raise CheckpointError(f"optimizers is {shown(optimizers)}; it must be a list of optimizers")
 
     def slots(self) -> list[Slot]:
         """Where each stored tensor is, stage by stage."""
@@ -176,3 +187,10 @@ class TrainingState:
                 ties = self.ties.get(module, getattr(stage, "ties", ()))
                 found.extend(slots_of(module, number, stage, self.names.get(stage), ties))
         return found
+
+
+def known_state(state: Any) -> TrainingState:
+    """``state`` where it is a `TrainingState`, not a model."""
+    if not isinstance(state, TrainingState):
+        raise CheckpointError(f"state is {shown(state)}; it must be a TrainingState")
+    return state

@@ -95,7 +95,11 @@ def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
             names = [owner_of(parameter, owners, number) for parameter in group["params"]]
             options = [of_name.get(name) for name in names]
             for name, own in zip(names, options, strict=True):
-                if own is None or own != options[0]:
+                if own is None:
+                    raise CheckpointMismatchError(
+                        f"group {index} of optimizer {number} has {name[1]}, which no optimizer of the checkpoint had"
+                    )
+                if own != options[0]:
                     raise CheckpointMismatchError(
                         f"group {index} of optimizer {number} has {name[1]}, saved with the options {own}, and "
                         f"{names[0][1]}, saved with {options[0]}"

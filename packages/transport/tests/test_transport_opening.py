@@ -113,6 +113,12 @@ class TestOpening:
             open_lanes([THERE], config=config(pipeline_dtype=dtype))
 
     @pytest.mark.ranks(2)
+    def test_communicators_that_differ_are_told_on_both_sides_although_no_group_is_made(self, ranks):
+        settings = config(communicators="shared" if ranks.rank else "separate", open_deadline=3.0)
+        with pytest.raises(P2PMismatchError, match=r"ranks \d and \d open lanes with .*'s\w+'.*'s\w+'"):
+            open_lanes([THERE, BACK], config=settings)
+
+    @pytest.mark.ranks(2)
     def test_shapes_that_stand_from_the_start_need_no_header(self, ranks):
         example = {"x": torch.empty(2, 3, device="meta"), "n": torch.empty(4, dtype=torch.int64, device="meta")}
         with open_lanes([THERE], config=config(), standing={THERE: example}) as lanes:

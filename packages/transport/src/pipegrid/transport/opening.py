@@ -19,6 +19,7 @@ from pipegrid.topology import (
     GroupCreationTimeoutError,
     GroupSpec,
     GroupStoreError,
+    control_store,
     create_groups,
     destroy_groups,
 )
@@ -42,6 +43,7 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
+from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.message import Signature
@@ -181,13 +183,17 @@ def _connect(
         return made
 
     found: dict[LaneSpec, Connection] = {}
+    peers = sorted({sum(spec.pair) - rank for spec in specs})
+    kind = f"{backend!r}, max_ctas={config.max_ctas}" if on_device else "'gloo'"
     try:
-        made = create(data, backend, nccl_options(backend, config.max_ctas)) if on_device else create(data, gloo, loop)
-        channels = made
-        if on_device:
-            twins = {_group_spec(bundle, "control"): spec for spec, bundle in data.items()}
-            created = create({twin: data[spec] for twin, spec in twins.items()}, gloo, loop)
-            channels = {twins[twin]: group for twin, group in created.items()}
+        with _compared(f"communicators={config.communicators!r}, backend {kind}", rank, peers, config.open_deadline):
+            if not on_device:
+                channels = made = create(data, gloo, loop)
+            else:
+                made = create(data, backend, nccl_options(backend, config.max_ctas))
+                twins = {_group_spec(bundle, "control"): spec for spec, bundle in data.items()}
+                created = create({twin: data[spec] for twin, spec in twins.items()}, gloo, loop)
+                channels = {twins[twin]: group for twin, group in created.items()}
         for group_spec, bundle in data.items():
             group, peer = made[group_spec], 1 - group_spec.ranks.index(rank)
             mover: Mover
@@ -211,6 +217,38 @@ def _bundles(specs: Iterable[LaneSpec], config: P2PConfig) -> Iterable[list[Lane
     for spec in specs:
         bundles.setdefault(spec.pair if config.communicators == "shared" else spec, []).append(spec)
     return bundles.values()
+
+
+@contextmanager
+def _compared(groups: str, rank: int, peers: Sequence[int], seconds: float) -> Iterator[None]:
+    """Compare with ``peers`` how both make their groups: each would wait for a group that the other does not make.
+
+    The second of two to come sees the difference at once, the first when it has waited in vain.
+    """
+    calls = BoundedCalls(seconds)
+
+    def connect() -> Handshake:
+        store = control_store("opening lanes")
+        pairs = {peer: "-".join(map(str, sorted((rank, peer)))) for peer in peers}
+        turns = {peer: store.add(f"{pair}/{rank}", 1) for peer, pair in pairs.items()}
+        between = [PeerHandshake.between(rank, peer, f"{pair}/{turns[peer]}") for peer, pair in pairs.items()]
+        return Handshake(store, between, calls)
+
+    def require_same(others: Mapping[int, str]) -> None:
+        for peer, there in others.items():
+            what = f"ranks {rank} and {peer} open lanes with different settings"
+            raise P2PMismatchError(f"{what} (here, there): ({groups}), ({there})")
+
+    try:
+        handshake = calls.call("before lanes are opened", connect)
+        require_same(handshake.begin(groups))
+        try:
+            yield
+        except P2PTimeoutError:
+            require_same(handshake.others())
+            raise
+    finally:
+        calls.end()
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class End(NamedTuple):
     text: str
 
 
-def abort_together(lanes: Sequence[LaneEnd], reason: str) -> None:
+def abort_lanes(lanes: Sequence[LaneEnd], reason: str) -> None:
     """End lanes at once, and tell all other sides why before any connection is cut."""
     reason = text_of(reason)
     texts = [relayed(reason, f"lane {lane.spec} was aborted on rank {lane.rank}") for lane in lanes]

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from pipegrid.transport.backends import Operation, Ticket
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.connection import Connection, abort_together
+from pipegrid.transport.connection import Connection, abort_lanes
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.incoming import Incoming
@@ -322,7 +322,7 @@ class Lane:
 
     def abort(self, reason: str) -> None:
         """End the lane at once and tell the other side why. Transfers under way fail on both sides."""
-        abort_together([self.transfers], reason)
+        abort_lanes([self.transfers], reason)
 
     # ---- Under the lock of the submitter: numbers, shapes, the backend
 

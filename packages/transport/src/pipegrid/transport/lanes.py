@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from pipegrid.topology import control_store, destroy_groups
 from pipegrid.transport.batch import Submitter
-from pipegrid.transport.connection import Connection, End, abort_together, await_aborts, end_together
+from pipegrid.transport.connection import Connection, End, abort_lanes, await_aborts, end_together
 from pipegrid.transport.errors import P2PLaneDeadError
 from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
 from pipegrid.transport.lane import Lane
@@ -98,7 +98,7 @@ class Lanes(dict[LaneSpec, Lane]):
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
-        abort_together([lane.transfers for lane in self.values()], reason)
+        abort_lanes([lane.transfers for lane in self.values()], reason)
 
     def neighbours(self, ranks: Iterable[int]) -> Handshake:
         """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.

@@ -382,6 +382,14 @@ def call(**changes):
     return forward_backward_pipelining_without_interleaving(**{**arguments, **changes})
 
 
+def test_a_stage_of_a_chain_that_returns_none_is_named_before_the_next_stage_reads_data(network, memory_communicator):
+    with pytest.raises(PipelineError, match="StageOutputError: stage 0 returned None for microbatch 0; .* stage 1"):
+        call(
+            p2p_communicator=memory_communicator(network, 2, 0),
+            forward_step_func=lambda iterator, model: (None, mean_loss),
+        )
+
+
 def test_bad_arguments_are_named(network, memory_communicator):
     communicator = memory_communicator(network, 2, 0)
     with pytest.raises(StepArgumentError, match="p2p_communicator is None, without"):

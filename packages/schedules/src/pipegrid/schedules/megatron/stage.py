@@ -169,6 +169,11 @@ class MegatronStage:
 
     def _passed_on(self, settings: StageSettings, received: Any, output: Any, microbatch: int) -> Forwarded:
         """The result of a forward whose output goes to other stages."""
+        if output is None and self._one_module:  # the next stage would read data of its own, as a first stage does
+            raise StageOutputError(
+                f"stage {self.stage} returned None for microbatch {microbatch}; it must return what stage "
+                f"{self.outgoing[0].destination} takes"
+            )
         own_loss = None
         if isinstance(output, WithLoss):
             output, own_loss = output.output, self._own_loss(settings, output.loss, microbatch)

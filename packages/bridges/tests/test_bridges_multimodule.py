@@ -71,6 +71,7 @@ def test_a_rank_of_several_modules_counts_the_longest_unless_one_is_named():
         ({"a": ["b"]}, {"rank": 7}, "rank 7 is in none"),
         ({"a": ["b"]}, {"rank": 0, "module_name": "b"}, r"rank 0 is in none of the modules \['b'\]"),
         ({"a": ["c"], "b": []}, {}, r"names modules \['a', 'b', 'c'\], the grid map \['a', 'b'\]"),
+        ({"a": "b"}, {}, r"what 'a' feeds is 'b'; it must be a list"),
         ({"a": []}, {}, r"names modules \['a'\], the grid map \['a', 'b'\]"),
     ],
 )

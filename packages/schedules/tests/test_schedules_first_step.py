@@ -78,6 +78,10 @@ BEFORE = {
         lambda: step(lambda iterator, model, args: None),
         r"forward_step_func is .*as f\(data_iterator, model\): missing a required argument: 'args'",
     ),
+    "a pipeline without its function": (
+        lambda: step(p2p_communicator=SimpleNamespace(total_stages=2, current_stage=0)),
+        "p2p_communicator has 2 stages; pp_size=2 gives the function for them",
+    ),
     "no microbatches": (lambda: step(num_microbatches=0), "num_microbatches is 0; it must be an integer of at least 1"),
     "microbatches by /": (lambda: step(num_microbatches=8 / 4), "num_microbatches is 2.0; it must be an integer"),
     "a model without config": (

@@ -51,6 +51,11 @@ class LaneSize:
     units: int
     samples: tuple[int, ...] | None
     extents: tuple[int, ...]
+    """Of the whole tensor; 0 for the batch."""
+
+    def __str__(self) -> str:
+        shape = ", ".join(str(extent or "batch") for extent in self.extents)
+        return f"shape ({shape}), " + ("not packed" if self.samples is None else "packed")
 
 
 def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
@@ -93,8 +98,8 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
     for lane, size in lanes.items():
         if (size.extents, size.samples is None) != (some.extents, some.samples is None):
             raise ShapeError(
-                f"lanes {first} and {lane} of {src.name!r} send tensors that differ in more than the batch (0 here), "
-                f"or of which one is packed: {some} and {size}"
+                f"lane {first} of {src.name!r} sends tensors of {some}, and lane {lane} of {size}; lanes differ in "
+                "the batch alone"
             )
         if size.units % weights[lane] if weights[lane] else size.units:
             raise ShapeError(

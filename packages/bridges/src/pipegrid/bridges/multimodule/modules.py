@@ -23,7 +23,7 @@ from pipegrid.bridges.reshard import (
     is_in,
     place_of,
 )
-from pipegrid.topology.fields import Index, checked_fields
+from pipegrid.topology.fields import Index, Name, checked, checked_fields
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(BridgeError))
@@ -77,12 +77,16 @@ def module_graph(
     Raises:
         ModuleGraphError: a cycle, a module without a grid, or a grid without a module.
     """
-    named = {*topology, *(dst for dsts in topology.values() for dst in dsts or ())}
+    edges = {
+        src: checked(dsts or (), tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError)
+        for src, dsts in topology.items()
+    }
+    named = {*edges, *(dst for dsts in edges.values() for dst in dsts)}
     if named != set(grids):
         raise ModuleGraphError(f"the topology names modules {sorted(named)}, the grid map {sorted(grids)}")
     depth = {name: dim_size(as_grid(grid, f"the grid of {name!r}"), "pp") for name, grid in grids.items()}
     depth |= {name: len(places) for name, places in (placement or {}).items()}
-    return ModuleGraph(depth, {name: tuple(topology.get(name) or ()) for name in grids})
+    return ModuleGraph(depth, {name: edges.get(name, ()) for name in grids})
 
 
 def total_pipeline_stages(

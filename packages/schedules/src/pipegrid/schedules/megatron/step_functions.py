@@ -76,12 +76,14 @@ def forward_backward_no_pipelining(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
     pg_collection: Any = None,
 ) -> list[Any]:
     """Forward and backward of every microbatch in turn, on one stage.
 
     Arguments as in `forward_backward_pipelining_without_interleaving`; ``seq_length``, ``micro_batch_size`` and
-    ``decoder_seq_length`` describe messages and have no effect here.
+    ``decoder_seq_length`` describe messages and have no effect here. A ``p2p_communicator`` has one stage, and none is
+    needed.
 
     Returns:
         The ``info`` of every microbatch's loss function.
@@ -89,6 +91,9 @@ def forward_backward_no_pipelining(
     del seq_length, micro_batch_size, decoder_seq_length
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
+    stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
+    if stages != 1:
+        raise StepArgumentError(f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them")
 
     def derive() -> Derived:
         return Derived(

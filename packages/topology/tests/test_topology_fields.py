@@ -105,5 +105,7 @@ def test_arguments_of_a_function_are_brought_into_their_one_form():
         launch(0)
     with pytest.raises(JobError, match="^lanes is 'both'; it must be 'separate' or 'shared'$"):
         launch(stages=1, lanes="both")
-    with pytest.raises(TypeError, match="stages"):
+    with pytest.raises(TypeError, match=r"launch\(\) missing .*'stages'"):
         launch()
+    with pytest.raises(TypeError, match=r"launch\(\) takes 1 positional argument but 2"):
+        launch(1, "shared")

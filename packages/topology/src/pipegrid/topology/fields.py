@@ -170,7 +170,10 @@ def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result
 
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # the error of the call itself, which names the function
             for name, value in bound.arguments.items():
                 if (check := checks().get(name)) is not None:
                     bound.arguments[name] = check(value, name, error)

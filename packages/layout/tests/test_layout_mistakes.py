@@ -75,6 +75,7 @@ MISTAKES = [
     ),
     (lambda: LayoutGrammar(symbols=["v"]), "symbols must map a letter to a kind of layer, got ['v']"),
     (lambda: LayoutGrammar(symbols={"vv": "vision"}), "symbols has 'vv': 'vision'; it must be one ASCII letter"),
+    (lambda: LayoutGrammar(symbols={1: "vision"}), "symbols has 1: 'vision'; it must be one ASCII letter"),
     (lambda: LayoutGrammar(symbols={"v": ""}), "symbols has 'v': ''; it must be one ASCII letter and a name"),
     (lambda: LayerMemory(fixed=-1), "LayerMemory.fixed is -1; it must be a finite number of at least 0"),
     (lambda: LayerMemory(per_microbatch=None), "LayerMemory.per_microbatch is None; it must be a finite number"),

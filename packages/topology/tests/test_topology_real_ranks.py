@@ -226,6 +226,9 @@ def test_options_that_differ_between_members_do_not_make_a_group(ranks):
     own = timedelta(seconds=1 + ranks.rank)
     with pytest.raises(GroupCreationTimeoutError, match=f"but ranks \\[{1 - ranks.rank}\\] did not come"):
         create_groups([GroupSpec((0, 1), "tp")], timeout=own)
+    grid = HyperCommGrid([2, 1], ["tp", "dp"][:: 1 - 2 * ranks.rank])
+    with pytest.raises(GroupCreationTimeoutError, match=f"but ranks \\[{1 - ranks.rank}\\] did not come"):
+        create_grid_groups({grid: grid.dim_names[:1]}, timeout=timedelta(seconds=1))
 
 
 @pytest.mark.ranks(3)

@@ -55,6 +55,8 @@ def test_a_member_that_came_and_gave_up_is_named_apart(store):
         member(store, 0, ranks, timeout=SHORT)
     with pytest.raises(GroupCreationTimeoutError, match=r"ranks \[2\] did not come \(ranks \[0\] came and gave up bef"):
         member(store, 1, ranks, timeout=SHORT)
+    with pytest.raises(GroupCreationTimeoutError, match=r"but ranks \[0, 1\] came and gave up before\. Every"):
+        member(store, 2, ranks, timeout=SHORT)
     assert issubclass(GroupCreationTimeoutError, RuntimeError)
 
 

@@ -33,16 +33,14 @@ STANDARD_SYMBOLS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_LETTERS = frozenset(string.ascii_letters)
+
 
 def _checked(symbols: Mapping[str, str]) -> Mapping[str, str]:
     if not isinstance(symbols, Mapping):
         raise LayoutError(f"symbols must map a letter to a kind of layer, got {symbols!r}; example: {{'v': 'vision'}}")
     for symbol, kind in symbols.items():
-        if (
-            len(symbol) != 1
-            or symbol not in string.ascii_letters
-            or not (isinstance(kind, str) and kind.isidentifier())
-        ):
+        if symbol not in _LETTERS or not (isinstance(kind, str) and kind.isidentifier()):
             raise LayoutError(f"symbols has {symbol!r}: {kind!r}; it must be one ASCII letter and a name")
         if STANDARD_SYMBOLS.get(symbol, kind) != kind:
             raise LayoutError(f"symbol {symbol!r} is {STANDARD_SYMBOLS[symbol]!s} in every layout, not {kind!r}")

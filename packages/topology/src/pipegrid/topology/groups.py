@@ -242,7 +242,7 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
 def _name(spec: GroupSpec, options: GroupOptions) -> str:
     """The group's name without its sequence number: the same on all members, whatever else they have created."""
     own = "" if spec.shared else f"/{spec.label}"
-    text = f"{','.join(map(str, spec.ranks))}|{options.text}|{own}"
+    text = f"{','.join(map(str, spec.ranks))}|{options.text}|{spec.label}"
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     return f"pipegrid/{len(spec.ranks)}r{min(spec.ranks)}-{max(spec.ranks)}/{digest}{own}"
 

@@ -105,11 +105,13 @@ def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, t
             missing = [other for other in absent if other not in set(gone)]
             store.set(f"{here}/gone/{rank}", "1")
             store.delete_key(arrived)
-            also = f" (ranks {_abbreviated(gone)} came and gave up before)" if gone else ""
+            late = f"ranks {_abbreviated(gone)} came and gave up before"
+            also = f" ({late})" if gone else ""
+            fault = f"ranks {_abbreviated(missing)} did not {step}{also}" if missing else late
             raise GroupCreationTimeoutError(
                 f"rank {rank} waited {timeout.total_seconds():g} s to create group {label!r} of ranks "
-                f"{_abbreviated(ranks)}, but ranks {_abbreviated(missing)} did not {step}{also}. Every member must "
-                f"create the group with the same options, and all ranks must create their groups in creation_order"
+                f"{_abbreviated(ranks)}, but {fault}. Every member must create the group with the same label and "
+                "options, and all ranks must create their groups in creation_order"
             ) from error
         store.add(f"{here}/count", 1)
         store.wait([f"{here}/complete"], timeout)

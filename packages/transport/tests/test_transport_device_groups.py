@@ -21,6 +21,7 @@ from pipegrid.transport import (
     open_lanes,
 )
 from pipegrid.transport import lane as lane_module
+from pipegrid.transport.backends import NcclTicket
 
 from .two_ranks import DEADLINE, THERE, config, on_device_groups, until
 
@@ -135,6 +136,26 @@ def test_many_receives_wait_for_their_headers_in_order(ranks):
             assert [handle.result().tolist() for handle in handles] == [[n] * n for n in range(count)]
         for handle in handles:
             handle.synchronize()
+
+
+@two_ranks
+def test_a_header_outlives_a_send_that_ends_before_its_receive_is_posted(ranks, monkeypatch):
+    """As a small send does over NCCL, which has buffers for it."""
+    payload = torch.ones(3)
+    with open_lanes([THERE], config=config(shapes="header")) as lanes:
+        lane = lanes[THERE]
+        if ranks.rank == 0:
+            with monkeypatch.context() as patched:
+                patched.setattr(NcclTicket, "done", lambda ticket: True)
+                lane.isend(payload)
+                until(lambda: not lane.queue)
+            ranks.barrier()
+        else:
+            ranks.barrier()
+            time.sleep(0.3)  # the sender is in close()
+            received = lane.irecv()
+            received.synchronize()
+            assert received.result().tolist() == [1, 1, 1]
 
 
 @pytest.mark.ranks(2)

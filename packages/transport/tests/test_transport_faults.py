@@ -145,6 +145,24 @@ def test_a_peer_that_closes_its_lanes_says_so_at_once(ranks, sends):
 
 
 @pytest.mark.ranks(2)
+def test_what_was_raised_inside_the_block_is_the_cause_on_the_other_side(ranks):
+    def act():
+        with open_lanes([THERE], config=config(deadline=60.0)) as lanes:
+            if ranks.rank == 0:
+                raise ZeroDivisionError("no samples")
+            lanes[THERE].irecv().wait()
+
+    if ranks.rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            act()
+    else:
+        error = caught(act)
+        assert isinstance(error, P2PPeerError)
+        assert str(error) == "ZeroDivisionError: no samples (rank 0 ended lane 0>1[there])"
+    ranks.barrier()
+
+
+@pytest.mark.ranks(2)
 def test_a_timeout_has_the_numbers_and_the_lane_is_dead_on_both_sides(ranks):
     with open_lanes([THERE, BACK], config=config()) as lanes:
         if ranks.rank == 0:

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from pipegrid.transport import (
 )
 from pipegrid.transport.backends import GlooMover
 
-from .two_ranks import BACK, THERE, Counted, config, equal, until, values
+from .two_ranks import BACK, DEADLINE, THERE, Counted, config, equal, until, values
 
 
 def running():
@@ -113,10 +114,21 @@ class TestOpening:
             open_lanes([THERE], config=config(pipeline_dtype=dtype))
 
     @pytest.mark.ranks(2)
-    def test_communicators_that_differ_are_told_on_both_sides_although_no_group_is_made(self, ranks):
-        settings = config(communicators="shared" if ranks.rank else "separate", open_deadline=3.0)
-        with pytest.raises(P2PMismatchError, match=r"ranks \d and \d open lanes with .*'s\w+'.*'s\w+'"):
-            open_lanes([THERE, BACK], config=settings)
+    @pytest.mark.parametrize(
+        ("different", "settings", "specs"),
+        [
+            ("communicators': ('separate', 'shared')", {"communicators": "shared"}, [THERE, BACK]),
+            ("open_deadline': ('20.0', '21.0')", {"open_deadline": DEADLINE + 1}, [THERE, BACK]),
+            ("lanes': ('0>1[there], 1>0[back]', '0>1[there]')", {}, [THERE]),
+        ],
+        ids=["communicators", "deadline", "lanes"],
+    )
+    def test_groups_that_would_never_meet_are_an_error_at_once_on_both_sides(self, ranks, different, settings, specs):
+        began = time.monotonic()
+        with pytest.raises(P2PMismatchError, match=r"^ranks \d and \d open lanes with different settings") as found:
+            open_lanes(specs if ranks.rank else [THERE, BACK], config=config(**(settings if ranks.rank else {})))
+        assert time.monotonic() - began < DEADLINE / 2
+        assert ranks.rank or f"{{'{different}}}" in str(found.value)
 
     @pytest.mark.ranks(2)
     def test_shapes_that_stand_from_the_start_need_no_header(self, ranks):
@@ -161,10 +173,8 @@ class TestOpening:
         lanes = open_lanes([THERE], config=config())
         group = lanes[THERE].group
         assert dist.get_process_group_ranks(group) == [0, 1]
-        assert not lanes.closed
         lanes.close()
         lanes.close()
-        assert lanes.closed
         with pytest.raises(KeyError):
             dist.get_process_group_ranks(group)
         with pytest.raises(P2PLaneDeadError, match="was closed on rank"):

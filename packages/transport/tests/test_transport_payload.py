@@ -78,8 +78,8 @@ class TestSendable:
 
     @pytest.mark.parametrize(
         "tensor",
-        [torch.zeros(2, 3).t(), torch.zeros(4)[::2], torch.zeros(1).expand(3), torch.zeros(2, 2).to_sparse()],
-        ids=["transposed", "strided", "expanded", "sparse"],
+        [torch.zeros(2, 3).t(), torch.zeros(4)[::2], torch.zeros(1).expand(3)],
+        ids=["transposed", "strided", "expanded"],
     )
     def test_others_are_refused_with_the_remedy(self, tensor):
         with pytest.raises(P2PPayloadError, match=r"not contiguous.*send tensor\.contiguous\(\)"):
@@ -103,10 +103,18 @@ class TestSendable:
             self.check(tensor)
         self.check(tensor.int_repr())
 
+    def test_parts_of_distributed_tensors_are_refused_with_the_remedy(self):
+        class Distributed(torch.Tensor):
+            to_local = torch.Tensor.detach
+
+        with pytest.raises(P2PPayloadError, match=r"a DTensor, .* send its to_local\(\)"):
+            self.check(torch.ones(2).as_subclass(Distributed))
+
     @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-    def test_nested_tensors_are_refused(self):
-        with pytest.raises(P2PPayloadError, match="not contiguous"):
-            self.check(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    def test_nested_and_sparse_tensors_have_no_contiguous_copy(self):
+        for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.zeros(2, 2).to_sparse()):
+            with pytest.raises(P2PPayloadError, match=r"it is nested or torch\.\w+; send a dense copy"):
+                self.check(tensor)
 
     def test_of_another_device_are_refused(self):
         with pytest.raises(P2PPayloadError, match="tensors of device cpu, got one of meta"):

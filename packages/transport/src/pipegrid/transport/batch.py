@@ -11,7 +11,7 @@ from typing import Any
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.handle import State, Transfer
-from pipegrid.transport.streams import working_on
+from pipegrid.transport.streams import current_stream, working_on
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 
@@ -107,7 +107,8 @@ class Submitter:
         if pending is None:
             self._start([transfer])
         else:
-            transfer.state = State.PENDING
+            lane: Any = transfer.lane
+            transfer.state, transfer.stream = State.PENDING, current_stream(lane.device)
             pending.append(transfer)
 
     def submit_pending(self, transfers: Sequence[Transfer], *, together: bool) -> None:

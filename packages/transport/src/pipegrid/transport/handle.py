@@ -96,10 +96,10 @@ class Transfer:
     ticket: Any = None  # the mover's, once it has the transfer
     tensors: Sequence[Tensor] = ()  # kept while the backend may use them
     signature: Signature | None = None  # None: the one that stands on the lane
-    # Works of the headers before it: gloo would not deliver headers whose works are dropped. They are done when the
-    # transfer is, whose receive the other side posts after reading them.
+    # Works of the headers before it: gloo would not deliver headers whose works are dropped. The other side posts the
+    # receive after reading them, so over gloo they are done when the transfer is; over NCCL the lane keeps them.
     header_works: Sequence[Any] = ()
-    stream: torch.Stream | None = None  # that it was posted under
+    stream: torch.Stream | None = None  # that it was posted under; inside a batch, that of the call
     attended: bool = False  # the caller waits for it at once: no thread needs to look after it
     waited: bool = False  # a caller has waited for it
     due: float = _NEVER

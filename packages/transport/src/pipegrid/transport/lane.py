@@ -31,7 +31,7 @@ from pipegrid.transport.message import Signature, encode
 from pipegrid.transport.outgoing import Outgoing
 from pipegrid.transport.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
 from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
-from pipegrid.transport.streams import current_stream, has_streams, working_on
+from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
 from pipegrid.transport.transfers import LaneTransfers, Submit
 from pipegrid.transport.wait_lock import BackgroundThread
 
@@ -101,14 +101,15 @@ class Lane:
         )
         connection.lanes.append(self.transfers)
         self.queue: deque[Transfer] = self.transfers.queue
-        # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
-        self._nothing = torch.empty(1, dtype=torch.uint8, device=device)
         self._needs_shapes = config.shape_mode == "given"
         self._epoch = 0  # of renewals
         self._ahead = self.incoming.ahead
         self._receives_ahead = 0 if self.mover.polled else config.receives_ahead
         self._streamed = has_streams(device)
         self._receive_stream = connection.receive_stream
+        # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
+        with working_on(self._receive_stream):
+            self._nothing = torch.empty(1, dtype=torch.uint8, device=device)
 
     @property
     def error(self) -> P2PError | None:
@@ -344,7 +345,11 @@ class Lane:
                 f"a transfer of lane {self.spec} was started from an on_done callback; on a device group only the "
                 f"thread that runs the plan may start transfers, so that all ranks launch kernels in one order"
             )
-        transfer.stream = current_stream(self.device)
+        before, here = transfer.stream, current_stream(self.device)
+        transfer.stream = here
+        if transfer.sending and before is not None and here is not None and before != here:
+            here.wait_stream(before)  # a batch: what it sends was made under the stream of the call
+            used_here(transfer.tensors, before)
         try:
             if isinstance(transfer, ReceiveTransfer):
                 transfer.stream = self._receive_stream or transfer.stream
@@ -371,7 +376,9 @@ class Lane:
         if self.wire is None:
             self.incoming.contract.announce(signatures, standing=standing)
             return []
-        return self.wire.send_header(encode(sequence=first, standing=standing, signatures=signatures), self._index)
+        works = self.wire.send_header(encode(sequence=first, standing=standing, signatures=signatures), self._index)
+        self.transfers.header_works.extend(works)
+        return works
 
     def operation(self, transfer: Transfer) -> Operation:
         """What the mover is to move for a transfer that is ready, counted."""

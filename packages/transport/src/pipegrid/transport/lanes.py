@@ -15,7 +15,7 @@ from typing import Any, Self
 from pipegrid.topology import control_store, destroy_groups
 from pipegrid.transport.batch import Submitter
 from pipegrid.transport.connection import Connection, End, abort_lanes, await_aborts, end_together
-from pipegrid.transport.errors import P2PLaneDeadError
+from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.spec import LaneSpec
@@ -129,16 +129,12 @@ class Lanes(dict[LaneSpec, Lane]):
         if self._finalizer.detach() is not None:
             _close(*self._parts, seconds, "")
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._finalizer.alive
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A rank that failed tells the others at once.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:  # the others learn of it at once
+            self.abort(f"{type(error).__name__}: {text_of(error)}")
         self._close(seconds=math.inf if kind is None else 0.0)
 
 

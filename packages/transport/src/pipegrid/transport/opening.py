@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from pipegrid.topology import (
     create_groups,
     destroy_groups,
 )
+from pipegrid.topology.rendezvous import meet
 from pipegrid.transport.backends import (
     GlooMover,
     LocalMover,
+    Loop,
     Mover,
     NcclMover,
     StagedMover,
@@ -39,11 +42,12 @@ from pipegrid.transport.connection import Connection
 from pipegrid.transport.errors import (
     LaneSpecError,
     P2PConfigError,
+    P2PError,
     P2PMismatchError,
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
+from pipegrid.transport.handshake import BoundedCalls
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.message import Signature
@@ -97,12 +101,11 @@ def open_lanes(
     backend, place = resolve_device(backend, device)
     mine = [spec for spec in ordered if here in spec.pair]
     fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
-    connections, groups = _connect(
-        [spec for spec in mine if not spec.is_local], here, backend=backend, device=place, config=settings
-    )
     submitter = Submitter(settings)
     lanes: dict[LaneSpec, Lane] = {}
+    connector = _Connector(here, backend=backend, device=place, config=settings)
     try:
+        connections = connector.connect([spec for spec in mine if not spec.is_local])
         for spec in mine:
             connection = Connection(LocalMover(place)) if spec.is_local else connections[spec]
             lane = Lane(
@@ -119,9 +122,9 @@ def open_lanes(
                 _prove(lane, connection.wire, len(connection.lanes) - 1, fixed.get(spec), said)
             lanes[spec] = lane
     except BaseException:
-        destroy_groups(groups)
+        destroy_groups(connector.groups)
         raise
-    return Lanes(lanes, submitter=submitter, groups=groups)
+    return Lanes(lanes, submitter=submitter, groups=connector.groups)
 
 
 def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> list[LaneSpec]:
@@ -154,101 +157,114 @@ def resolve_device(
     return backend, device
 
 
-def _connect(
-    specs: Sequence[LaneSpec], rank: int, *, backend: str, device: torch.device, config: P2PConfig
-) -> tuple[dict[LaneSpec, Connection], list[Any]]:
-    """A connection for each lane of this rank, and all groups that were made."""
-    if not specs:
-        return {}, []
-    data = {_group_spec(bundle, "data"): bundle for bundle in _bundles(specs, config)}
-    on_device = backend != "gloo" and not config.staged
-    staged = not on_device and (config.staged or device.type != "cpu")
-    gloo, loop = one_loop()
-    if on_device and len(data) > _MOST_STREAMS:
-        warnings.warn(
-            f"rank {rank} opens {len(data)} communicators, each with a stream; beyond {_MOST_STREAMS} torch shares "
-            f"streams, and transfers wait for each other. Use communicators='shared', or open fewer lanes (traffic=)",
-            stacklevel=3,
-        )
-    # What one communicator moves both ways is one batch, which comes after the computing of what it sends.
-    beside = (on_device or staged) and config.communicators == "separate"
-    receive_stream = new_stream(device) if beside else None
-    groups: list[Any] = []
-    timeout = timedelta(seconds=config.open_deadline)
+class _Connector:
+    """Connects this rank with the ranks at the other ends of its lanes.
 
-    def create(wanted: Mapping[GroupSpec, Sequence[LaneSpec]], name: str, options: Any) -> dict[GroupSpec, Any]:
-        with _meeting(wanted, rank, config.open_deadline):
-            made = create_groups(wanted, backend=name, timeout=timeout, pg_options=options)
-        groups.extend(made.values())
+    Attributes:
+        groups: all that were made.
+    """
+
+    def __init__(self, rank: int, *, backend: str, device: torch.device, config: P2PConfig) -> None:
+        self.groups: list[Any] = []
+        self._rank, self._device, self._config = rank, device, config
+        self._on_device = backend != "gloo" and not config.staged
+        self._staged = not self._on_device and (config.staged or device.type != "cpu")
+        self._backend = backend if self._on_device else "gloo"
+        # What one communicator moves both ways is one batch, which comes after the computing of what it sends.
+        beside = (self._on_device or self._staged) and config.communicators == "separate"
+        self._receive_stream = new_stream(device) if beside else None
+        self._timeout = timedelta(seconds=config.open_deadline)
+        self._calls = BoundedCalls(config.open_deadline)
+
+    def connect(self, lanes: Sequence[LaneSpec]) -> dict[LaneSpec, Connection]:
+        """A connection for each of these lanes: one pair of ranks after the other, as `creation_order` has them."""
+        bundles = _bundles(lanes, self._config)
+        if self._on_device and len(bundles) > _MOST_STREAMS:
+            warnings.warn(
+                f"rank {self._rank} opens {len(bundles)} communicators, each with a stream; beyond {_MOST_STREAMS} "
+                f"torch shares streams, and transfers wait for each other. Use communicators='shared', or open fewer "
+                f"lanes (traffic=)",
+                stacklevel=3,
+            )
+        found: dict[LaneSpec, Connection] = {}
+        try:
+            for pair in sorted({lane.pair for lane in lanes}):
+                between = {_group_spec(bundle, "data"): bundle for bundle in bundles if bundle[0].pair == pair}
+                with _meeting(between, self._rank, self._config.open_deadline):
+                    self._compare(pair, [lane for lane in lanes if lane.pair == pair])
+                    found |= self._connect_pair(between)
+        finally:
+            self._calls.end()
+        return found
+
+    def _compare(self, pair: tuple[int, int], lanes: Sequence[LaneSpec]) -> None:
+        """Compare with the other rank of ``pair`` how both make groups: each would wait for one that it alone makes.
+
+        Raises:
+            P2PMismatchError: they differ; on both ranks, once both have come.
+        """
+        rank, config = self._rank, self._config
+        here = {
+            "lanes": _shortened(", ".join(map(str, lanes))),
+            "communicators": config.communicators,
+            "backend": self._backend,
+            "max_ctas": str(config.max_ctas if self._on_device else None),
+            "open_deadline": str(float(config.open_deadline)),
+        }
+        peer, name = sum(pair) - rank, "-".join(map(str, pair))
+        turn = meet(self._store, name, ranks=pair, rank=rank, label=f"lanes {name}", timeout=self._timeout)
+
+        def exchange() -> Any:
+            self._store.set(f"{name}/{turn}/{rank}", json.dumps(here))
+            return self._store.get(f"{name}/{turn}/{peer}")
+
+        there = json.loads(self._calls.call("while lanes are opened", exchange))
+        _require_same(here, there, f"ranks {rank} and {peer} open lanes")
+
+    def _connect_pair(self, wanted: Mapping[GroupSpec, Sequence[LaneSpec]]) -> dict[LaneSpec, Connection]:
+        """Connections with one other rank, by the lanes of each."""
+        _, loop = gloo = self._gloo
+        channels: dict[GroupSpec, Any] = {}
+        if self._on_device:
+            made = self._create(wanted, self._backend, nccl_options(self._backend, self._config.max_ctas))
+            channels = self._create([_group_spec(lanes, "control") for lanes in wanted.values()], *gloo)
+        else:
+            made = self._create(wanted, *gloo)
+        found: dict[LaneSpec, Connection] = {}
+        for spec, lanes in wanted.items():
+            group, peer = made[spec], 1 - spec.ranks.index(self._rank)
+            mover: Mover
+            if self._on_device:
+                lift_timeout(group)
+                mover = NcclMover(group, peer, self._device)
+            else:
+                mover = GlooMover(loop.take_backend(group), peer, len(lanes))
+                mover = StagedMover(mover, self._device) if self._staged else mover
+            wire = Wire(channels.get(_group_spec(lanes, "control"), group), peer)
+            found.update(dict.fromkeys(lanes, Connection(mover, wire, group, self._receive_stream)))
+        return found
+
+    def _create(self, wanted: Iterable[GroupSpec], backend: str, options: Any) -> dict[GroupSpec, Any]:
+        made = create_groups(wanted, backend=backend, timeout=self._timeout, pg_options=options)
+        self.groups.extend(made.values())
         return made
 
-    found: dict[LaneSpec, Connection] = {}
-    peers = sorted({sum(spec.pair) - rank for spec in specs})
-    kind = f"{backend!r}, max_ctas={config.max_ctas}" if on_device else "'gloo'"
-    try:
-        with _compared(f"communicators={config.communicators!r}, backend {kind}", rank, peers, config.open_deadline):
-            if not on_device:
-                channels = made = create(data, gloo, loop)
-            else:
-                made = create(data, backend, nccl_options(backend, config.max_ctas))
-                twins = {_group_spec(bundle, "control"): spec for spec, bundle in data.items()}
-                created = create({twin: data[spec] for twin, spec in twins.items()}, gloo, loop)
-                channels = {twins[twin]: group for twin, group in created.items()}
-        for group_spec, bundle in data.items():
-            group, peer = made[group_spec], 1 - group_spec.ranks.index(rank)
-            mover: Mover
-            if on_device:
-                lift_timeout(group)
-                mover = NcclMover(group, peer, device)
-            else:
-                mover = GlooMover(loop.take_backend(group), peer, len(bundle))
-                mover = StagedMover(mover, device) if staged else mover
-            connection = Connection(mover, Wire(channels[group_spec], peer), group, receive_stream)
-            found.update(dict.fromkeys(bundle, connection))
-    except BaseException:
-        destroy_groups(groups)
-        raise
-    return found, groups
+    @cached_property
+    def _store(self) -> Any:
+        return self._calls.call("before lanes are opened", lambda: control_store("opening lanes"))
+
+    @cached_property
+    def _gloo(self) -> tuple[str, Loop]:
+        """Backend and options of groups on a CPU."""
+        return one_loop()
 
 
-def _bundles(specs: Iterable[LaneSpec], config: P2PConfig) -> Iterable[list[LaneSpec]]:
+def _bundles(specs: Iterable[LaneSpec], config: P2PConfig) -> Sequence[Sequence[LaneSpec]]:
     """The lanes of each communicator: one lane, or all lanes between two ranks."""
     bundles: dict[object, list[LaneSpec]] = {}
     for spec in specs:
         bundles.setdefault(spec.pair if config.communicators == "shared" else spec, []).append(spec)
-    return bundles.values()
-
-
-@contextmanager
-def _compared(groups: str, rank: int, peers: Sequence[int], seconds: float) -> Iterator[None]:
-    """Compare with ``peers`` how both make their groups: each would wait for a group that the other does not make.
-
-    The second of two to come sees the difference at once, the first when it has waited in vain.
-    """
-    calls = BoundedCalls(seconds)
-
-    def connect() -> Handshake:
-        store = control_store("opening lanes")
-        pairs = {peer: "-".join(map(str, sorted((rank, peer)))) for peer in peers}
-        turns = {peer: store.add(f"{pair}/{rank}", 1) for peer, pair in pairs.items()}
-        between = [PeerHandshake.between(rank, peer, f"{pair}/{turns[peer]}") for peer, pair in pairs.items()]
-        return Handshake(store, between, calls)
-
-    def require_same(others: Mapping[int, str]) -> None:
-        for peer, there in others.items():
-            what = f"ranks {rank} and {peer} open lanes with different settings"
-            raise P2PMismatchError(f"{what} (here, there): ({groups}), ({there})")
-
-    try:
-        handshake = calls.call("before lanes are opened", connect)
-        require_same(handshake.begin(groups))
-        try:
-            yield
-        except P2PTimeoutError:
-            require_same(handshake.others())
-            raise
-    finally:
-        calls.end()
+    return list(bundles.values())
 
 
 @contextmanager
@@ -256,6 +272,8 @@ def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds:
     """Failures of group creation, as errors of lanes."""
     try:
         yield
+    except P2PError:
+        raise
     except RuntimeError as error:
         if isinstance(error, GroupCreationTimeoutError) and not isinstance(error, GroupStoreError):
             named = [spec for spec in groups if repr(spec.label) in str(error)]
@@ -290,7 +308,6 @@ def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None, decla
     told: dict[str, str] = {
         "lane": str(spec),
         "shapes": config.shape_mode,
-        "communicators": config.communicators,
         "staged": str(config.staged),
         "pipeline_dtype": str(config.pipeline_dtype),
         "standing": "none" if standing is None else _shortened(str(standing)),

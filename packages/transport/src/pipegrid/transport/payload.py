@@ -106,6 +106,8 @@ def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype |
         raise P2PPayloadError(f"lane {lane} moves tensors of device {device}, got one of {tensor.device}")
     if is_lazy(tensor):
         raise P2PPayloadError(f"lane {lane} got a parameter without a shape; run its module once before sending it")
+    if hasattr(tensor, "to_local"):
+        raise P2PPayloadError(f"lane {lane} got a DTensor, of which each rank has a part; send its to_local()")
     if tensor.is_quantized:
         raise P2PPayloadError(f"lane {lane} got a quantized tensor, whose scale does not travel; send its int_repr()")
     if tensor.is_conj() or tensor.is_neg():
@@ -113,10 +115,10 @@ def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype |
         raise P2PPayloadError(
             f"lane {lane} got a view whose memory differs from its values; send tensor.resolve_{kind}(), a copy"
         )
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous():
-        raise P2PPayloadError(
-            f"lane {lane} got a tensor that is not contiguous ({tensor.layout}); send tensor.contiguous(), a copy"
-        )
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not dense or not tensor.is_contiguous():
+        remedy = "send tensor.contiguous(), a copy" if dense else f"it is nested or {tensor.layout}; send a dense copy"
+        raise P2PPayloadError(f"lane {lane} got a tensor that is not contiguous; {remedy}")
     if not _has_memory(tensor):
         raise P2PPayloadError(
             f"lane {lane} got a tensor of shape {list(tensor.shape)} without memory: it was freed, or is a fake tensor"

@@ -1,7 +1,11 @@
-"""The end of transfers: waits, deadlines, failures. One thread waits in the backend at a time (see `WaitLock`)."""
+"""Transfers under way: waits for their headers and ends, deadlines, failures.
+
+One thread at a time waits in the backend (see `WaitLock`); it also takes the headers that receives wait for.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -37,6 +41,9 @@ BACKSTOP_SECONDS = 1.0
 _UNATTENDED_SECONDS = 0.05  # until the lane's own thread completes sends without a waiting thread
 _POLL_SECONDS = 0.0001
 _CLOSED_SECONDS = 1.0  # after the other side closed: transfers that it saw done may still be under way here
+# Works of headers that outlive their transfers: NCCL ends a small send before its receive is posted, and so before its
+# header is read. Its buffers, which have 8 slots, take fewer sends.
+_HEADERS_KEPT = 64
 
 # Module names: members of an Enum are looked up slowly.
 _ACTIVE, _DONE, _FAILED, _PENDING = State.ACTIVE, State.DONE, State.FAILED, State.PENDING
@@ -75,6 +82,7 @@ class LaneTransfers:
         config: the settings that the lane was opened with.
         connection: what it shares with others.
         queue: transfers that were started, in order, and have not been seen to end.
+        header_works: of the last headers that were sent.
         error: why the lane is dead; None while it lives.
     """
 
@@ -96,6 +104,7 @@ class LaneTransfers:
         self.connection = connection
         self.mover, self.wire = connection.mover, connection.wire
         self.queue: deque[Transfer] = deque()
+        self.header_works: deque[Any] = deque(maxlen=_HEADERS_KEPT)
         self.error: P2PError | None = None
         self._device, self._submit, self._incoming, self._tally = device, submit, incoming, tally
         self._lock = threading.Lock()
@@ -242,7 +251,8 @@ class LaneTransfers:
         if self.wire is None:
             self.wait_for(transfer, None)  # on one rank nothing else fills it
         else:
-            self._until(transfer, None, posted=True)
+            if not transfer.is_ready:
+                self._until(transfer, None, posted=True)
             self._raise_failure(transfer)
         return transfer.payload
 
@@ -291,7 +301,7 @@ class LaneTransfers:
     def take_back(self, transfer: ReceiveTransfer) -> None:
         """See `ReceiveTransfer.release`."""
         state, buffers = transfer.state, transfer.buffers
-        if state is not _DONE and (state is _FAILED or not transfer.waited) and not transfer.is_completed():
+        if state is not _DONE and not (self._streams and transfer.waited) and not transfer.is_completed():
             raise P2PUsageError(f"{transfer!r} cannot be released before it is done; wait for it")
         self._tally.released += 1
         if buffers is not None and transfer.state is not _FAILED:
@@ -367,7 +377,6 @@ class LaneTransfers:
         return bool(self.queue) and self.queue[0].sequence <= wanted
 
     def _set_due(self, transfer: Transfer, timeout: float | None) -> None:
-        transfer.waited = True
         if timeout is not None:
             transfer.seconds = timeout
             transfer.due = time.monotonic() + timeout
@@ -414,7 +423,7 @@ class LaneTransfers:
         return now - self._closed_by_peer > _CLOSED_SECONDS
 
     def drain(self, end: float) -> None:
-        """Hold the host until transfers that were ordered or sent are done, or until ``end`` (monotonic)."""
+        """Hold the host until transfers that were ordered or sent are done and read, or until ``end`` (monotonic)."""
         for transfer in self.queue.copy() if self.mover.streams else ():
             while self.error is None and transfer.state is _ACTIVE and transfer.ticket is not None:
                 if self._is_done(transfer):
@@ -423,6 +432,9 @@ class LaneTransfers:
                     break
                 else:
                     time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(RuntimeError):  # the other side is gone, or reads no more
+            while self.mover.streams and self.error is None and self.header_works and time.monotonic() < end:
+                self.header_works.popleft().wait(timedelta_of(end - time.monotonic()))
 
     # ---- Ends
 
@@ -520,6 +532,7 @@ class LaneTransfers:
         for transfer in self.queue.copy():
             self._ended(transfer, _FAILED, error)
         self.queue.clear()
+        self.header_works.clear()
         self._incoming.finish()
 
     def take_error(self, error: P2PError) -> bool:

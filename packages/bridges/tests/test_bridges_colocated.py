@@ -142,7 +142,7 @@ def test_batches_that_do_not_divide():
         fan_out.communicate(torch.ones(3, 1, 1))
     fan_in = ColocatedBridgeCommunicator(grid(dp=4), grid(tp=2, dp=2))
     x = torch.ones(3, 1, 1, requires_grad=True)
-    assert fan_in.communicate(x).shape == (6, 1, 1)
+    assert fan_in.communicate(x).add_(1).shape == (6, 1, 1)  # no view, so that a module may work in place
     with pytest.raises(ShapeError, match="carries one tensor with batch axis 1, got"):
         ColocatedBridgeCommunicator(grid(dp=4), grid(dp=4), dim_mapping={"b": 1}).communicate(torch.ones(3))
     fan_in.destroy()
@@ -178,6 +178,39 @@ def test_lanes_of_different_sizes_are_found_when_asked_for():
     with pytest.raises(LaneTotalsError, match="hold between 2 and 3 rows"):
         checked.communicate(torch.ones(2 + dist.get_rank(), 1, 1))
     checked.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pair", [(grid(dp=2), grid(tp=2)), (grid(tp=2), grid(dp=2)), (grid(cp=2), grid(tp=2))])
+def test_tensors_that_differ_between_ranks_are_named_on_all_of_them(pair):
+    """Over gloo another size would end the process, and the same size in another shape arrives as something else."""
+    rank, bridge = dist.get_rank(), ColocatedBridgeCommunicator(*pair, deadline=20.0)
+    shapes = [(2, 2, 4), (2, 4, 2)], [(2, 4, 2), (4, 2, 2)], [(2, 2, 4), (4, 4)], [(2, 2, 4), (4, 2, 4)]
+    for ours, theirs in [*shapes, *[both[::-1] for both in shapes]]:
+        given, other = (ours, theirs) if rank == 0 else (theirs, ours)
+        with pytest.raises(ShapeError, match="rank . gives shape .*; rank . gives shape") as failure:
+            bridge.communicate(torch.ones(given))
+        assert str(given) in str(failure.value)
+        assert str(other) in str(failure.value)
+    with pytest.raises(ShapeError, match=r"of torch\.bfloat16.* of torch\.float32|float32.*bfloat16"):
+        bridge.communicate(torch.ones(2, 2, 2, dtype=(torch.float32, torch.bfloat16)[rank]))
+    for rows in (2, 4):  # a shape that all ranks have is free to change
+        bridge.communicate(torch.ones(rows, 2, 2, requires_grad=True)).sum().backward()
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pair", [(grid(dp=2), grid(tp=2)), (grid(tp=2), grid(dp=2)), (grid(cp=2), grid(tp=2))])
+def test_gradients_need_the_communicator_and_have_no_gradients_of_their_own(pair):
+    bridge = ColocatedBridgeCommunicator(*pair)
+    x = torch.ones(2, 2, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad((bridge.communicate(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+    y = bridge.communicate(x)
+    bridge.destroy()
+    with pytest.raises(DestroyedError, match="destroy it after the last backward"):
+        y.sum().backward()
 
 
 @pytest.mark.ranks(4, deadline=60)

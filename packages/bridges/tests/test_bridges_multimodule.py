@@ -463,9 +463,23 @@ def test_a_colocated_encoder_reaches_a_pipelined_language_model_along_edges():
         assert comm.irecv(edge=Edge(0, 1), direction=B).result().item() == 3 * (10 * step + rank)
         for handle in sends:
             handle.wait()
-    if rank == 0:
-        with pytest.raises(StageError, match="holds 'enc' as well as 'llm', which it feeds"):
-            comm.recv_forward()
+    with pytest.raises(StageError, match="rank 0 holds 'enc' as well as 'llm', which it feeds"):
+        comm.recv_forward()
+    comm.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("grids", "flow", "text"),
+    [
+        ({"enc": grid(1), "llm": grid(0, pp=2)}, {"enc": ["llm"]}, "rank 1 holds 'enc' as well as 'llm'"),
+        ({"a": grid(0), "b": grid(1), "c": grid(0)}, {"a": ["b"], "b": ["c"]}, "rank 0 holds 'a' as well as 'c'"),
+    ],
+)
+def test_verbs_that_would_wait_for_their_own_rank_are_an_error_on_all_ranks(grids, flow, text):
+    comm = make(grids, flow)
+    with pytest.raises(StageError, match=text):
+        comm.recv_forward()
     comm.destroy()
 
 

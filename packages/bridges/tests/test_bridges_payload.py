@@ -418,11 +418,21 @@ def x_of(arrived):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_declare_different_payloads_do_not_open_the_edge(ranks):
-    declared = {"x": Axes("b", "h")} if ranks.rank == 0 else {"x": Axes("b", "h"), "y": Axes("b")}
-    with pytest.raises(P2PMismatchError, match="payload.*x.*y|payload.*y.*x") as failure:
-        BridgeCommunicator(grid(0), grid(1), payload=declared, config=CONFIG)
-    assert "\n" not in str(failure.value)
+def test_ranks_that_declare_different_edges_do_not_open_them(ranks):
+    """Most of these would put elements in wrong places, or round them, without an error."""
+    x = {"x": Axes("b", "h")}
+    for argument, here, there in (
+        ("payload", x, {**x, "y": Axes("b")}),
+        ("dim_mapping", {"b": 0, "s": 1, "h": 2}, {"s": 0, "b": 1, "h": 2}),
+        ("tensor_ndim", 2, 3),
+        ("src_lanes", (1,), (2,)),
+        ("strategy", "direct", "leader"),
+        ("comm_dtype", None, torch.bfloat16),
+    ):
+        with pytest.raises(P2PMismatchError, match="open lane .* different settings .*payload") as failure:
+            BridgeCommunicator(grid(0), grid(1), config=CONFIG, **{argument: (here, there)[ranks.rank]})
+        assert "\n" not in str(failure.value)
+        ranks.barrier()
 
 
 @pytest.mark.ranks(3)

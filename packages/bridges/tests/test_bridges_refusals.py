@@ -79,6 +79,11 @@ NO_MAPPING = [{"s": 1}, {"b": None}, {"b": "0"}, {"b": -1}, {"b": True}, {"b": 3
 NO_GRID = [None, "x", 5, {}, [ONE]]
 NO_STRATEGY = [None, "x", "", 5]
 NO_TENSOR = [None, "x", 5, [X], {"a": X}]
+NOT_DENSE = [
+    X.to_sparse(),
+    torch.nested.nested_tensor([X[0], X[0, :1]], layout=torch.jagged),
+    X.as_subclass(type("DTensor", (torch.Tensor,), {"to_local": torch.Tensor.detach})),
+]
 NO_EDGE = [None, "0>1", (0, 1), Edge(1, 2)]
 NO_PLACEMENTS = [{"dp": None}, {"dp": "b"}, {"dp": Sharded}, {"x": Sharded("b")}]
 
@@ -239,7 +244,7 @@ REFUSED = [
     ("bridge", a_bridge, "shapes", ["x", True], BridgeError),
     ("bridge", a_bridge, "src_stage", [-1, 1], BridgeError),
     ("bridge", a_bridge, "config", [5, "x", {}, [1]], P2PConfigError),
-    ("bridge send", of_bridge("send_forward"), "tensor", [*NO_TENSOR, torch.zeros(2, 2)], ShapeError),
+    ("bridge send", of_bridge("send_forward"), "tensor", [*NO_TENSOR, torch.zeros(2, 2), *NOT_DENSE], ShapeError),
     ("bridge send", made(of_bridge("isend_forward"), tensor=X), "samples", [["x"], [1.5], [-2], [1]], BridgeError),
     ("bridge send", of_bridge("send_forward_recv_backward"), "tensor", NO_TENSOR, ShapeError),
     ("bridge send", received("send_backward"), "grad", [*NO_TENSOR[1:], X[0], X.double()], ShapeError),

@@ -94,6 +94,13 @@ def test_the_functions_with_guards_do_nothing_at_the_ends():
     comm.close()
 
 
+@pytest.mark.ranks(3)
+def test_ranks_with_different_topologies_do_not_open_their_lanes():
+    axis = min(dist.get_rank(), 1)
+    with pytest.raises(P2PError, match=r"sequence on axis 0.*sequence on axis 1|axis 1.*axis 0|was lost while"):
+        make([1, 2], sequence_parallel=(False, True), sequence_axis=axis)
+
+
 @pytest.mark.ranks(2)
 def test_what_a_receive_lacks_is_said_before_anything_is_sent():
     comm = make([1, 1], settings={"pipeline_dtype": None})

@@ -68,7 +68,7 @@ def test_every_rank_has_one_place_and_every_place_its_ranks(tp_sizes, dp):
 
 
 @pytest.mark.parametrize(
-    ("ring", "stage", "is_end_stage", "hears", "tells"),
+    ("ring", "stage", "is_end_stage", "receives", "sends"),
     [
         (False, 0, False, False, True),
         (False, 1, False, True, True),
@@ -79,10 +79,10 @@ def test_every_rank_has_one_place_and_every_place_its_ranks(tp_sizes, dp):
         (True, 2, False, True, True),
     ],
 )
-def test_who_hears_and_tells_activations(ring, stage, is_end_stage, hears, tells):
+def test_who_receives_and_sends_activations(ring, stage, is_end_stage, receives, sends):
     topology = VTPTopology([1, 1, 1], ring=ring)
-    assert topology.hears_forward(stage, is_end_stage=is_end_stage) is hears
-    assert topology.tells_forward(stage, is_end_stage=is_end_stage) is tells
+    assert topology.receives_forward(stage, is_end_stage=is_end_stage) is receives
+    assert topology.sends_forward(stage, is_end_stage=is_end_stage) is sends
 
 
 # -- what is refused: the value, the rule, the remedy ---------------------------------------------------
@@ -177,8 +177,8 @@ def play(at, whole, direction):
         for peer, boxes in here.receives.items():
             assert (peer, rank) in lanes
             theirs = held(at, givers, peer, whole)
-            sent = [theirs[c] for box in parts[peer].sends[rank] for c in cells(parts[peer].given, box)]
-            places = [c for box in boxes for c in cells(here.taken, box)]
+            sent = [theirs[c] for box in parts[peer].sends[rank] for c in cells(parts[peer].source_shape, box)]
+            places = [c for box in boxes for c in cells(here.destination_shape, box)]
             assert len(sent) == len(places)
             crossed += len(sent)
             for place, element in zip(places, sent, strict=True):
@@ -188,7 +188,7 @@ def play(at, whole, direction):
     for rank in takers.ranks:
         for step in parts[rank].completions:
             for giver, boxes in zip(step.ranks, step.boxes, strict=True):
-                for place in [place for box in boxes for place in cells(parts[rank].taken, box)]:
+                for place in [place for box in boxes for place in cells(parts[rank].destination_shape, box)]:
                     assert giver == rank or got[rank][place] is None
                     got[rank][place] = got[giver][place]
     return got, crossed
@@ -219,10 +219,10 @@ def test_copies_share_the_sending_and_the_receiving(a, b, numel):
     at = boundary(a, b)
     for rank in at.source.ranks:
         sent = sum(box.numel for boxes in at.crossing((numel,), F, rank)[1].sends.values() for box in boxes)
-        assert abs(sent - numel / a) <= len(at.wiring("vtp", rank).receivers)  # but for rounding, once per message
+        assert abs(sent - numel / a) <= len(at.wiring("vtp", rank).receivers(F))  # but for rounding, once per message
     for rank in at.destination.ranks:
         got = sum(box.numel for boxes in at.crossing((numel,), F, rank)[1].receives.values() for box in boxes)
-        assert abs(got - numel / b) <= len(at.wiring("vtp", rank).senders)
+        assert abs(got - numel / b) <= len(at.wiring("vtp", rank).senders(F))
 
 
 @pytest.mark.parametrize("cuts", [(True, True), (False, True)])

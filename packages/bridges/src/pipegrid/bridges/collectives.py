@@ -71,7 +71,9 @@ class CollectiveWaits:
         """Fail all waits, those under way and later ones."""
         self.ended = self.ended or reason
 
-    def wait(self, work: Any, ranks: Sequence[int], *, end: float | None = None, host: bool = False) -> None:
+    def wait(
+        self, work: Any, ranks: Sequence[int], *, end: float | None = None, host: bool = False, task: str | None = None
+    ) -> None:
         """Return when the collective among ``ranks`` is done (on CUDA: when the current stream is ordered after it).
 
         Args:
@@ -79,6 +81,7 @@ class CollectiveWaits:
             ranks: that take part.
             host: hold the host on CUDA as well: the caller reads the result, and a read has no deadline.
             end: when the wait fails, in `time.monotonic` seconds; None is after the deadline.
+            task: of this collective, where it is another than the communicator's.
 
         Raises:
             CompletionError: a rank died or did not come in time, or the communicator was ended. On a device, also where
@@ -95,19 +98,19 @@ class CollectiveWaits:
             done = _polled_within if in_streams else _done_within
             while (host or not in_streams) and not done(work, min(_LOOK_SECONDS, end - time.monotonic())):
                 if self.ended is not None:
-                    raise self.error(ranks, f"the communicator was ended here: {self.ended}")
+                    raise self.error(ranks, f"the communicator was ended here: {self.ended}", task)
                 if time.monotonic() >= end:
                     late = f"not within {end - began:.3g} s; one of them has failed, or waits for another rank itself"
-                    raise self.error(ranks, late)
+                    raise self.error(ranks, late, task)
             work.wait()
             if in_streams:
                 self.pending.add(ranks, work)
             if self.ended is not None:  # NCCL calls an aborted collective done: its stream goes on, without the data
-                raise self.error(ranks, f"the communicator was ended here: {self.ended}")
+                raise self.error(ranks, f"the communicator was ended here: {self.ended}", task)
         except RuntimeError as error:
             if isinstance(error, CompletionError):
                 raise
-            raise self._error_of_lost(ranks, error) from error
+            raise self._error_of_lost(ranks, error, task) from error
 
     def check(self) -> None:
         """Raise if a collective that was waited for on a device has ended with an error.
@@ -120,16 +123,16 @@ class CollectiveWaits:
             ranks, error = self.lost
             raise self._error_of_lost(ranks, error) from error
 
-    def _error_of_lost(self, ranks: Sequence[int], error: Exception) -> CompletionError:
-        return self.error(ranks, f"a rank died, or its connection was closed ({_first_line(error)})")
+    def _error_of_lost(self, ranks: Sequence[int], error: Exception, task: str | None = None) -> CompletionError:
+        return self.error(ranks, f"a rank died, or its connection was closed ({_first_line(error)})", task)
 
-    def error(self, ranks: Sequence[int], cause: str) -> CompletionError:
+    def error(self, ranks: Sequence[int], cause: str, task: str | None = None) -> CompletionError:
         """The error of a collective among ``ranks``."""
         self.stuck = self.stuck or self.ended is None  # an end aborts its groups
         others = [rank for rank in ranks if rank != self.rank]
         failure = self.failure()
         lane = "" if failure is None else f" (a lane of this edge failed: {_first_line(failure)})"
-        return CompletionError(f"rank {self.rank}, {self.name}: {self.task.format(others)}: {cause}{lane}")
+        return CompletionError(f"rank {self.rank}, {self.name}: {(task or self.task).format(others)}: {cause}{lane}")
 
 
 def _done_within(work: Any, seconds: float) -> bool:

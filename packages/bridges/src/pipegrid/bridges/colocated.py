@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from torch.autograd.function import once_differentiable
 
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, gather_flat, own_groups
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
@@ -36,6 +37,7 @@ from pipegrid.topology.fields import Index, checked, checked_fields, shown
 from pipegrid.transport.opening import resolve_device
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
+_TEXT = 160  # bytes in which ranks compare what they give
 
 
 @frozen(field_transformer=checked_fields(BridgeError))
@@ -64,8 +66,8 @@ class ColocatedBridgeCommunicator:
     """Moves tensors from one layout of a set of ranks to another layout of the same ranks.
 
     ``y = bridge.communicate(x)`` is differentiable. Every rank of the grids calls it, and every rank runs the
-    backward of its result. The lanes of the source must hold equal batches, and the ranks of a source lane
-    the same values (``check_replicated=True`` proves the latter).
+    backward of its result. All ranks give tensors of one shape and dtype, which they compare in the first call with
+    each shape, and the ranks of a source lane the same values, which ``check_replicated=True`` compares.
 
     Where the number of data lanes of one side divides the other's and nothing else is in the way, this is one
     all-gather in one direction and one slice in the other. Any other pair of layouts (dp 3 and 2, context
@@ -115,13 +117,14 @@ class ColocatedBridgeCommunicator:
         self._extract_parallelism_info()
         self._build_rank_mappings()
         self._destroyed = False
+        self._agreed: set[tuple[torch.Size, torch.dtype]] = set()
         self._make_groups(backend, timeout, deadline, check_replicated=check_replicated)
         _, device = resolve_device(backend, None)
         task = "the ranks {} did not exchange their tensors with this one"
         self._waits = CollectiveWaits(self._label, self._rank, device, deadline, task)
         self._check = (
             ReplicationCheck(
-                self._src, self._rank, check_every, self._group("check"), self._group("verdict"), self._waits
+                self._src, self._rank, check_every, self._group("check"), self._group("shapes"), self._waits
             )
             if check_replicated
             else None
@@ -162,6 +165,7 @@ class ColocatedBridgeCommunicator:
         self._dst = boundary_side(self.dest_grid, "destination", name=self.dest_module_name)
         self.gather_group_ranks: list[list[int]] = []
         self._by_slots = self._is_slotted()
+        self._passes_through = self._by_slots and self.direction is BridgeDirection.EQUAL
         if self._by_slots and self.scale is not None:
             if self.is_fan_in():
                 self.gather_group_ranks = self._build_gather_groups(
@@ -212,7 +216,8 @@ class ColocatedBridgeCommunicator:
                 specs += [self._spec(r, "complete") for r in side.classes.values() if len(r) > 1]
         if check_replicated:
             specs += [self._spec(r, "check") for r in self._src.classes.values() if len(r) > 1]
-            specs.append(self._spec(ranks_of(self.src_grid), "verdict"))
+        if check_replicated or not self._passes_through:
+            specs.append(self._spec(ranks_of(self.src_grid), "shapes"))
         self._groups = own_groups(specs, backend=backend, deadline=deadline, timeout=timeout)
         self.gather_pg: dist.ProcessGroup | None = self._group("gather")
 
@@ -262,25 +267,29 @@ class ColocatedBridgeCommunicator:
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of this rank's destination lane, from ``tensor`` of its source lane.
 
+        On fan-out and between equal lanes it may share memory with ``tensor``: do not change it in place.
+
         Raises:
             LaneTotalsError: FAN_OUT by an integer scale that does not divide the batch.
-            ShapeError: too few axes for ``dim_mapping``.
+            ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
+                ``dim_mapping``: compared in the first call with each shape.
             CompletionError: a rank did not come before the deadline, or died; or the bridge was aborted.
             NotReplicatedError: with ``check_replicated``, the copies of a source lane differ.
             DestroyedError: after `destroy`.
         """
-        if self._destroyed:
-            raise DestroyedError(f"{self._label} was destroyed; make a new communicator")
+        self._require_alive()
         axis = self.dim_mapping[BATCH]
         if not isinstance(tensor, torch.Tensor) or tensor.ndim <= axis:
             found = shown(getattr(tensor, "shape", tensor))
             raise ShapeError(f"{self._label} carries one tensor with batch axis {axis}, got {found}")
         if self._check is not None:
             self._check.look(tensor, tensor.shape[axis])
+        if self._passes_through:
+            return tensor
+        if (tensor.shape, tensor.dtype) not in self._agreed:
+            self._agree(tensor)
         if self.is_fan_out():
             self._check_divisible(tensor.shape[axis])
-        if self._by_slots and self.direction is BridgeDirection.EQUAL:
-            return tensor
         result: torch.Tensor = _ColocatedCommunicate.apply(tensor, self)  # type: ignore[no-untyped-call]
         return result
 
@@ -296,6 +305,24 @@ class ColocatedBridgeCommunicator:
             self._waits.end("destroyed")
             close_groups(self._groups, stuck=self._waits.stuck)
             self._groups, self.gather_pg = {}, None
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise DestroyedError(f"{self._label} was destroyed; destroy it after the last backward, or make a new one")
+
+    def _agree(self, tensor: torch.Tensor) -> None:
+        """Compare the shape, the dtype and the axes of ``tensor`` among all ranks: another size would end a process."""
+        group, ranks = self._group("shapes"), ranks_of(self.src_grid)
+        assert group is not None
+        mine = f"shape {tuple(tensor.shape)} of {tensor.dtype}, dim_mapping {self.dim_mapping}"
+        own = torch.tensor([*mine.encode()[:_TEXT].ljust(_TEXT)], dtype=torch.uint8, device=tensor.device)
+        every = own.new_empty(len(ranks) * _TEXT)
+        self._waits.wait(gather_flat(every, own, group, async_op=True), ranks, host=True)
+        for rank, row in zip(ranks, every.view(-1, _TEXT).tolist(), strict=True):
+            if row != own.tolist():
+                there = bytes(row).decode(errors="replace").rstrip()
+                raise ShapeError(f"{self._label}: rank {self._rank} gives {mine}; rank {rank} gives {there}")
+        self._agreed.add((tensor.shape, tensor.dtype))
 
     # -- moving -------------------------------------------------------------------------------------------
 
@@ -329,7 +356,7 @@ class ColocatedBridgeCommunicator:
         """Run a plan in which every rank of the grids takes part at once: one all-to-all, then completions."""
         part, ranks, dtype = RankPart(plan, self._rank), ranks_of(self.src_grid), tensor.dtype
         receives = self._rank in plan.dst.coords_of
-        shape = part.taken if receives else _without_rows(plan, self.dim_mapping[BATCH])
+        shape = part.destination_shape if receives else _without_rows(plan, self.dim_mapping[BATCH])
         out = torch.empty(shape, dtype=dtype, device=tensor.device)
         given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
         taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
@@ -365,9 +392,11 @@ class _ColocatedCommunicate(torch.autograd.Function):
         return comm._move(forward, tensor.contiguous())  # noqa: SLF001
 
     @staticmethod
+    @once_differentiable  # a collective's own gradient would be missing in silence
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The adjoint: slice on fan-in, gather on fan-out, the plan's way back otherwise."""
         comm: ColocatedBridgeCommunicator = ctx.comm
+        comm._require_alive()  # noqa: SLF001
         (grad,) = grads
         if comm._by_slots:  # noqa: SLF001
             return (comm._narrow(grad) if comm.is_fan_in() else comm._gather(grad)), None  # noqa: SLF001
@@ -383,12 +412,10 @@ def _all_gather_along_batch_dim(
 ) -> torch.Tensor:
     """All ranks' tensors, concatenated along ``batch_dim`` in group order; no copy beside the gather on axis 0."""
     tensor = tensor.contiguous()
-    count = dist.get_world_size(group)
-    gathered = torch.empty((count, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    parts = (dist.get_world_size(group), *tensor.shape)
+    gathered = torch.empty((parts[0] * parts[1], *parts[2:]), dtype=tensor.dtype, device=tensor.device)
     wait(gather_flat(gathered.view(-1), tensor.view(-1), group, async_op=True))
-    if batch_dim == 0:
-        return gathered.flatten(0, 1)
-    return torch.cat(gathered.unbind(0), dim=batch_dim)
+    return gathered if batch_dim == 0 else torch.cat(gathered.view(parts).unbind(0), dim=batch_dim)
 
 
 def _positions(grid: GridLike) -> dict[int, tuple[int, int]]:

@@ -135,14 +135,14 @@ class ModuleGraph:
                 return name, stage - self._offsets[name]
         raise ModuleGraphError(f"there is no stage {stage}; the graph has stages 0..{self.num_stages - 1}")
 
+    def edges_inside(self, module: str) -> tuple[Edge, ...]:
+        """The edges between the stages of ``module``, ascending."""
+        return tuple(Edge(stage, stage + 1) for stage in range(self.stage(module, 0), self.stage(module, -1)))
+
     @cached_property
     def stage_edges(self) -> tuple[Edge, ...]:
         """All edges between stages, inside modules and across them, ascending."""
-        inside = [
-            Edge(self.stage(name, index), self.stage(name, index + 1))
-            for name, depth in self.modules
-            for index in range(depth - 1)
-        ]
+        inside = [edge for name, _ in self.modules for edge in self.edges_inside(name)]
         across = [Edge(self.stage(src, -1), self.stage(dst, 0)) for src, dst in self.edges]
         return tuple(sorted(inside + across, key=lambda edge: (edge.source, edge.destination)))
 

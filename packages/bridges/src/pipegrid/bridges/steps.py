@@ -39,11 +39,10 @@ def unpack(packed: torch.Tensor, boxes: Sequence[Box], out: torch.Tensor) -> Non
         offset += box.numel
 
 
-def reduce_partial(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of the partial sums of the group's ranks, in a new tensor."""
+def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
+    """A new tensor for the sum of the partial sums of the group's ranks, and the collective that adds them up."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    return total, dist.all_reduce(total, group=group, async_op=True)
 
 
 def broadcast_text(

@@ -1,4 +1,10 @@
-"""The bridge between two modules: a tensor leaves one grid's last stage and arrives at another grid's first."""
+"""The bridge between two modules: a tensor leaves one grid's last stage and arrives at another grid's first.
+
+The way of a message, file by file: `BridgeCommunicator.send_forward` here; `TensorExchange.isend_forward` (tensor), the
+plans for its shape; `EdgeTraffic.send` (traffic), a packed piece for each peer; `Lane.isend` (transport), the backend.
+On the other side: `Lane.irecv`; `BridgeReceive` (receive), which lands when all pieces are there; `EdgeTraffic.fill`,
+pieces in their places and the completion among copies.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +174,7 @@ class BridgeCommunicator:
         if structure is not None:
             wiring = PayloadWiring.of(*ends, structure, used, self.rank)
         self._wiring, self.lane_specs = wiring, wiring.lane_specs
-        self.declared = dict.fromkeys(self.lane_specs, str(structure)) if structure is not None else {}
+        self.declared = dict.fromkeys(self.lane_specs, f"{wiring.declaration}; on the wire {comm_dtype or 'as it is'}")
         self.lane_config = lane_config(settings, variable=self.variable)
         self._traffic = EdgeTraffic(
             str(self),
@@ -178,29 +184,30 @@ class BridgeCommunicator:
             config=settings,
             stream=new_stream(self.device),
         )
-        common: dict[str, Any] = {"backward": backward, "variable": self.variable, "comm_dtype": comm_dtype}
-        self.exchange: TensorExchange | PayloadExchange
-        if isinstance(wiring, PayloadWiring):
-            self.exchange = PayloadExchange(wiring, self._traffic, **common)
-        else:
-            extents = None if shape is None else tuple(shape)
-            shapes_of = ShapeExchange(str(self), wiring, choice, comm_dtype, self.variable, extents)
-            skips_empty = strategy == "auto" and not self.variable
-            self.exchange = TensorExchange(shapes_of, self._traffic, **common, skips_empty=skips_empty)
+        self.exchange = self._new_exchange(wiring, choice, shape)
         self._groups = self._traffic.groups = own_groups(
             self._wiring.group_specs, backend=backend, deadline=settings.deadline
         )
         self._owns_lanes, self._destroyed = open, False
-        if not open:
-            return
+        if open:
+            self._open(backend)
+
+    def _new_exchange(
+        self, wiring: BridgeWiring, choice: Choice, shape: Sequence[int | None] | None
+    ) -> TensorExchange | PayloadExchange:
+        common: dict[str, Any] = {"backward": self.backward, "variable": self.variable, "comm_dtype": self.comm_dtype}
+        if isinstance(wiring, PayloadWiring):
+            return PayloadExchange(wiring, self._traffic, **common)
+        extents = None if shape is None else tuple(shape)
+        shapes = ShapeExchange(str(self), wiring, choice, self.comm_dtype, self.variable, extents)
+        skips_empty = self.strategy == "auto" and not self.variable
+        return TensorExchange(shapes, self._traffic, **common, skips_empty=skips_empty)
+
+    def _open(self, backend: str) -> None:
         with ExitStack() as undo:  # after an error of the lanes the bridge has no groups either
             undo.callback(destroy_groups, self._groups)
             lanes = open_lanes(
-                self.lane_specs,
-                config=self.lane_config,
-                backend=backend,
-                device=self.device,
-                declared=self.declared,
+                self.lane_specs, config=self.lane_config, backend=backend, device=self.device, declared=self.declared
             )
             self.attach(lanes)
             undo.pop_all()

@@ -12,10 +12,10 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.pending import PendingGradients, PendingReceive
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives, with_gradient
-from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, ShapeExchange
+from pipegrid.bridges.bridge.shape_exchange import Announcement, PlanPair, ShapeExchange
 from pipegrid.bridges.bridge.structure import Axes, Leaf, Packed, Whole, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import BridgeWiring, PayloadWiring
+from pipegrid.bridges.bridge.wiring import PayloadWiring
 from pipegrid.bridges.errors import NoBackwardError, ShapeError
 from pipegrid.bridges.reshard import Choice, RankPart
 from pipegrid.bridges.steps import pack
@@ -32,44 +32,44 @@ class _Number:
     value: float
 
 
-_Said = Announcement | _Number
-"""What a source rank says of one leaf."""
+_LeafNote = Announcement | _Number
+"""What a source rank announces of one leaf, in the note of a message."""
 
 
-def _encode(said: Iterable[_Said]) -> str:
-    forms = [(one.shape, one.dtype, one.samples) if isinstance(one, Announcement) else one.value for one in said]
+def _encode(notes: Iterable[_LeafNote]) -> str:
+    forms = [(one.shape, one.dtype, one.samples) if isinstance(one, Announcement) else one.value for one in notes]
     return json.dumps(forms, separators=(",", ":"))
 
 
-def _decode(text: str) -> list[_Said]:
+def _decode(text: str) -> list[_LeafNote]:
     return [Announcement(*form) if isinstance(form, list) else _Number(form) for form in json.loads(text)]
 
 
 @frozen
-class _Travelling:
+class _LeafTransfer:
     """One leaf of one microbatch: how its tensor travels, or the value that needs no message.
 
     Attributes:
-        known: the plans of the tensor; None for a number, and where this rank has no part in it.
+        plans: the plans of the tensor; None for a number, and where this rank has no part in it.
         shape: of this rank's tensor, as the stage has it; None for a number.
         gradient: whether a gradient comes back.
     """
 
-    known: Passage | None
+    plans: PlanPair | None
     shape: tuple[int, ...] | None
     value: Any
     dtype: torch.dtype | None
     gradient: bool
 
     @property
-    def there(self) -> RankPart | None:
+    def forward_part(self) -> RankPart | None:
         """This rank's part in the forward plan."""
-        return None if self.known is None else self.known.there
+        return None if self.plans is None else self.plans.forward_part
 
     @property
-    def back(self) -> RankPart | None:
+    def backward_part(self) -> RankPart | None:
         """This rank's part in the backward plan."""
-        return self.known.back if self.gradient and self.known is not None else None
+        return self.plans.backward_part if self.gradient and self.plans is not None else None
 
 
 class PayloadExchange:
@@ -99,12 +99,12 @@ class PayloadExchange:
 
     def forget(self) -> None:
         """Forget what was agreed: the next message announces anew."""
-        self._announced: list[_Said] | None = None
-        self._agreed: tuple[_Travelling, ...] | None = None
-        self._sent: PendingGradients[tuple[_Travelling, ...]] = PendingGradients(
+        self._announced: list[_LeafNote] | None = None
+        self._agreed: tuple[_LeafTransfer, ...] | None = None
+        self._sent: PendingGradients[tuple[_LeafTransfer, ...]] = PendingGradients(
             f"{self.name}: recv_backward on rank {self.rank}", "payload that was sent", self.variable
         )
-        self._received: PendingGradients[PendingReceive[tuple[_Travelling, ...]]] = PendingGradients(
+        self._received: PendingGradients[PendingReceive[tuple[_LeafTransfer, ...]]] = PendingGradients(
             f"{self.name}: send_backward on rank {self.rank}", "payload that was received", self.variable
         )
 
@@ -115,22 +115,22 @@ class PayloadExchange:
         if samples is not None:
             raise ShapeError(f"{self.name} carries a payload; samples belong to a leaf: Packed(leaf, samples)")
         values = self.structure.values(payload, name=self.name)
-        said = [self._said(leaf, value) for leaf, value in zip(self.structure.leaves, values, strict=True)]
-        self._require_agreed(said)
+        notes = [self._note_of(leaf, value) for leaf, value in zip(self.structure.leaves, values, strict=True)]
+        self._require_agreed(notes)
         going = tuple(
-            self._outgoing(index, one, value) for index, (one, value) in enumerate(zip(said, values, strict=True))
+            self._outgoing(index, one, value) for index, (one, value) in enumerate(zip(notes, values, strict=True))
         )
         handle = self._send(
-            [(one.there, _tensor_of(value)) for one, value in zip(going, values, strict=True)],
+            [(one.forward_part, _tensor_of(value)) for one, value in zip(going, values, strict=True)],
             going,
             _FORWARD,
-            note=_encode(said),
+            note=_encode(notes),
         )
-        self._announced = said
+        self._announced = notes
         self._sent.add(going, has_gradient=self.backward and torch.is_grad_enabled())
         return handle
 
-    def _said(self, leaf: Leaf, value: Any) -> _Said:
+    def _note_of(self, leaf: Leaf, value: Any) -> _LeafNote:
         """What this rank announces of a leaf."""
         where = f"{self.name}: payload{leaf.path}"
         tensor = _tensor_of(value)
@@ -146,28 +146,27 @@ class PayloadExchange:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")
         return Announcement.of(tensor, samples)
 
-    def _require_agreed(self, said: Sequence[_Said]) -> None:
+    def _require_agreed(self, notes: Sequence[_LeafNote]) -> None:
         if self.variable or self._announced is None:
             return
-        for leaf, now, agreed in zip(self.structure.leaves, said, self._announced, strict=True):
+        for leaf, now, agreed in zip(self.structure.leaves, notes, self._announced, strict=True):
             if _encode([now]) != _encode([agreed]):
                 raise ShapeError(
                     f"{self.name}: rank {self.rank} sends {now} as payload{leaf.path}, but {agreed} was agreed with "
                     "the first message; sizes that change need shapes='variable'"
                 )
 
-    def _outgoing(self, index: int, said: _Said, value: Any) -> _Travelling:
+    def _outgoing(self, index: int, note: _LeafNote, value: Any) -> _LeafTransfer:
         leaf, shapes = self.structure.leaves[index], self._shapes[index]
-        if not isinstance(said, Announcement):
-            return _Travelling(None, None, value, None, gradient=False)
+        if not isinstance(note, Announcement):
+            return _LeafTransfer(None, None, value, None, gradient=False)
         tensor = _tensor_of(value)
         assert tensor is not None
         gradient = self._has_gradient(leaf, tensor.dtype)
         if self.rank not in shapes.wiring.src.coords_of:  # another data lane gives it
-            return _Travelling(None, said.shape, None, tensor.dtype, gradient=gradient)
-        lifted = _lifted(leaf, said)
-        known = shapes.own_passage(lifted)
-        return _Travelling(known, said.shape, None, tensor.dtype, gradient=gradient)
+            return _LeafTransfer(None, note.shape, None, tensor.dtype, gradient=gradient)
+        plans = shapes.own_plans(_lifted(leaf, note))
+        return _LeafTransfer(plans, note.shape, None, tensor.dtype, gradient=gradient)
 
     def _has_gradient(self, leaf: Leaf, dtype: torch.dtype) -> bool:
         return self.backward and leaf.declared.gradient and (dtype.is_floating_point or dtype.is_complex)
@@ -175,11 +174,11 @@ class PayloadExchange:
     def irecv_forward(self, shape: Sequence[int] | None = None) -> BridgeReceive:
         """Start receiving the next payload; each leaf has a shape of its own, so ``shape`` is None."""
         self._require_no_shape(shape)
-        incoming: PendingReceive[tuple[_Travelling, ...]] = PendingReceive()
+        incoming: PendingReceive[tuple[_LeafTransfer, ...]] = PendingReceive()
 
         def land(handles: PostedReceives) -> Landed:
-            incoming.told = leaves = self._arriving({peer: handle.note for peer, handle in handles.items()})  # type: ignore[attr-defined]
-            return self._fill([one.there for one in leaves], leaves, handles, _FORWARD)
+            incoming.plans = leaves = self._arriving({peer: handle.note for peer, handle in handles.items()})  # type: ignore[attr-defined]
+            return self._fill([one.forward_part for one in leaves], leaves, handles, _FORWARD)
 
         def built(tensors: Sequence[torch.Tensor]) -> Any:
             return self.structure.payload(self._values(incoming.wait(), iter(tensors)))
@@ -188,13 +187,13 @@ class PayloadExchange:
         self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
         return incoming.receive
 
-    def _arriving(self, notes: Mapping[int, str]) -> tuple[_Travelling, ...]:
+    def _arriving(self, texts: Mapping[int, str]) -> tuple[_LeafTransfer, ...]:
         """The leaves that the source ranks have announced, as they travel to this rank."""
         if self._agreed is not None:
             return self._agreed
-        said = {peer: _decode(note) for peer, note in notes.items()}
+        notes = {peer: _decode(text) for peer, text in texts.items()}
         leaves = tuple(
-            self._incoming(index, {peer: one[index] for peer, one in said.items()})
+            self._incoming(index, {peer: one[index] for peer, one in notes.items()})
             for index in range(len(self.structure.leaves))
         )
         if not self.variable:
@@ -202,26 +201,26 @@ class PayloadExchange:
             self._received.first = PendingReceive(leaves)  # in place of the first receive, which would keep its tensors
         return leaves
 
-    def _incoming(self, index: int, said: Mapping[int, _Said]) -> _Travelling:
+    def _incoming(self, index: int, notes: Mapping[int, _LeafNote]) -> _LeafTransfer:
         leaf, shapes, wiring = self.structure.leaves[index], self._shapes[index], self._wiring.leaves[index]
-        first, some = next(iter(said.items()))
-        for peer, one in said.items():
+        first, some = next(iter(notes.items()))
+        for peer, one in notes.items():
             if type(one) is not type(some) or (isinstance(one, _Number) and one != some):
                 raise ShapeError(f"{shapes.name}: ranks {first} and {peer} send {some} and {one}; they send the same")
         if not isinstance(some, Announcement):
-            return _Travelling(None, None, some.value, None, gradient=False)
-        announced = {peer: said[peer] for peer in wiring.senders if peer in said}
-        known = shapes.passage(
+            return _LeafTransfer(None, None, some.value, None, gradient=False)
+        announced = {peer: notes[peer] for peer in wiring.senders(_FORWARD) if peer in notes}
+        plans = shapes.plans(
             {peer: _lifted(leaf, one) for peer, one in announced.items() if isinstance(one, Announcement)}
         )
-        taken = known.there.taken
+        taken = plans.forward_part.destination_shape
         if isinstance(leaf.declared, Whole):
             shape = next(one.shape for one in announced.values() if isinstance(one, Announcement))
         else:
             shape = taken[1:] if leaf.lifted else taken
-        return _Travelling(known, shape, None, known.dtype, gradient=self._has_gradient(leaf, known.dtype))
+        return _LeafTransfer(plans, shape, None, plans.dtype, gradient=self._has_gradient(leaf, plans.dtype))
 
-    def _values(self, leaves: Sequence[_Travelling], tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
+    def _values(self, leaves: Sequence[_LeafTransfer], tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
         for one in leaves:
             if one.shape is None:
                 yield one.value
@@ -242,12 +241,19 @@ class PayloadExchange:
         pieces: list[tuple[RankPart | None, torch.Tensor | None]] = []
         for leaf, one, gradient in zip(self.structure.leaves, leaves, given, strict=True):
             self._check_gradient(leaf, one, gradient)
-            pieces.append((one.back, self._zeros(one.back.given, one) if gradient is None and one.back else gradient))
+            pieces.append(
+                (
+                    one.backward_part,
+                    self._zeros(one.backward_part.source_shape, one)
+                    if gradient is None and one.backward_part
+                    else gradient,
+                )
+            )
         handle = self._send(pieces, leaves, _BACKWARD, note=None)
         self._received.answer()
         return handle
 
-    def _check_gradient(self, leaf: Leaf, one: _Travelling, gradient: Any) -> None:
+    def _check_gradient(self, leaf: Leaf, one: _LeafTransfer, gradient: Any) -> None:
         needed = (one.shape, one.dtype) if one.gradient else None
         given = (tuple(gradient.shape), gradient.dtype) if isinstance(gradient, torch.Tensor) else None
         if given != needed and gradient is not None:
@@ -260,7 +266,7 @@ class PayloadExchange:
         """Start receiving the gradients of the oldest payload that has none yet: None for leaves without."""
         self._require_no_shape(shape)
         leaves = self._sent.oldest
-        parts = [one.back for one in leaves]
+        parts = [one.backward_part for one in leaves]
 
         def built(tensors: Sequence[torch.Tensor]) -> Any:
             arrived = iter(tensors)
@@ -276,16 +282,16 @@ class PayloadExchange:
         self._sent.answer()
         return receive
 
-    def _gradients(self, leaves: Sequence[_Travelling], tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
+    def _gradients(self, leaves: Sequence[_LeafTransfer], tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
         for one in leaves:
             if not one.gradient or one.shape is None:
                 yield None
-            elif one.known is None:  # the first lane has the gradient
+            elif one.plans is None:  # the first lane has the gradient
                 yield self._zeros(one.shape, one)
             else:
                 yield next(tensors).view(one.shape)
 
-    def _zeros(self, shape: Sequence[int], leaf: _Travelling) -> torch.Tensor:
+    def _zeros(self, shape: Sequence[int], leaf: _LeafTransfer) -> torch.Tensor:
         return torch.zeros(shape, dtype=leaf.dtype, device=self.traffic.device)
 
     def _require_no_shape(self, shape: Sequence[int] | None) -> None:
@@ -297,21 +303,21 @@ class PayloadExchange:
     def _send(
         self,
         pieces: Sequence[tuple[RankPart | None, torch.Tensor | None]],
-        leaves: Sequence[_Travelling],
+        leaves: Sequence[_LeafTransfer],
         direction: Direction,
         *,
         note: str | None,
     ) -> Handle:
         """Send one message to each receiving rank: its boxes of every leaf, in the order of leaves."""
-        ready: list[tuple[RankPart, torch.Tensor, torch.dtype, frozenset[int]]] = []
+        ready: list[tuple[RankPart, torch.Tensor, torch.dtype, tuple[int, ...]]] = []
         for (part, tensor), one, wired in zip(pieces, leaves, self._wiring.leaves, strict=True):
-            if part is None or tensor is None or one.known is None:
+            if part is None or tensor is None or one.plans is None:
                 continue
-            view = tensor.detach().reshape(part.given)
+            view = tensor.detach().reshape(part.source_shape)
             summed = self.traffic.summed(part, view, direction)
-            ready.append((part, summed, one.known.wire_dtype, _receivers(wired, direction)))
+            ready.append((part, summed, one.plans.wire_dtype, wired.receivers(direction)))
         if direction is _FORWARD:
-            peers = [there for here, there in self._wiring.routes[direction] if here == self.rank]
+            peers = list(self._wiring.receivers(direction))
         else:
             peers = list(_peers(part.sends for part, *_ in ready))
         return BridgeSend(
@@ -332,7 +338,7 @@ class PayloadExchange:
     def _fill(
         self,
         parts: Sequence[RankPart | None],
-        leaves: Sequence[_Travelling],
+        leaves: Sequence[_LeafTransfer],
         handles: PostedReceives,
         direction: Direction,
     ) -> Landed:
@@ -341,12 +347,12 @@ class PayloadExchange:
         tensors: list[torch.Tensor] = []
         completing: list[Any] = []
         for part, one, wired in zip(parts, leaves, self._wiring.leaves, strict=True):
-            if part is None or one.known is None:
+            if part is None or one.plans is None:
                 continue
-            ends = _senders(wired, direction)
+            ends = wired.senders(direction)
             own = {peer: _Arrived(next(pieces)) for peer, pieces in arrived.items() if peer in ends}
             tensor, steps = self.traffic.fill(
-                part, own, direction, dtype=one.known.dtype, wire_dtype=one.known.wire_dtype
+                part, own, direction, dtype=one.plans.dtype, wire_dtype=one.plans.wire_dtype
             )
             tensors.append(tensor)
             completing += steps
@@ -370,21 +376,11 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
-def _lifted(leaf: Leaf, said: Announcement) -> Announcement:
+def _lifted(leaf: Leaf, note: Announcement) -> Announcement:
     """The announcement of a leaf in the shape that travels: with a batch axis."""
     if isinstance(leaf.declared, Whole):
-        return Announcement((1, math.prod(said.shape)), said.dtype)
-    return Announcement((1, *said.shape), said.dtype) if leaf.lifted else said
-
-
-def _receivers(wiring: BridgeWiring, direction: Direction) -> frozenset[int]:
-    """The ranks that may receive a part of this rank's leaf in that direction."""
-    return frozenset(there for here, there in wiring.routes[direction] if here == wiring.rank)
-
-
-def _senders(wiring: BridgeWiring, direction: Direction) -> frozenset[int]:
-    """The ranks that may send this rank a part of its leaf in that direction."""
-    return frozenset(here for here, there in wiring.routes[direction] if there == wiring.rank)
+        return Announcement((1, math.prod(note.shape)), note.dtype)
+    return Announcement((1, *note.shape), note.dtype) if leaf.lifted else note
 
 
 def _peers(of_leaves: Iterable[Iterable[int]]) -> tuple[int, ...]:

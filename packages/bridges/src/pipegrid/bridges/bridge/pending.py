@@ -11,23 +11,23 @@ from pipegrid.bridges.bridge.receive import BridgeReceive
 from pipegrid.bridges.errors import PendingGradientError
 
 Activation = TypeVar("Activation")
-Told = TypeVar("Told")
+Plans = TypeVar("Plans")
 
 
 @define(eq=False)
-class PendingReceive(Generic[Told]):
-    """A receive, and what its messages tell of the sizes: None until they have landed."""
+class PendingReceive(Generic[Plans]):
+    """A receive, and the plans for what its messages announce: None until they have landed."""
 
-    told: Told | None = None
+    plans: Plans | None = None
     receive: BridgeReceive | None = None
 
-    def wait(self) -> Told:
-        """What the messages tell; waits for them where they have not landed."""
-        if self.told is None:
+    def wait(self) -> Plans:
+        """The plans; waits for the messages where they have not landed."""
+        if self.plans is None:
             assert self.receive is not None
             self.receive.let_land()
-        assert self.told is not None
-        return self.told
+        assert self.plans is not None
+        return self.plans
 
 
 @define(eq=False)

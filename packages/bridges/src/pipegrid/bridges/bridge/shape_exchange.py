@@ -15,7 +15,7 @@ from pipegrid.bridges.errors import LaneTotalsError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.topology import lane_bounds, lane_sizes
-from pipegrid.topology.fields import Index, checked_fields
+from pipegrid.topology.fields import Index, checked_fields, shown
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back
 
@@ -30,9 +30,18 @@ class Announcement:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, samples: Sequence[int] | None) -> Announcement:
-        """The announcement of ``tensor``."""
+        """The announcement of ``tensor``: `ShapeError` where its elements are not dense on this rank."""
+        if tensor.layout is not torch.strided or tensor.is_nested or hasattr(tensor, "to_local"):
+            raise ShapeError(
+                f"a bridge cuts dense tensors, got a {type(tensor).__name__} of layout {tensor.layout}; send its "
+                "to_local(), to_dense() or values()"
+            )
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(tensor.shape, dtype, None if samples is None else tuple(samples))
+
+    def __str__(self) -> str:
+        packed = "" if self.samples is None else f", packed in samples of {shown(self.samples)}"
+        return f"shape {self.shape} of {self.dtype}{packed}"
 
     def encode(self) -> str:
         """The announcement as text; equal announcements have equal texts."""
@@ -118,7 +127,7 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
 
 
 @frozen(slots=False, eq=False)
-class Passage:
+class PlanPair:
     """The reshard plans of one microbatch, forward and backward, as one rank knows them."""
 
     forward: ReshardPlan
@@ -128,12 +137,12 @@ class Passage:
     rank: int
 
     @cached_property
-    def there(self) -> RankPart:
+    def forward_part(self) -> RankPart:
         """This rank's part in the forward plan."""
         return RankPart(self.forward, self.rank)
 
     @cached_property
-    def back(self) -> RankPart:
+    def backward_part(self) -> RankPart:
         """This rank's part in the backward plan."""
         return RankPart(self.backward, self.rank)
 
@@ -158,10 +167,10 @@ class ShapeExchange:
     comm_dtype: torch.dtype | None
     variable: bool
     shape: tuple[int | None, ...] | None = None
-    _plans: Callable[[_Key], Passage] = field(init=False)
+    _cached: Callable[[_Key], PlanPair] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._plans = lru_cache(maxsize=_MOST_KNOWN)(self._planned)
+        self._cached = lru_cache(maxsize=_MOST_KNOWN)(self._planned)
         if self.shape is not None and len(self.shape) != len(self.wiring.axes):
             raise ShapeError(f"{self.name} declares shape {self.shape}, but tensor_ndim={len(self.wiring.axes)}")
 
@@ -194,15 +203,15 @@ class ShapeExchange:
                     f"over all ranks; the edge declares {self.shape}"
                 )
 
-    def passage(self, announced: Mapping[int, Announcement]) -> Passage:
+    def plans(self, announced: Mapping[int, Announcement]) -> PlanPair:
         """Plans for what some source ranks have announced: all that this rank needs to know.
 
         Raises:
             ShapeError: ranks of one lane differ, lanes differ in more than the batch, or dtypes differ.
         """
-        return self._plans(tuple(sorted(announced.items())))
+        return self._cached(tuple(sorted(announced.items())))
 
-    def own_passage(self, announced: Announcement) -> Passage:
+    def own_plans(self, announced: Announcement) -> PlanPair:
         """The plans for what this source rank announces.
 
         Raises:
@@ -210,12 +219,14 @@ class ShapeExchange:
             LaneTotalsError: as `check`.
         """
         self.check(announced)
-        known = self.passage({self.wiring.rank: announced})
-        if known.there.given != announced.shape:
-            raise ShapeError(f"{self.name}: {announced} of rank {known.rank} is no part, which is {known.there.given}")
-        return known
+        plans = self.plans({self.wiring.rank: announced})
+        if plans.forward_part.source_shape != announced.shape:
+            raise ShapeError(
+                f"{self.name}: {announced} of rank {plans.rank} is no part, which is {plans.forward_part.source_shape}"
+            )
+        return plans
 
-    def _planned(self, announced: _Key) -> Passage:
+    def _planned(self, announced: _Key) -> PlanPair:
         src, dst, axes = self.wiring.src, self.wiring.dst, self.wiring.axes
         lanes: dict[int, LaneSize] = {}
         for rank, one in announced:
@@ -246,4 +257,4 @@ class ShapeExchange:
             )
             for back in (False, True)
         )
-        return Passage(forward, backward, dtype, wire, self.wiring.rank)
+        return PlanPair(forward, backward, dtype, wire, self.wiring.rank)

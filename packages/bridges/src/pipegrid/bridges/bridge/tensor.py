@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.pending import PendingGradients, PendingReceive
 from pipegrid.bridges.bridge.receive import BridgeSend, Landed, PostedReceives
-from pipegrid.bridges.bridge.shape_exchange import Announcement, Passage, ShapeExchange
+from pipegrid.bridges.bridge.shape_exchange import Announcement, PlanPair, ShapeExchange
 from pipegrid.bridges.bridge.structure import Packed, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.errors import CompletionError, NoBackwardError, ShapeError
@@ -34,7 +34,7 @@ class _Agreed:
     """The agreed shape of activations without samples, its plans, and the ranks that receive a part."""
 
     shape: torch.Size
-    passage: Passage
+    plans: PlanPair
     peers: Iterable[int] | None
 
 
@@ -71,11 +71,11 @@ class TensorExchange:
         """Forget what was agreed: the next message announces anew."""
         self._announced: Announcement | None = None
         self._sending: _Agreed | None = None
-        self._arriving: Passage | None = None
-        self._sent: PendingGradients[Passage] = PendingGradients(
+        self._arriving: PlanPair | None = None
+        self._sent: PendingGradients[PlanPair] = PendingGradients(
             f"{self.name}: recv_backward on rank {self.rank}", "activation that was sent", self.variable
         )
-        self._received: PendingGradients[PendingReceive[Passage]] = PendingGradients(
+        self._received: PendingGradients[PendingReceive[PlanPair]] = PendingGradients(
             f"{self.name}: send_backward on rank {self.rank}", "activation that was received", self.variable
         )
 
@@ -89,25 +89,27 @@ class TensorExchange:
             and samples is None
             and isinstance(tensor, torch.Tensor)
             and tensor.shape == agreed.shape
-            and tensor.dtype is agreed.passage.dtype
+            and tensor.dtype is agreed.plans.dtype
             and (self.backward or not tensor.requires_grad)
         ):
-            known = agreed.passage
+            plans = agreed.plans
             given = tensor.detach() if tensor.requires_grad else tensor
-            return _one(self._traffic.send(known.there, given, _FORWARD, dtype=known.wire_dtype, peers=agreed.peers))
+            return _one(
+                self._traffic.send(plans.forward_part, given, _FORWARD, dtype=plans.wire_dtype, peers=agreed.peers)
+            )
         if isinstance(tensor, Packed):
             tensor, samples = tensor.tensor, tensor.samples
         announced = self._announcement(tensor, samples)
-        known = self._shapes.own_passage(announced)
+        plans = self._shapes.own_plans(announced)
         # Every rank that may get something must hear of the sizes; gradients need no such message.
         sending = self._traffic.send(
-            known.there, tensor.detach(), _FORWARD, dtype=known.wire_dtype, note=announced.encode()
+            plans.forward_part, tensor.detach(), _FORWARD, dtype=plans.wire_dtype, note=announced.encode()
         )
         # Only now: after a lane's error nothing was sent, and no gradient of it will come.
         self._announced = announced
         if not self.variable and samples is None:
-            self._sending = _Agreed(tensor.shape, known, known.there.sends if self._skips_empty else None)
-        self._sent.add(known, has_gradient=self.backward and torch.is_grad_enabled())
+            self._sending = _Agreed(tensor.shape, plans, plans.forward_part.sends if self._skips_empty else None)
+        self._sent.add(plans, has_gradient=self.backward and torch.is_grad_enabled())
         return _one(sending)
 
     def _announcement(self, tensor: Any, samples: Sequence[int] | None) -> Announcement:
@@ -133,94 +135,96 @@ class TensorExchange:
         """See `BridgeCommunicator.irecv_forward`."""
         expected = _expected(shape)
         if self._arriving is not None:
-            whole = self._receive_whole(self._arriving, self._arriving.there, _FORWARD, expected)
+            whole = self._receive_whole(self._arriving, self._arriving.forward_part, _FORWARD, expected)
             if whole is not None:
                 return whole
         is_first = self._received.first is None
-        incoming: PendingReceive[Passage] = PendingReceive()
+        incoming: PendingReceive[PlanPair] = PendingReceive()
 
         def peers() -> Iterable[int] | None:
-            if is_first or not self._skips_empty:
-                return self._wiring.senders
-            return None if self._arriving is None else self._arriving.there.receives
+            if is_first:
+                return self._wiring.senders(_FORWARD)
+            return None if self._arriving is None else self._arriving.forward_part.receives
 
         def land(handles: PostedReceives) -> Landed:
-            known = incoming.told = self._passage({peer: _note(handle) for peer, handle in handles.items()})
-            return self._landed(known, known.there, handles, _FORWARD, expected)
+            plans = incoming.plans = self._plans_of({peer: _note(handle) for peer, handle in handles.items()})
+            return self._landed(plans, plans.forward_part, handles, _FORWARD, expected)
 
         incoming.receive = receive = self._traffic.receive(
             _FORWARD,
             land,
-            peers=peers,
+            peers=peers if self._skips_empty else None,
             requires_grad=self.backward,
-            blocks=None if self._wiring.teller is None else self._asks_its_leader,
+            blocks=None if self._wiring.sizes_from is None else self._waits_for_leader,
         )
         self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
         return receive
 
-    def _passage(self, notes: Mapping[int, str]) -> Passage:
-        """The plans for the source ranks' announcements; a copy without a lane gets these from its leader."""
+    def _plans_of(self, notes: Mapping[int, str]) -> PlanPair:
+        """The plans for the source ranks' announcements; a copy without a lane gets these from the leader."""
         if self._arriving is not None:
             return self._arriving
-        teller = self._wiring.teller
-        if teller is not None:
-            notes = self._told(teller, notes)
-        known = self._shapes.passage({rank: Announcement.decode(text) for rank, text in notes.items()})
+        leader = self._wiring.sizes_from
+        if leader is not None:
+            notes = self._notes_of_leader(leader, notes)
+        plans = self._shapes.plans({rank: Announcement.decode(text) for rank, text in notes.items()})
         if not self.variable:
             # In place of the first receive, which would keep its tensor for as long as the bridge lives.
-            self._arriving, self._received.first = known, PendingReceive(known)
-        return known
+            self._arriving, self._received.first = plans, PendingReceive(plans)
+        return plans
 
-    def _told(self, teller: int, notes: Mapping[int, str]) -> dict[int, str]:
+    def _notes_of_leader(self, leader: int, notes: Mapping[int, str]) -> dict[int, str]:
         copies, traffic = self._wiring.copies(_FORWARD), self._traffic
         group = traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
         try:
             text = broadcast_text(
                 json.dumps(sorted(notes.items())),
-                teller,
+                leader,
                 group,
                 traffic.device,
                 lambda work: traffic.waits.wait(work, copies, host=True),
             )
         except RuntimeError as error:
             raise CompletionError(
-                f"rank {self.rank}, {self.name}: rank {teller} did not pass on the source's sizes before the "
+                f"rank {self.rank}, {self.name}: rank {leader} did not pass on the source's sizes before the "
                 f"deadline ({error})"
             ) from error
         return dict(json.loads(text))
 
-    def _asks_its_leader(self) -> bool:
-        """Whether `_passage` still has to talk to the copies of this rank, and so may block."""
-        return self._arriving is None and self._wiring.teller is not None
+    def _waits_for_leader(self) -> bool:
+        """Whether `_plans_of` still has to talk to the copies of this rank, and so may block."""
+        return self._arriving is None and self._wiring.sizes_from is not None
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def isend_backward(self, grad: Any) -> Handle:
         """See `BridgeCommunicator.isend_backward`."""
         oldest = self._received.oldest
-        known = oldest.told or oldest.wait()
-        given = known.back.given
+        plans = oldest.plans or oldest.wait()
+        given = plans.backward_part.source_shape
         if grad is None:
-            grad = torch.zeros(given, dtype=known.dtype, device=self._traffic.device)
-        if not isinstance(grad, torch.Tensor) or grad.shape != given or grad.dtype is not known.dtype:
+            grad = torch.zeros(given, dtype=plans.dtype, device=self._traffic.device)
+        if not isinstance(grad, torch.Tensor) or grad.shape != given or grad.dtype is not plans.dtype:
             raise ShapeError(
-                f"{self.name}: the gradient is {kind_of(grad)}, its activation was of shape {given} of {known.dtype}"
+                f"{self.name}: the gradient is {kind_of(grad)}, its activation was of shape {given} of {plans.dtype}"
             )
         whole = grad.detach() if grad.requires_grad else grad
-        sending = self._traffic.send(known.back, whole, _BACKWARD, dtype=known.wire_dtype, peers=known.back.sends)
+        sending = self._traffic.send(
+            plans.backward_part, whole, _BACKWARD, dtype=plans.wire_dtype, peers=plans.backward_part.sends
+        )
         self._received.answer()  # only now: after an error the same activation still waits
         return _one(sending)
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
         """See `BridgeCommunicator.irecv_backward`."""
-        known = self._sent.oldest
+        plans = self._sent.oldest
         expected = _expected(shape)
-        receive = self._receive_whole(known, known.back, _BACKWARD, expected)
+        receive = self._receive_whole(plans, plans.backward_part, _BACKWARD, expected)
         if receive is None:
             receive = self._traffic.receive(
                 _BACKWARD,
-                lambda handles: self._landed(known, known.back, handles, _BACKWARD, expected),
-                peers=lambda: known.back.receives,
+                lambda handles: self._landed(plans, plans.backward_part, handles, _BACKWARD, expected),
+                peers=lambda: plans.backward_part.receives,
                 requires_grad=False,
             )
         self._sent.answer()
@@ -229,26 +233,28 @@ class TensorExchange:
     # -- both --------------------------------------------------------------------------------------------------
 
     def _receive_whole(
-        self, known: Passage, part: RankPart, direction: Direction, expected: tuple[int, ...] | None
+        self, plans: PlanPair, part: RankPart, direction: Direction, expected: tuple[int, ...] | None
     ) -> ReceiveHandle | None:
         """A receive that is its lane's alone, where the sizes are known; None where there is more to do."""
-        if known.wire_dtype is not known.dtype or expected not in {None, part.taken}:
+        if plans.wire_dtype is not plans.dtype or expected not in {None, part.destination_shape}:
             return None
         requires_grad = direction is _FORWARD and self.backward
         return self._traffic.receive_whole(part, direction, requires_grad=requires_grad)
 
     def _landed(
         self,
-        known: Passage,
+        plans: PlanPair,
         part: RankPart,
         handles: PostedReceives,
         direction: Direction,
         expected: tuple[int, ...] | None,
     ) -> Landed:
-        if expected not in {None, part.taken}:
-            raise ShapeError(f"{self.name}: rank {self.rank} expects shape {expected}, but {part.taken} comes")
+        if expected not in {None, part.destination_shape}:
+            raise ShapeError(
+                f"{self.name}: rank {self.rank} expects shape {expected}, but {part.destination_shape} comes"
+            )
         tensor, completing = self._traffic.fill(
-            part, handles, direction, dtype=known.dtype, wire_dtype=known.wire_dtype
+            part, handles, direction, dtype=plans.dtype, wire_dtype=plans.wire_dtype
         )
         return [tensor], completing
 

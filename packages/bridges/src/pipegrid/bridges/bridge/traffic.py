@@ -16,9 +16,9 @@ import torch.distributed as dist
 from pipegrid.bridges.bridge.receive import BridgeReceive, Landed, LandingQueue, PostedReceives, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits
-from pipegrid.bridges.errors import BridgeError, CompletionError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import RankPart
-from pipegrid.bridges.steps import Completing, pack, reduce_partial, start_completions, unpack
+from pipegrid.bridges.steps import Completing, pack, start_completions, start_sum, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction
@@ -116,10 +116,10 @@ class EdgeTraffic:
         peers: Iterable[int] | None = None,
         note: str | None = None,
     ) -> list[Transfer]:
-        """Start sending this rank's share of ``tensor``, of shape ``part.given``, in ``dtype``; one handle per message.
+        """Start sending this rank's share of ``tensor`` in ``dtype``; one handle per message.
 
-        ``peers`` are the ranks that get a message, be it one without bytes; None is all that have a lane. For ``note``
-        see `Lane.isend`.
+        ``tensor`` has the shape ``part.source_shape``. ``peers`` are the ranks that get a message, be it one without
+        bytes; None is all that have a lane. For ``note`` see `Lane.isend`.
         """
         tensor = self.summed(part, tensor, direction)
         lanes, boxes = self._to[direction], part.sends
@@ -144,16 +144,9 @@ class EdgeTraffic:
     def summed(self, part: RankPart, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
         """``tensor``, or its sum over the ranks that hold partial sums of it."""
         for ranks in part.reductions:
-            tensor = self._summed(tensor, ranks, direction)
+            tensor, work = start_sum(tensor, self.groups[self.wiring.reduction_group(ranks, direction)])
+            self.waits.wait(work, ranks, task="the partial sums of ranks {} and of this one were not added up")
         return tensor
-
-    def _summed(self, tensor: torch.Tensor, ranks: Sequence[int], direction: Direction) -> torch.Tensor:
-        try:
-            return reduce_partial(tensor, self.groups[self.wiring.reduction_group(ranks, direction)])
-        except RuntimeError as error:
-            raise CompletionError(
-                f"rank {self.wiring.rank}, {self.name}: partial sums of ranks {list(ranks)} were not added up ({error})"
-            ) from error
 
     def receive_whole(self, part: RankPart, direction: Direction, *, requires_grad: bool) -> WholeReceive | None:
         """Start receiving a tensor that arrives whole in one message; None where it needs more than that."""
@@ -207,15 +200,15 @@ class EdgeTraffic:
     ) -> tuple[torch.Tensor, Sequence[Completing]]:
         """This rank's tensor with the messages that have arrived in their places, and its completions under way.
 
-        ``wire_dtype`` is that of the messages; None is ``dtype``. ``out`` of shape ``part.taken`` is filled; None is a
-        new tensor, or the only message where that is all.
+        ``wire_dtype`` is that of the messages; None is ``dtype``. ``out`` is filled; None is a new tensor of shape
+        ``part.destination_shape``, or the only message where that is all.
         """
         wire_dtype = wire_dtype or dtype
         if out is None:
             if part.whole_from is not None and len(handles) == 1 and wire_dtype is dtype:
                 whole: torch.Tensor = handles[part.whole_from].result()
                 return whole.detach(), ()
-            out = torch.empty(part.taken, dtype=dtype, device=self.device)
+            out = torch.empty(part.destination_shape, dtype=dtype, device=self.device)
         for peer, boxes in part.receives.items():
             unpack(handles[peer].result().detach(), boxes, out)
         return out, start_completions(

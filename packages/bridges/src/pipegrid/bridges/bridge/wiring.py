@@ -56,15 +56,13 @@ class BridgeWiring:
             for direction in self.directions
         }
 
-    @cached_property
-    def receivers(self) -> tuple[int, ...]:
-        """The ranks that may receive a part of this rank's activation, ascending."""
-        return tuple(there for here, there in self.routes.get(Direction.FORWARD, ()) if here == self.rank)
+    def receivers(self, direction: Direction) -> tuple[int, ...]:
+        """The ranks that may receive a part of this rank's tensor in that direction, ascending."""
+        return tuple(there for here, there in self.routes.get(direction, ()) if here == self.rank)
 
-    @cached_property
-    def senders(self) -> tuple[int, ...]:
-        """The ranks that may send this rank a part of its activation, ascending."""
-        return tuple(there for there, here in self.routes.get(Direction.FORWARD, ()) if here == self.rank)
+    def senders(self, direction: Direction) -> tuple[int, ...]:
+        """The ranks that may send this rank a part of its tensor in that direction, ascending."""
+        return tuple(here for here, there in self.routes.get(direction, ()) if there == self.rank)
 
     def lane_spec(self, source: int, destination: int, direction: Direction) -> LaneSpec:
         """The lane from one rank to another."""
@@ -76,6 +74,12 @@ class BridgeWiring:
         return tuple(
             self.lane_spec(*route, direction) for direction in self.directions for route in self.routes[direction]
         )
+
+    @property
+    def declaration(self) -> str:
+        """What both ends of a lane have alike, in words: what crosses, how either side holds it, and who sends."""
+        axes = ", ".join("*".join(names) for names in self.axes)
+        return f"[{axes}]: {self.src} > {self.dst}; {self.strategy}"
 
     def completion_group(self, ranks: Sequence[int], direction: Direction) -> GroupSpec:
         """The group in which these copies complete each other."""
@@ -101,15 +105,15 @@ class BridgeWiring:
         return taker.classes[taker.class_of(self.rank)] if self.rank in taker.coords_of else ()
 
     @cached_property
-    def teller(self) -> int | None:
+    def sizes_from(self) -> int | None:
         """With strategy "leader", the copy that passes the source's sizes on to this rank; None if each has a lane."""
         if self.strategy != "leader" or self.rank not in self.dst.coords_of:
             return None
         copies = self.copies(Direction.FORWARD)
         leader = copies[0]
         heard = routes(self.src, self.dst, self.axes, strategy="leader", rank=leader)
-        told = len(copies) > 1 and any(there == leader != here for here, there in heard)
-        return leader if told else None
+        passes_on = len(copies) > 1 and any(there == leader != here for here, there in heard)
+        return leader if passes_on else None
 
 
 @frozen(slots=False)
@@ -138,6 +142,11 @@ class PayloadWiring(BridgeWiring):
             direction: tuple(sorted({route for leaf in self.leaves for route in leaf.routes[direction]}))
             for direction in self.directions
         }
+
+    @property
+    def declaration(self) -> str:
+        """As of a `BridgeWiring`; what crosses is the payload."""
+        return f"{self.structure}: {self.src} > {self.dst}"
 
     @property
     def group_specs(self) -> tuple[GroupSpec, ...]:

@@ -192,11 +192,8 @@ class MultiModulePipelineCommunicator:
                     places,
                     self.rank,
                     directions={
-                        Edge(index, index + 1): self._edges.directions(
-                            Edge(self.graph.stage(name, index), self.graph.stage(name, index + 1)),
-                            backward=self._has_backward[name],
-                        )
-                        for index in range(len(places) - 1)
+                        Edge(index, index + 1): self._edges.directions(edge, backward=self._has_backward[name])
+                        for index, edge in enumerate(self.graph.edges_inside(name))
                     },
                 ),
                 bridge_comms_as_src_module=[b for b in self.bridge_comms if b.src_module_name == name and last],
@@ -216,14 +213,13 @@ class MultiModulePipelineCommunicator:
         )
         for user in users:
             user.attach(self.lanes)
-        self._dicts = DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
         self._inner = {
-            Edge(self.graph.stage(name, index), self.graph.stage(name, index + 1)): (chain, Edge(index, index + 1))
+            edge: (chain, Edge(index, index + 1))
             for name, chain in self._chains.items()
-            for index in range(self.graph.depth(name) - 1)
+            for index, edge in enumerate(self.graph.edges_inside(name))
         }
         # What a bridge sends here is bound once, so that a message finds it in one look-up.
         self._sends: dict[tuple[Edge, Direction], Callable[[Any], Handle]] = {}
@@ -500,7 +496,6 @@ class MultiModulePipelineCommunicator:
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
                 raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
-        self._dicts.require(self.stage_placement)
         # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
         with self.lanes.batch(by_lane=True) if send and receive else self.batch():
             sending = send() if send else []
@@ -508,6 +503,12 @@ class MultiModulePipelineCommunicator:
         received = results(receiving)
         wait_for(sending)
         return received
+
+    @cached_property
+    def _dicts(self) -> DictExchange:
+        """The exchange by module; `StageError` on all ranks where some rank cannot take part in one."""
+        self._edges.require_dicts()
+        return DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
 
     # -- underneath -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from pipegrid.bridges.bridge.structure import kind_of
-from pipegrid.bridges.errors import MissingTensorError, ShapeError, StageError
+from pipegrid.bridges.errors import MissingTensorError, ShapeError
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import Handle, ReceiveHandle
@@ -28,19 +28,6 @@ class DictExchange:
     infos: dict[str, RankModuleInfo]
     chains: Mapping[str, ModuleChain]
     has_backward: Mapping[str, bool]
-
-    def require(self, stage_placement: Mapping[str, Sequence[int]]) -> None:
-        """Raise where dicts by module are ambiguous: `StageError`."""
-        for name, info in self.infos.items():
-            stages = len(stage_placement[name])
-            if stages > info.pp_size:
-                raise StageError(f"module {name!r} has {stages} stages on {info.pp_size} places: use isend with edges")
-            for bridge in info.bridge_comms_as_dest_module or ():
-                if bridge.src_module_name in self.infos:
-                    raise StageError(
-                        f"rank {self.rank} holds {bridge.src_module_name!r} as well as {name!r}, which it feeds, and "
-                        "would wait for itself: use isend and irecv with edges"
-                    )
 
     def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the inputs of this rank's modules, by source module."""
@@ -143,7 +130,7 @@ def _added(parts: Sequence[Any]) -> Any:
     """The sum of gradients of one payload, leaf by leaf; None where the leaf has none."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
-        return sum(part.detach() for part in parts[1:]) + first.detach()
+        return sum(part.detach() for part in parts)
     if isinstance(first, dict):
         return {key: _added([part[key] for part in parts]) for key in first}
     if isinstance(first, (list, tuple)):

@@ -12,7 +12,7 @@ from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.multimodule.modules import EdgeOptions
 from pipegrid.bridges.multimodule.positions import alike, edge_between
-from pipegrid.bridges.reshard import GridLike, Placement, Side
+from pipegrid.bridges.reshard import GridLike, Placement, Side, dim_size, ranks_of
 from pipegrid.topology.fields import checked, instance
 from pipegrid.transport.edge import Direction, Edge
 
@@ -98,6 +98,27 @@ class ModuleEdges:
                 [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]
             ):
                 yield src, dst, *sides
+
+    def require_dicts(self) -> None:
+        """Raise, on every rank alike, unless each rank can exchange dicts by module.
+
+        Raises:
+            StageError: a module with several stages on one place; or a rank that holds a module and one that depends on
+                it, and so would wait for a tensor before it sends what that is made of.
+        """
+        needs: dict[str, set[str]] = {}
+        for name in self.graph.order:
+            stages, places = len(self.stage_placement[name]), dim_size(self.grids[name], "pp")
+            if stages > places:
+                raise StageError(f"module {name!r} has {stages} stages on {places} places: use isend with edges")
+            feeding = {src for src, dst in self.graph.edges if dst == name}
+            needs[name] = feeding.union(*(needs[src] for src in feeding))
+            for source in sorted(needs[name]):
+                if shared := sorted({*ranks_of(self.grids[source])} & {*ranks_of(self.grids[name])}):
+                    raise StageError(
+                        f"rank {shared[0]} holds {source!r} as well as {name!r}, which it feeds, and would wait for "
+                        "itself: use isend and irecv with edges"
+                    )
 
     def without_backward(self) -> tuple[Edge, ...]:
         """The edges between stages that are declared without backward, ascending."""

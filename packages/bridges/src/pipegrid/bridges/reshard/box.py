@@ -107,7 +107,7 @@ def _laid_out(shards: Sequence[Sequence[tuple[Number, Number]]], side: str) -> l
         offset = None
         for start, stop in spans:
             if offset is None:
-                offset = start - start
+                offset = start - start  # 0, as an int or a Fraction
             if start < stop:
                 ranges.append((start, stop, index, offset))
                 offset += stop - start

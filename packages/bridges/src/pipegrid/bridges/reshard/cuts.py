@@ -1,4 +1,15 @@
-"""How the two sides of a boundary cut each axis, and which of their shards meet. Pure; no torch."""
+"""How the two sides of a boundary cut each axis, and which of their shards meet. Pure; no torch.
+
+An axis of 6 rows, which the source holds in 2 shards and the destination in 3:
+
+    source         ((0, 3),)   ((3, 6),)               per shard the ranges of the axis that it stores, in order
+    destination    ((0, 2),)   ((2, 4),)   ((4, 6),)
+    meetings       (0, 0): [(0, 0, 2)]   (0, 1): [(2, 0, 1)]   (1, 1): [(0, 1, 1)]   (1, 2): [(1, 0, 2)]
+
+``(0, 1): [(2, 0, 1)]``: from row 2 of source shard 0 to row 0 of destination shard 1 goes 1 row. A class of ranks
+(`Side.classes`) is one shard of every axis. Two classes exchange where their shards meet along all axes, and the boxes
+are the products of these ranges (`pieces`).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +27,18 @@ from pipegrid.bridges.reshard.side import BATCH, Interval, Side
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, axis_spans, batch_map, lane_intervals
 
 Triple = tuple[Number, Number, Number]
+"""Where two shards meet: offset in the source's storage, offset in the destination's, length."""
+
 ClassKey = tuple[int, ...]
+"""The shard index of a class of ranks along each of `Side.axes`."""
 
 
 @frozen(slots=False)
 class Cut(Generic[Number]):
-    """Both sides' shards of what is called ``names``, as ranges (rows of one axis, or parts of [0, 1)).
+    """One axis as both sides hold it: the ranges of every shard, in rows or in parts of [0, 1).
 
-    A shard's index counts through the shards of every name, the first name being the major one.
+    ``names`` are what the axis runs over: ``("b", "s")`` for ``[b*s, h]``. A shard's index counts through the shards of
+    every name, the first name being the major one.
     """
 
     names: tuple[str, ...]
@@ -36,7 +51,7 @@ class Cut(Generic[Number]):
 
     @cached_property
     def meetings(self) -> dict[tuple[int, int], list[Triple[Number]]]:
-        """Per pair of shards that meet: offset in the source's storage, in the destination's, and length."""
+        """The ranges in which each pair of shards (source, destination) meets."""
         return overlaps(self.source, self.destination)
 
     @cached_property

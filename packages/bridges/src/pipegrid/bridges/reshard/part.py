@@ -18,12 +18,12 @@ class RankPart:
     rank: int
 
     @cached_property
-    def given(self) -> tuple[int, ...]:
+    def source_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that the rank gives."""
         return self.plan.source_shape(self.rank)
 
     @cached_property
-    def taken(self) -> tuple[int, ...]:
+    def destination_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that the rank gets."""
         return self.plan.destination_shape(self.rank)
 
@@ -43,7 +43,7 @@ class RankPart:
         if len(self.receives) != 1 or self.completions:
             return None
         ((peer, boxes),) = self.receives.items()
-        return peer if len(boxes) == 1 and boxes[0].shape == self.taken else None
+        return peer if len(boxes) == 1 and boxes[0].shape == self.destination_shape else None
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:

@@ -31,6 +31,9 @@ class Placement:
 class Replicated(Placement):
     """Ranks along the dim hold the same values, and their gradients are replicas of each other."""
 
+    def __str__(self) -> str:
+        return "copies"
+
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class Sharded(Placement):
@@ -47,6 +50,9 @@ class Sharded(Placement):
         if self.axis == BATCH and self.order != "contiguous":
             raise BridgeError(f"Sharded({BATCH!r}).order is {self.order!r}; data lanes are contiguous blocks")
 
+    def __str__(self) -> str:
+        return f"cuts {self.axis}" + (" in zigzag" if self.order == "zigzag" else "")
+
 
 @frozen
 class Partial(Placement):
@@ -56,6 +62,9 @@ class Partial(Placement):
     every rank gets the whole activation and the gradients are partial sums (for instance of ranks that each
     work on their own piece of the sequence from one replicated input). The bridge sums them once.
     """
+
+    def __str__(self) -> str:
+        return "sums"
 
 
 DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
@@ -154,6 +163,10 @@ class Side:
             raise LaneTotalsError(
                 f"side {self.name!r} has {self.num_lanes} data lanes and lane sizes {weights}; give one each, not all 0"
             )
+
+    def __str__(self) -> str:
+        dims = [f"{dim.name} {dim.size} (stride {dim.stride}) {dim.placement}" for dim in self.dims] or ["one rank"]
+        return ", ".join([*dims, f"lanes {self.lane_weights}"] if self.lane_weights else dims)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -1,4 +1,12 @@
-"""The sizes of what crosses a boundary: from parts of [0, 1) to rows. No torch."""
+"""The sizes of what crosses a boundary: from parts of [0, 1) to rows. No torch.
+
+A side holds parts of each axis (`Side.intervals`). Of ``n`` rows, the part [p, q) is the rows ``floor(n p)`` to
+``floor(n q)``. Rounding down is monotone, so parts that tile [0, 1) become ranges that tile the axis, divisible or not.
+
+The batch is rounded inside each source lane, as lanes may differ: with lane ``k`` on [p_k, p_k+1) and of ``u_k``
+samples, a point ``p`` in it is sample ``u_0 + ... + u_k-1 + floor(u_k (p - p_k) / (p_k+1 - p_k))`` (`BatchMap`). Where
+each source lane is cut by itself, the bounds of the destination lanes are those of `lane_bounds` (`cuts_of_lane`).
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class VTPBoundary:
     def crossing(self, whole: Sequence[int], direction: Direction, rank: int) -> tuple[Shape, RankPart]:
         """The shape of ``rank``'s own tensor where the whole is ``whole``, and its part in the plan that moves it.
 
-        The plan is for the tensor seen with three axes, so ``given`` and ``taken`` are views of that shape.
+        The plan is for the tensor seen with three axes, and so are its ``source_shape`` and ``destination_shape``.
         """
         sizes = Sizes(self._view(whole), axes=_AXES)
         plan = plan_reshard(*self._sides, sizes, backward=direction is Direction.BACKWARD, rank=rank)

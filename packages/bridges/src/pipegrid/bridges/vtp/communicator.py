@@ -115,6 +115,11 @@ class VTPCommunicator:
         edges = [one.traffic for one in self._traffic.values()]
         self.lanes = open_lanes(
             [spec for edge in edges for spec in edge.wiring.lane_specs],
+            declared={
+                spec: f"{edge.wiring.declaration}; sequence on axis {topology.sequence_axis}"
+                for edge in edges
+                for spec in edge.wiring.lane_specs
+            },
             config=evolve(lane_config(self.config, variable=variable), pipeline_dtype=self.config.pipeline_dtype),
             backend=backend,
             device=self.device,
@@ -361,7 +366,7 @@ class VTPCommunicator:
             ``(tensor, None)``, both None where there is nothing to receive. With ``wait_on_reqs=False``
             ``(tensor, {"recv_prev": work})``, which batched communication does not allow.
         """
-        if not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
+        if not self.topology.receives_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
         return self._receive_with_reqs(tensor_shape, config, _F, self._peers.previous(**named), wait_on_reqs)
 
@@ -379,7 +384,7 @@ class VTPCommunicator:
         Returns:
             As `recv_forward_with_reqs`, with ``"recv_next"``.
         """
-        if not self.topology.tells_forward(self.stage, is_end_stage=is_end_stage):
+        if not self.topology.sends_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
         return self._receive_with_reqs(tensor_shape, config, _B, self._peers.next(**named), wait_on_reqs)
 
@@ -411,7 +416,7 @@ class VTPCommunicator:
         """
         if isinstance(config, bool):
             config, is_last_stage = None, config
-        if is_last_stage or not self.topology.tells_forward(self.stage, is_end_stage=is_end_stage):
+        if is_last_stage or not self.topology.sends_forward(self.stage, is_end_stage=is_end_stage):
             return
         edge = self._peers.next(**named)
         with _timed(self._settings(config), "forward-send"):
@@ -429,7 +434,7 @@ class VTPCommunicator:
         """Send a gradient back; nothing on stage 0, unless it acts as the end of a ring. As `send_forward`."""
         if isinstance(config, bool):
             config, is_first_stage = None, config
-        if is_first_stage or not self.topology.hears_forward(self.stage, is_end_stage=is_end_stage):
+        if is_first_stage or not self.topology.receives_forward(self.stage, is_end_stage=is_end_stage):
             return
         edge = self._there(self._peers.previous(**named), "send_backward")
         with _timed(self._settings(config), "backward-send"):

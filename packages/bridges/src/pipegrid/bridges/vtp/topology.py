@@ -152,11 +152,11 @@ class VTPTopology:
             raise VTPTopologyError(f"rank {rank} holds no stage; the stages are on ranks {self.stage_ranks}")
         return self._place[rank]
 
-    def hears_forward(self, stage: int, *, is_end_stage: bool) -> bool:
+    def receives_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` receives activations, and sends gradients: not stage 0, unless as the end of a ring."""
         return stage != 0 or is_end_stage
 
-    def tells_forward(self, stage: int, *, is_end_stage: bool) -> bool:
+    def sends_forward(self, stage: int, *, is_end_stage: bool) -> bool:
         """Whether ``stage`` sends activations, and receives gradients: not the last, in a ring stage 0 as its end."""
         if self.ring:
             return stage != 0 or not is_end_stage

@@ -44,7 +44,7 @@ class BoundaryTraffic:
         whole = self.boundary.whole(tensor.shape, self.rank)
         _, part = self._crossing(whole, direction)
         note = None if not self.variable and self._announced.get(direction) == whole else encode_shape(whole)
-        view = tensor.detach().reshape(part.given)
+        view = tensor.detach().reshape(part.source_shape)
         sending = self.traffic.send(part, view, direction, dtype=tensor.dtype, note=note)
         self._announced[direction] = whole
         return sending
@@ -81,7 +81,7 @@ class BoundaryTraffic:
         if expected not in {None, whole} or (out is not None and out.dtype is not dtype):
             wanted = expected if out is None else f"{expected} of {out.dtype}"
             raise ShapeError(f"{self}: rank {self.rank} expects a part of {wanted}, but of {whole} of {dtype} comes")
-        view = None if out is None else out.detach().view(part.taken)
+        view = None if out is None else out.detach().view(part.destination_shape)
         filled, completions = self.traffic.fill(part, handles, direction, dtype=dtype, out=view)
         return [filled.view(shape) if out is None else out], completions
 

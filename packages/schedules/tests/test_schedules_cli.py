@@ -87,9 +87,10 @@ def test_show_search_keeps_to_the_cap_and_the_time_limit(capsys):
 
 def test_verify_prints_the_proof(tmp_path, capsys):
     table = tmp_path / "plan.csv"
-    table.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    assert main(["verify", str(table)]) == 0
-    assert "2 positions, 2 microbatches" in capsys.readouterr().out
+    for path, encoding in ((table, "utf-8"), (tmp_path / "SHEET.CSV", "utf-8-sig")):  # as spreadsheets write it
+        path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", encoding=encoding)
+        assert main(["verify", str(path)]) == 0
+        assert "2 positions, 2 microbatches" in capsys.readouterr().out
 
 
 def test_verify_prints_the_cycle_of_a_crossed_send(tmp_path, capsys):
@@ -156,6 +157,9 @@ def test_compare_refuses_unknown_names():
             ["show", "gpip", "--pp", "2", "--microbatches", "2"],
             "there is no schedule 'gpip'; the schedules are gpipe",
         ),
+        (["show", "no-such.txt"], "No such file or directory: 'no-such.txt'"),
+        (["show", "TABLE", "--pp", "4"], "--pp is for a schedule by name"),
+        (["show", "gpipe", "--time-limit", "4"], "--time-limit is for search; gpipe does not use it"),
         (["show", "gpipe"], "gpipe needs --pp and --microbatches"),
         (
             ["show", "v_half", "--pp", "2", "--microbatches", "2", "--chunks", "3"],

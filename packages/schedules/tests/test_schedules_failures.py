@@ -21,8 +21,8 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.gradients.lanes import Waiting
-from pipegrid.schedules.monitor import BoundedCalls, SilentStoreError, under_way
+from pipegrid.schedules.gradients.all_reduce import Waiting
+from pipegrid.schedules.monitor import BoundedCalls, SilentStoreError, device_collectives
 from pipegrid.transport import streams
 
 PLAN = lower(one_f_one_b(1, 3))
@@ -375,9 +375,11 @@ class DeviceWork:
 
 def test_a_reduction_that_failed_on_the_device_fails_the_check():
     runtime = PipelineRuntime(PLAN, {0: Stage()}, None)
-    under_way.add("a reduction of gradients", DeviceWork(ended=True), None)
+    device_collectives.add("a reduction of gradients", DeviceWork(ended=True), None)
     runtime.check()
-    under_way.add("a reduction of gradients", DeviceWork(ended=True, error=ValueError("connection lost")), None)
+    device_collectives.add(
+        "a reduction of gradients", DeviceWork(ended=True, error=ValueError("connection lost")), None
+    )
     for _ in range(2):
         with pytest.raises(PipelineError, match="a reduction of gradients failed: .*connection lost"):
             runtime.check()
@@ -406,7 +408,7 @@ def test_a_completion_that_fails_after_a_step_fails_the_check():
 def test_a_step_that_fails_aborts_the_reductions_that_have_not_ended():
     ended, stuck = DeviceWork(ended=True), DeviceWork(ended=False)
     for work in (ended, stuck, stuck):
-        under_way.add("a reduction of gradients", work, group=work)
+        device_collectives.add("a reduction of gradients", work, group=work)
     failed(PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad sample")))}, None))
     assert stuck.aborted.wait(20)
     assert not ended.aborted.is_set()

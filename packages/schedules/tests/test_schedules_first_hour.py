@@ -27,6 +27,7 @@ from pipegrid.schedules import (
     interleaved_1f1b,
     lower,
     multi_module_1f1b,
+    offload,
     one_f_one_b,
     scaled,
     simulate,
@@ -137,6 +138,27 @@ MISTAKES = {
         "costs is .*it must be Costs",
     ),
     "costs without work": (CostsError, lambda: u_shape(2, 2, costs=Costs(F=0, I=0, W=0)), "no stage takes any time"),
+    "costs in a set": (CostsError, lambda: Costs(F={1.0, 2.0}), "F is {1.0, 2.0} .*; it must be a finite number"),
+    "the least that works, in full": (
+        PlanError,
+        lambda: greedy(Costs(activation=[12345678.7, 1]), 1, num_positions=2, num_microbatches=4),
+        "the least that works is 12345678.7",
+    ),
+    "costs for a duration": (
+        PlanError,
+        lambda: lower(PLAN, duration=Costs()),
+        "duration is Costs.*; it must be a function from an action",
+    ),
+    "an edge as text": (
+        PlanError,
+        lambda: lower(PLAN, collectives={"0>1": "bridge"}),
+        "collectives is {'0>1': 'bridge'} .*; it must be a dict from an Edge to its group's name",
+    ),
+    "sizes that are no numbers": (
+        PlanError,
+        lambda: offload(PLAN, 1, sizes=[1.0, float("nan")]),
+        r"sizes\[1\] is nan; it must be a finite number",
+    ),
     "a schedule to compare": (
         PlanError,
         lambda: compare(2, 4, names=["gpip"]),

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
+from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.clip import clip_grad_norm_
-from pipegrid.schedules.gradients.lanes import Waiting
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientError, GradientReduction, reduce_gradients
 

@@ -23,7 +23,7 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.gradients.lanes import Waiting
+from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.monitor import Control, Failure, where_all_stand
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 

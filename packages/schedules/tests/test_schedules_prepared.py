@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -14,16 +16,20 @@ from torch import nn
 
 from pipegrid.schedules import (
     ActionKind,
+    DisagreementError,
     PipelineConfig,
+    PipelineError,
     PipelineRuntime,
+    Recorder,
     accumulate_in_main_grad,
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
     lowering,
 )
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.tied import TieMark
-from pipegrid.schedules.megatron import kept, place, prepared, step
+from pipegrid.schedules.megatron import call_cache, place, runtime_cache, step
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import preflight
@@ -78,7 +84,7 @@ def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch
 def constructions(monkeypatch):
     """How often each class was made."""
     made = {}
-    for kind in (PipelineRuntime, MegatronStage, Plan, prepared.PreparedStep):
+    for kind in (PipelineRuntime, MegatronStage, Plan, runtime_cache.PreparedStep):
         original = kind.__init__
 
         def counting(self, *args, _original=original, _name=kind.__name__, **kwargs):
@@ -267,12 +273,12 @@ def test_a_model_that_is_dropped_goes_at_once():
 
         model.config = PipelineConfig(hooks=(Hook(model),), grad_scale_func=lambda loss, model=model: loss)
         alone(model)
-        held = len(prepared._PREPARED), len(kept._CALLS)
+        held = len(runtime_cache._PREPARED), len(call_cache._CALLS)
         model.config = None  # the cycle of this test's own making
         gone = weakref.ref(model)
         del model
         assert gone() is None
-        assert (len(prepared._PREPARED), len(kept._CALLS)) == (held[0] - 1, held[1] - 1)
+        assert (len(runtime_cache._PREPARED), len(call_cache._CALLS)) == (held[0] - 1, held[1] - 1)
     finally:
         gc.enable()
 
@@ -310,9 +316,46 @@ def test_the_order_of_no_sync_grad_sync_and_finalize_is_the_frameworks():
     assert events == ["enter", "backward", "backward", "exit", "backward", "finalize"]
 
 
+def test_a_second_thread_leaves_the_running_step_alone():
+    model, errors = Model(), []
+
+    def meanwhile():
+        with pytest.raises(PipelineError, match=r"inside a step, at position 0, step \d of 8: 0F\d: a model runs one"):
+            alone(model)
+        errors.append(None)
+
+    def forward(iterator, model):
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+        return model(sample(next(iterator))), _loss
+
+    expected = alone(model)
+    assert alone(model, forward_step_func=forward) == expected
+    assert len(errors) == MICROBATCHES
+
+
 @frozen
 class Groups:
     dp: object = None
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_on_one_data_lane_alone_is_a_new_runtime_and_no_new_comparison(ranks):
+    """Its small all-reduce would meet the other lane's reduction, at which gloo ends the process."""
+    model = Model(PipelineConfig(deadline=20)).to(ranks.device)
+
+    def forward(iterator, model):
+        return model(sample(next(iterator), ranks.rank).to(ranks.device)), _loss
+
+    def gradient():
+        model.zero_grad()
+        alone(model, forward_step_func=forward, pg_collection=Groups(dp=dist.group.WORLD))
+        return model.layers[0].weight.grad
+
+    once = gradient()
+    model.config = PipelineConfig(deadline=20, hooks=(Recorder(),) if ranks.rank == 0 else ())
+    assert torch.equal(gradient(), once)
 
 
 @pytest.mark.ranks(2)
@@ -373,6 +416,32 @@ def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, 
     for mine, other in zip(model.layers.parameters(), reference.layers.parameters(), strict=True):
         found = mine.main_grad if main_grad else mine.grad
         torch.testing.assert_close(found, other.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.ranks(4)
+def test_a_layer_frozen_on_one_rank_alone_ends_the_step_of_all_soon(ranks):
+    """dp 2 x pp 2: the other stage has no lane that differs, and would wait for messages up to the deadline."""
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    pp, _ = grid.create_pgs(["pp", "dp"])
+    config = PipelineConfig(pipeline_dtype=torch.float64, deadline=60)
+    communicator, model = P2PCommunicator(pp, config), Model(config).to(ranks.device)
+    model.layers[0].requires_grad_(ranks.rank > 0)
+
+    def forward(iterator, model):
+        return model(sample(next(iterator)).to(ranks.device) if model.received is None else model.received), _loss
+
+    began = time.monotonic()
+    with pytest.raises((DisagreementError, PipelineError), match=r"ranks \[0\] have .* of 20 elements .*, ranks \["):
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward,
+            data_iterator=iter(range(MICROBATCHES)),
+            model=model,
+            p2p_communicator=communicator,
+            pg_collection=ProcessGroupCollection.from_grid(grid),
+            **COMMON,
+        )
+    assert time.monotonic() - began < 30
+    communicator.close()
 
 
 @pytest.mark.ranks(4)

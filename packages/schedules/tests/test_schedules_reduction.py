@@ -9,7 +9,8 @@ from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
-from pipegrid.schedules.gradients.lanes import GradientError, Waiting
+from pipegrid.schedules.gradients.all_reduce import Waiting
+from pipegrid.schedules.gradients.lanes import GradientError
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 

@@ -188,6 +188,16 @@ def test_a_time_limit_gives_the_best_so_far():
     verify(lower(found.plan), memory_limit=5)
 
 
+def test_a_position_may_be_empty_and_the_effort_none():
+    seen = []
+    sizes = {"num_positions": 3, "num_microbatches": 2, "num_stages": 2, "placement": [0, 2]}
+    for objective in ("makespan", "span"):
+        found = search(UNIT, **sizes, objective=objective, effort=0, progress=seen.append)
+        assert verify(lower(found.plan)).peak_live[1] == 0
+        assert found.bound <= (found.makespan if objective == "makespan" else found.span)
+    assert seen[-1].share == 1
+
+
 def test_a_cap_that_holds_no_microbatch_names_the_least_that_does():
     with pytest.raises(PlanError, match=r"the least that works is 1"):
         on_a_v(UNIT, 0.5, 2, 2)

@@ -22,7 +22,7 @@ from pipegrid.schedules.gradients import (
     reduce_gradients,
     require_equal_replicas,
 )
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron import PipelineConfig
 

@@ -303,6 +303,42 @@ def test_on_two_data_lanes_of_one_pipeline_training_is_that_of_one_process(ranks
     communicator.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_of_two_calls_add_up_where_nothing_but_a_tie_is_reduced(ranks, by_hand):
+    """A REDUCE of all that is there would count the first call twice."""
+    box = HyperCommGrid([2], ["pp"])
+    stage, finalized = (Embedding, Head)[ranks.rank](None), []
+    stage.config = PipelineConfig(
+        pipeline_dtype=torch.float64,
+        tied_parameters=(tie_parameters("word", {ranks.rank: stage.word}, stages=[0, 1], grids=box),),
+        finalize_model_grads_func=(lambda *_, **__: finalized.append(stage.word.grad.clone())) if by_hand else None,
+    )
+    communicator = P2PCommunicator(box.create_pg(["pp"]), stage.config)
+
+    def step(indices, model):
+        index = next(indices)
+        x = tokens_of(index) if ranks.rank == 0 else model.received[0]
+        return model(x), lambda output: loss_of(output, None, per_token=False)
+
+    held = []
+    for _ in range(2):
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=step,
+            data_iterator=iter(range(MICROBATCHES)),
+            model=stage,
+            num_microbatches=MICROBATCHES,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+        )
+        held.append(stage.word.grad.clone())
+    assert torch.equal(held[1], 2 * held[0])
+    if by_hand:
+        assert torch.equal(torch.stack(finalized), torch.stack(held))
+    communicator.close()
+
+
 @pytest.mark.ranks(4)
 def test_three_lanes_beside_one_keep_the_same_bits_in_float32(ranks):
     """Where each module summed its own lanes, the order of the sums would differ, and so would the last bits."""
@@ -473,6 +509,13 @@ def test_ties_are_settled_before_the_step():
     module.no_sync = None
     with pytest.raises(ReductionError, match="by its REDUCE, and by the model's wrapper as well"):
         required_ties(models=[module], config=PipelineConfig(tied_parameters=[tie]), stages=[0])
+
+
+@pytest.mark.parametrize("value", [3, ("bow",), {"neck": "bow"}, nn.ModuleList([nn.Linear(2, 2)])], ids=type)
+def test_an_attribute_of_a_model_that_is_called_ties_is_the_models_own(value):
+    module = nn.Linear(2, 2)
+    module.ties, module.number = value, 0
+    assert required_ties(models=[module], config=PipelineConfig(), stages=[0]) == ()
 
 
 def test_a_gradient_whose_reduce_never_ran_is_not_finished():

@@ -10,17 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
+from pipegrid.schedules.generators import SCHEDULES, find_schedule
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
-from pipegrid.schedules.search import Progress, greedy, search
-from pipegrid.schedules.search.compare import COMPARED, compare, comparison_table
-from pipegrid.schedules.simulate.costs import Costs, CostsError, costs_from_json
-from pipegrid.schedules.simulate.simulation import simulate
-from pipegrid.schedules.timeline.ascii import ascii_timeline
-from pipegrid.schedules.timeline.perfetto import write_perfetto
-from pipegrid.schedules.timeline.sources import timeline
-from pipegrid.schedules.timeline.svg import write_svg
+from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_table, greedy, search
+from pipegrid.schedules.simulate import Costs, CostsError, costs_from_json, simulate
+from pipegrid.schedules.timeline import ascii_timeline, timeline, write_perfetto, write_svg
 from pipegrid.schedules.verify import as_limit, verify
 from pipegrid.topology.fields import Count, checked
 
@@ -29,9 +24,9 @@ FAULTY = 1
 
 
 def read_file(path: Path) -> str:
-    """The text of a file."""
+    """The text of a file, without the byte order mark that a spreadsheet puts before its CSV."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise PlanError(f"{path} is not UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
@@ -40,14 +35,12 @@ def read_file(path: Path) -> str:
 def read_plan(path: Path) -> Plan:
     """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
     text = read_file(path)
-    if path.suffix == ".csv":
-        return from_csv(text)
-    return from_json(text) if path.suffix == ".json" else from_text(text)
+    return {".csv": from_csv, ".json": from_json}.get(path.suffix.lower(), from_text)(text)
 
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write the plan in the form of the suffix, as `read_plan` reads it."""
-    writer = {".csv": to_csv, ".json": to_json}.get(path.suffix, to_text)
+    writer = {".csv": to_csv, ".json": to_json}.get(path.suffix.lower(), to_text)
     path.write_text(writer(plan), encoding="utf-8")
 
 
@@ -79,7 +72,7 @@ def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
         num_positions=pp,
         num_microbatches=microbatches,
         num_stages=stages,
-        objective=arguments.objective,
+        objective=arguments.objective or "makespan",
         time_limit=arguments.time_limit,
         progress=report if sys.stderr.isatty() else None,
     )
@@ -88,14 +81,32 @@ def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
     return found.plan
 
 
+BY_NAME = "a schedule by name"
+USERS = {  # of the options that choose a plan
+    **dict.fromkeys(("pp", "microbatches", "chunks", "slices"), (BY_NAME,)),
+    "memory_limit": SEARCHED,
+    "objective": ("search",),
+    "time_limit": ("search",),
+}
+
+
+def require_used(arguments: argparse.Namespace, *, is_file: bool) -> None:
+    """Raise for an option that would change nothing."""
+    for option, users in USERS.items():
+        used = not is_file if users == (BY_NAME,) else arguments.schedule in users
+        if getattr(arguments, option) is not None and not used:
+            name = option.replace("_", "-")
+            raise PlanError(f"--{name} is for {' and '.join(users)}; {arguments.schedule} does not use it")
+
+
 def show(arguments: argparse.Namespace) -> int:
     """Draw one schedule."""
     costs = read_costs(arguments.costs)
     name: str = arguments.schedule
-    if arguments.memory_limit is not None and name not in SEARCHED:
-        raise PlanError("--memory-limit is for greedy and search; verify and compare hold other plans against it")
     path = Path(name)
-    if path.is_file():
+    is_file = path.is_file() or bool(path.suffix)  # no schedule has a dot in its name
+    require_used(arguments, is_file=is_file)
+    if is_file:
         plan, name = read_plan(path), path.name
     else:
         if arguments.pp is None or arguments.microbatches is None:
@@ -178,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
     draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
-    draw.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what search makes short")
+    draw.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
     draw.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
     draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")

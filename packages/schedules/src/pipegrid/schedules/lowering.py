@@ -1,12 +1,12 @@
-"""From computes to computes and communications."""
+"""Lowering: sends, receives, collectives and reductions, added to a plan of computes."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
-from typing import Annotated, Literal, TypeAlias
+from itertools import accumulate, product
+from typing import Annotated, Any, Literal, TypeAlias
 
 from attrs import evolve, frozen
 
@@ -17,12 +17,21 @@ from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import Times, collector_paused, play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
-from pipegrid.topology.fields import Amount, Count, Index, checked, checked_arguments, instance
+from pipegrid.topology.fields import Amount, Count, Index, Rule, checked, checked_arguments, instance
 from pipegrid.transport.edge import Direction, Edge
 
 _Dates: TypeAlias = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
 Receives: TypeAlias = Literal["late", "early"]
-_Collectives = Annotated[Mapping[Edge, str], instance(Mapping, "a dict from an Edge to its group's name")]
+
+
+def _by_edge(value: Any) -> Mapping[Edge, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(edge, Edge) for edge in value):
+        raise ValueError
+    return value
+
+
+_Collectives = Annotated[Mapping[Edge, str], Rule(_by_edge, "a dict from an Edge to its group's name")]
+_Duration = Annotated[Callable[[Action], float], instance(Callable, "a function from an action to its duration")]
 _Ties = Annotated[
     Mapping[str, Sequence[int]], instance(Mapping, "a dict from a group's name to the stages that share it")
 ]
@@ -45,7 +54,7 @@ def lower(
     shard: Shard | None = None,
     prefetch: Index = 1,
     ahead: Count | None = None,
-    duration: Callable[[Action], float] = unit_duration,
+    duration: _Duration = unit_duration,
     proved: bool = False,
 ) -> Plan:
     """Add the communication to a plan of computes, so that it cannot deadlock even if sends block.
@@ -155,14 +164,12 @@ def _line(
             at[position].append(place)
     made: dict[tuple[int, int, Direction], list[int]] = {}
     for position, own in enumerate(computes):
-        forwards, backwards = (
-            {stage: made.setdefault((position, stage, way), [0] * plan.num_pieces) for stage in stages}
-            for way, stages in ((FORWARD, plan.stages_at[position]), (BACKWARD, plan.stages_at[position]))
-        )
+        for stage, way in product(plan.stages_at[position], (FORWARD, BACKWARD)):
+            made[position, stage, way] = [0] * plan.num_pieces
         for action, place in zip(own, at[position], strict=True):
             if action.kind is not W:
-                table = forwards if action.kind is F else backwards
-                table[action.stage][plan.piece_of(action)] = place
+                way = FORWARD if action.kind is F else BACKWARD
+                made[position, action.stage, way][plan.piece_of(action)] = place
     return _Line(at, start, end, made)
 
 

@@ -15,11 +15,11 @@ from attrs import define, evolve, field
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind, Plan, Step, require_plan
-from pipegrid.topology.fields import Amount, Index, checked_arguments
+from pipegrid.schedules.simulate import with_slack
+from pipegrid.topology.fields import Amount, Index, checked, checked_arguments
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 OFFLOAD, RELEASE, RELOAD = ActionKind.OFFLOAD, ActionKind.RELEASE, ActionKind.RELOAD
-_SLACK = 1e-9
 
 
 @checked_arguments(PlanError)
@@ -47,10 +47,11 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
         raise PlanError("the plan offloads already; give the plan without OFFLOAD, RELEASE and RELOAD")
     if sizes is None:
         sizes = [1 / beside for beside in plan.stages_beside]
+    sizes = checked(sizes, tuple[Amount, ...], "sizes", PlanError)
     if len(sizes) != plan.num_stages:
         raise PlanError(f"sizes has {len(sizes)} numbers and the plan {plan.num_stages} stages; give one for each")
     positions = [
-        _Position(position, plan, sizes, memory_limit, prefetch).steps(steps)
+        _Position(position, plan, sizes, with_slack(memory_limit), prefetch).steps(steps)
         for position, steps in enumerate(plan.positions)
     ]
     return evolve(plan, positions=positions)
@@ -88,7 +89,7 @@ class _Position:
         """The steps with copies."""
         computes = [step for step in steps if isinstance(step, Action) and step.kind.is_compute]
         live = self._live(computes)
-        if max(live, default=0.0) <= self.limit + _SLACK:
+        if max(live, default=0.0) <= self.limit:
             return steps
         self._shorten(len(computes))
         before, after = self._copies(len(computes))
@@ -128,13 +129,13 @@ class _Position:
         """
         room = max(stay.size for stay in self.stays) if self.prefetch else 0.0
         for index in range(count):
-            while (held := self._held(index)) > self.limit - room + _SLACK:
+            while (held := self._held(index)) > self.limit - room:
                 idle = [stay for stay in self.stays if stay.first < index <= stay.last and stay.used > index]
-                over = held > self.limit + _SLACK
+                over = held > self.limit
                 if over and not idle:
                     raise PlanError(
                         f"memory_limit {self.limit:g} does not hold what position {self.number} computes with; "
-                        f"the least that works there is {held:g}"
+                        f"the least that works there is {held}"
                     )
                 hidden = [stay for stay in idle if stay.first < index - 1] or (idle if over else [])
                 if not hidden:
@@ -156,7 +157,7 @@ class _Position:
         for stay in sorted((stay for stay in self.stays if not stay.starts), key=lambda stay: stay.first):
             at, out = stay.first, freed[stay.action.stage, stay.action.microbatch]
             least = max(out + 2, stay.first - self.prefetch)
-            while at > least and live[at - 1] + stay.size <= self.limit + _SLACK:
+            while at > least and live[at - 1] + stay.size <= self.limit:
                 at -= 1
                 live[at] += stay.size
             before[at].append(evolve(stay.action, kind=RELOAD))

@@ -10,7 +10,8 @@ from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.clip import clip_grad_norm_
-    from pipegrid.schedules.gradients.lanes import GradientError, ReductionTimeoutError, collection_of
+    from pipegrid.schedules.gradients.all_reduce import ReductionTimeoutError
+    from pipegrid.schedules.gradients.lanes import GradientError, collection_of
     from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.gradients.main_grad import (
         MainGradError,
@@ -72,7 +73,8 @@ _LAZY = {
     "main_grad": "MainGradError accumulate_in_main_grad fresh_gradients zero_main_grads",
     "output_layer": "DeferralError clear_embedding_activation_buffer deferred_weight_gradients "
     "finish_embedding_wgrad_compute output_linear",
-    "lanes": "GradientError ReductionTimeoutError collection_of",
+    "all_reduce": "ReductionTimeoutError",
+    "lanes": "GradientError collection_of",
     "reduction": "ReplicaError TiedParameters TyingError reduce_gradients require_equal_replicas required_ties "
     "tie_parameters tied_stages",
 }

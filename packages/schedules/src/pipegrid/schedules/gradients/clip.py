@@ -9,16 +9,9 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import local_of, mesh_ranks
-from pipegrid.schedules.gradients.lanes import (
-    GradientError,
-    Waiting,
-    all_reduce,
-    collection_of,
-    device_of,
-    groups_of,
-    ranks_of,
-)
+from pipegrid.schedules.gradients.lanes import GradientError, collection_of, device_of, groups_of, ranks_of
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 from pipegrid.topology.fields import Rule, checked
 

@@ -1,40 +1,20 @@
-"""Process groups of a module: its data lanes, its tensor-parallel ranks, and how a rank waits for them."""
+"""Process groups of a module: its data lanes and its tensor-parallel ranks; an expert's parameters have others."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
-from pipegrid.schedules.monitor import JobFailedError, under_way
 from pipegrid.topology.fields import shown
 from pipegrid.transport.opening import resolve_device
-from pipegrid.transport.streams import has_streams
-
-if TYPE_CHECKING:
-    from pipegrid.schedules.monitor import Monitor
-
-_SLICE = timedelta(seconds=0.1)
-_POLL_SECONDS = 0.0001
-_REDUCTION = "a reduction of gradients"
 
 
 class GradientError(ValueError):
     """Gradients cannot be reduced or clipped with these arguments."""
-
-
-class ReductionTimeoutError(RuntimeError):
-    """A collective over gradients did not end within the deadline."""
-
-
-class ReductionPeerError(RuntimeError):
-    """A collective over gradients failed in its backend: a rank of its group has ended or closed its connection."""
 
 
 def collection_of(collections: Any, name: str) -> Any:
@@ -116,98 +96,3 @@ def device_of(modules: Modules, group: dist.ProcessGroup | None) -> torch.device
         for parameter in module.parameters():
             return parameter.device
     return resolve_device(None, None, group)[1] if dist.is_initialized() else torch.device("cpu")
-
-
-@frozen
-class _Polled:
-    """A device's work for a host that waits in slices: past a wait's own timeout NCCL would end the communicator."""
-
-    work: dist.Work
-
-    def is_completed(self) -> bool:
-        """See `torch.distributed.Work`."""
-        return self.work.is_completed()
-
-    def wait(self, timeout: timedelta = timedelta.max) -> None:
-        """Wait for the end, then order the current stream after it; raise ``RuntimeError`` past the timeout."""
-        began = time.monotonic()
-        while not self.work.is_completed():
-            if time.monotonic() - began > timeout.total_seconds():
-                raise RuntimeError(f"not done after {timeout.total_seconds():.3g} s")
-            time.sleep(_POLL_SECONDS)
-        self.work.wait()
-
-
-@frozen
-class Waiting:
-    """How the host waits for collectives over gradients. On CUDA only the current stream waits, not the host.
-
-    Attributes:
-        deadline: seconds for each collective; None leaves it to the group's own timeout.
-        monitor: of the job, whose deadline and failures then end a wait.
-    """
-
-    deadline: float | None = None
-    monitor: Monitor | None = None
-
-    def wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        """Wait for ``work`` on ``tensor``.
-
-        Raises:
-            ReductionTimeoutError: past the deadline.
-            ReductionPeerError: the backend lost a rank of the group; on a device, also that of a collective before.
-            JobFailedError: with a monitor: another rank failed, or its deadline passed.
-        """
-        try:
-            under_way.check()
-            self._wait(work, tensor)
-        except (ReductionTimeoutError, JobFailedError):
-            raise
-        except RuntimeError as error:
-            raise ReductionPeerError(
-                "a reduction of gradients failed: a rank of its group has ended, or closed its connection "
-                f"({' '.join(str(error).split())[:200]})"
-            ) from error
-
-    def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        on_device = has_streams(tensor.device)
-        if self.monitor is not None:  # which holds the host where it does not watch the device
-            held = on_device and self.monitor.progress is None
-            self.monitor.wait(_Polled(work) if held else work, _REDUCTION)
-            return
-        if on_device:
-            work.wait()
-            return
-        start = time.monotonic()
-        while True:
-            try:
-                work.wait(_SLICE)
-            except RuntimeError:
-                if work.is_completed():  # it failed, or ended just after the slice: its own wait tells
-                    work.wait()
-                    return
-            else:
-                return
-            if self.deadline is not None and time.monotonic() - start > self.deadline:
-                raise ReductionTimeoutError(
-                    f"a reduction of gradients did not end within the deadline of {self.deadline:.3g} s: a rank of its "
-                    "group has not joined it; rebuild the process groups before the next step"
-                )
-
-
-def all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Callable[[Waiting], None]:
-    """Start an all-reduce in place; the result, called, waits for it.
-
-    ``group`` None is the default process group, or nothing to do in one process without one.
-    """
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if dist.is_initialized() else None
-    if work is not None and has_streams(tensor.device):
-        under_way.add(_REDUCTION, work, group)
-
-    def wait(waiting: Waiting) -> None:
-        if work is not None:
-            waiting.wait(work, tensor)
-
-    return wait

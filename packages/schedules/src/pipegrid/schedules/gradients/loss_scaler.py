@@ -10,8 +10,9 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import local_of
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, device_of
+from pipegrid.schedules.gradients.lanes import device_of
 from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError, Positive, from_state, to_state, updated
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
 from pipegrid.topology.fields import Index, checked, checked_fields

@@ -6,7 +6,7 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
@@ -140,7 +140,7 @@ def config_of(model: Any) -> Any:
         StepArgumentError: neither the model nor anything it wraps has a ``config``, or it is a dict.
     """
     config = unwrapped_attribute(model, "config")
-    if config is None or isinstance(config, Mapping):
+    if config is None or isinstance(config, dict):
         raise StepArgumentError(
             f"the `config` of model {type(model).__name__} is {shown(config)}; it must be an object with the settings "
             "as attributes, such as PipelineConfig(pipeline_dtype=torch.bfloat16)"

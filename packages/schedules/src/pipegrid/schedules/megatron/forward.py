@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.errors import LossError, StepArgumentError
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.runtime import describe, flatten
 
@@ -92,10 +92,10 @@ def forward_step(
         data_iterator,
         model,
         input_tensor,
-        *extra,
-        set_input_tensor=unwrapped_attribute(model, "set_input_tensor"),
-        context=autocast_of(config, model),
-        is_last_stage=is_last_stage,
+        extra,
+        unwrapped_attribute(model, "set_input_tensor"),
+        autocast_of(config, model),
+        is_last_stage,
     )
     output, num_tokens = forward_step_calc_loss(
         model,
@@ -120,7 +120,7 @@ def run_model(
     data_iterator: Any,
     model: torch.nn.Module,
     input_tensor: Any,
-    *extra: Any,
+    extra: tuple[Any, ...],
     set_input_tensor: Callable[[Any], None] | None,
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None,
     is_last_stage: bool,
@@ -256,7 +256,7 @@ def _tokens_per_rank(
     total = num_tokens.detach().to(loss.device, copy=True)
     if cp_group is None or cp_group.size() == 1:
         return torch.clamp(total, min=1)
-    all_reduce(total, cp_group)(Waiting(option(config, "deadline")))
+    all_reduce(total, cp_group)(Waiting(option(config, "deadline"), option(config, "monitor")))
     return torch.clamp(total, min=1) / cp_group.size()
 
 

@@ -1,4 +1,4 @@
-"""The stages of this rank in its communicator's graph, and the plan of a step. Pure."""
+"""The place of this rank, which is its stages in the graph of its communicator, and the plan of a step there. Pure."""
 
 from __future__ import annotations
 

@@ -158,10 +158,10 @@ class MegatronStage:
             call.data_iterator,
             call.model,
             received,
-            *(() if partial is None else (self._checkpoint(partial, microbatch),)),
-            set_input_tensor=call.set_input_tensor,
-            context=call.context,
-            is_last_stage=not self.outgoing,
+            () if partial is None else (self._checkpoint(partial, microbatch),),
+            call.set_input_tensor,
+            call.context,
+            not self.outgoing,
         )
         if self.outgoing:
             return self._passed_on(settings, received, output, microbatch)

@@ -8,9 +8,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
-from pipegrid.schedules.gradients.lanes import Waiting, collection_of
+from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.gradients.reduction import (
     EarlyReduction,
     GradientPolicy,
@@ -20,12 +22,20 @@ from pipegrid.schedules.gradients.reduction import (
     required_ties,
     tied_stages,
 )
+from pipegrid.schedules.megatron.call_cache import (
+    Derived,
+    Inputs,
+    StepArguments,
+    StepCall,
+    forget_call,
+    keep,
+    kept_call,
+)
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.forward import numbered_modules
-from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments, StepCall, forget_call, keep, kept_call
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.place import sharding_key
-from pipegrid.schedules.megatron.prepared import PreparedStep, forget, prepared_step
+from pipegrid.schedules.megatron.runtime_cache import PreparedStep, forget, prepared_step
 from pipegrid.schedules.megatron.stage import StageCall, StageSettings
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import Hook
@@ -56,11 +66,11 @@ def run_step(derive: Callable[[], Derived], arguments: StepArguments, inputs: In
         if derived.keep:
             keep(call, arguments, model, models, pg_collection)
     else:
-        call, models = kept
-        config = config_of(next(iter(models.values())))
+        call, models, config = kept
         data_iterators = call.iterators(data_iterator)
         _require_forward_step(forward_step_func, checkpoints=option(config, _CHECKPOINTS) is not None)
     prepared, policy = call.prepared, call.policy
+    prepared.require_idle()
     deferred: Sequence[Callable[[], None]] = ()
     reduction = None
     if policy is not None:
@@ -70,14 +80,10 @@ def run_step(derive: Callable[[], Derived], arguments: StepArguments, inputs: In
         reduction = policy.reduction(models, config, pg_collection)
     try:
         with contextlib.ExitStack() as outside:
-            hooks: Sequence[Hook] = option(config, "hooks")
-            if call.syncs:
-                hooks = [*hooks, *no_sync_hooks(prepared.plan, config, models, outside)]
-            if reduction is not None and call.early:
-                starting = EarlyReduction(reduction, prepared.last_backwards, models)
-                outside.callback(starting.close)
-                hooks = [*hooks, starting]
-            prepared.begin(config, hooks, deferred)
+            prepared.begin(config, _hooks(call, config, models, reduction, outside), deferred)
+            if reduction is None and prepared.ties:  # a REDUCE sums what this call adds
+                copies = [copy for tie in option(config, "tied_parameters") for copy in tie.copies]
+                outside.enter_context(fresh_gradients(torch.nn.ParameterList(copies)))
             has_slices = prepared.plan.num_slices > 1
             for stage, each in models.items():
                 settings, data = call.settings[stage], data_iterators[stage]
@@ -95,6 +101,24 @@ def run_step(derive: Callable[[], Derived], arguments: StepArguments, inputs: In
         raise
     finally:
         prepared.end()
+
+
+def _hooks(
+    call: StepCall,
+    config: Any,
+    models: Mapping[int, Any],
+    reduction: GradientReduction | None,
+    outside: contextlib.ExitStack,
+) -> Sequence[Hook]:
+    """The hooks of one call; ``outside`` closes what they have opened."""
+    hooks: Sequence[Hook] = option(config, "hooks")
+    if call.syncs:
+        hooks = [*hooks, *no_sync_hooks(call.prepared.plan, config, models, outside)]
+    if reduction is not None and call.early:
+        early = EarlyReduction(reduction, call.prepared.last_backwards, models)
+        outside.callback(early.close)
+        hooks = [*hooks, early]
+    return hooks
 
 
 def _step_call(
@@ -182,7 +206,8 @@ def _train(
 ) -> None:
     """Forwards, backwards and the reduction of their gradients, added to the gradients of earlier calls.
 
-    ``leave`` closes the no-sync contexts, before ``grad_sync_func`` and ``finalize_model_grads_func`` run.
+    ``leave`` closes the no-sync contexts and adds a tie's earlier gradients, before ``grad_sync_func`` and
+    ``finalize_model_grads_func`` run.
     """
 
     def finish() -> None:
@@ -201,14 +226,16 @@ def _train(
             collections = {name: collection_of(pg_collection, name) for name in policy.reduced}
             require_equal_replicas(policy.modules(models), collections, waiting=prepared.waiting)
 
-    if not prepared.compared:
-        policy.compare(models, pg_collection, Waiting(prepared.waiting.deadline))
+    def compare() -> None:
+        policy.compare(models, reduction, pg_collection, prepared.waiting)
         prepared.compared = True
+
+    start = None if prepared.compared else compare
     if reduction is None:
-        prepared.runtime.step(finish=finish, agree=policy.agreement)
+        prepared.runtime.step(start=start, finish=finish, agree=policy.agreement)
         return
     with fresh_gradients(reduction.modules):
-        prepared.runtime.step(finish=finish, agree=policy.agreement)
+        prepared.runtime.step(start=start, finish=finish, agree=policy.agreement)
 
 
 _CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
@@ -220,9 +247,12 @@ def _require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
     """Raise unless the function accepts two arguments, or three with partial activation checkpoints."""
     arguments = ("data_iterator", "model", "checkpoint_activations_microbatch")[: 3 if checkpoints else 2]
     function = getattr(forward_step_func, "__func__", forward_step_func)  # a bound method is a new object each time
-    with contextlib.suppress(TypeError):  # a callable without weak references
-        if _FITTING.get(function) == len(arguments):
-            return
+    try:
+        known = _FITTING.get(function)
+    except TypeError:  # a callable without weak references
+        known = None
+    if known == len(arguments):
+        return
     try:
         inspect.signature(forward_step_func).bind(*arguments)
     except ValueError:  # a callable in C without a signature

@@ -12,9 +12,9 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import find_schedule, require_slices
 from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
+from pipegrid.schedules.megatron.call_cache import Derived, Inputs, StepArguments
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import get_tensor_shapes, require_communicator, size_of
-from pipegrid.schedules.megatron.kept import Derived, Inputs, StepArguments
 from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.step import require_one_config, run_step, single

@@ -1,7 +1,7 @@
 """Deadlines, plan positions and failures of all ranks, watched by a thread beside the step. No torch."""
 
 from pipegrid.schedules.monitor.bounded import BoundedCalls, SilentStoreError
-from pipegrid.schedules.monitor.collectives import under_way
+from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
 from pipegrid.schedules.monitor.monitor import JobFailedError, Monitor, MonitorError, Report
 
@@ -16,6 +16,6 @@ __all__ = [
     "MonitorError",
     "Report",
     "SilentStoreError",
-    "under_way",
+    "device_collectives",
     "where_all_stand",
 ]

@@ -15,8 +15,8 @@ from pipegrid.transport.collectives import PendingCollectives, abort_together
 
 
 @define(eq=False)
-class UnderWay:
-    """The collectives of this process; from any thread."""
+class DeviceCollectives:
+    """The collectives of this process on devices with streams; from any thread."""
 
     _pending: PendingCollectives[tuple[str, Any]] = field(factory=PendingCollectives, init=False)
 
@@ -46,4 +46,4 @@ class UnderWay:
             abort_together({id(group): group for group in found if group is not None}.values(), seconds=0)
 
 
-under_way = UnderWay()
+device_collectives = DeviceCollectives()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import define, frozen
 
 from pipegrid.schedules.monitor.bounded import BoundedCalls, bounded_store
-from pipegrid.schedules.monitor.collectives import under_way
+from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
     Control,
@@ -276,7 +276,7 @@ class Monitor:
         if watched is None or self._failure is not None:
             return
         try:
-            under_way.check()
+            device_collectives.check()
         except RuntimeError as error:
             self._fail(watched, self._record(f"rank {self.rank}: {error}"))
             return

@@ -102,10 +102,12 @@ def _bounded_int(text: str) -> int | float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise PlanError(f"an object has the key {twice[0]!r} twice; each is there once")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise PlanError(f"an object has the key {key!r} twice; each is there once")
+        found[key] = value
+    return found
 
 
 _DIGITS = 300  # about the range of a float: an integer of fewer digits is read exactly
@@ -193,4 +195,4 @@ def _fault_text(error: BaseException, kind: Any) -> str:
         return f"the key {error} is missing"
     if isinstance(error, ForbiddenExtraKeysError):
         return f"unknown keys {sorted(error.extra_fields)}"
-    return f"not of the form {kind}: {error}"
+    return f"not of the form {getattr(kind, '__qualname__', kind)}: {error}" if kind is not None else str(error)

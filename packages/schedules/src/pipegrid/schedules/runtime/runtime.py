@@ -16,7 +16,7 @@ from attrs import evolve
 
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.schedules.errors import RuntimeArgumentError
-from pipegrid.schedules.monitor import DisagreementError, under_way
+from pipegrid.schedules.monitor import DisagreementError, device_collectives
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
 from pipegrid.schedules.runtime.hooks import Hook
@@ -185,12 +185,13 @@ class PipelineRuntime:
             lines.append(f"with whole backwards there, a step takes {after:g} forwards in place of {before:g}")
         return "\n".join(lines)
 
-    def step(self, *, finish: Callable[[], None] | None = None, agree: str = "") -> None:
+    def step(self, *, start: Call | None = None, finish: Call | None = None, agree: str = "") -> None:
         """Run the plan once: every forward and every backward of this position.
 
         Args:
-            finish: called after the last action, as part of the step (gradient reduction): watched by the monitor, and
-                its failure is the step's.
+            start: called as the step begins, before neighbours compare it; may communicate among ranks of one stage.
+                Its failure is the step's, also on neighbours.
+            finish: called after the last action, likewise, such as a reduction of gradients. A monitor watches both.
             agree: what else neighbours must run alike; compared beside the plan, before the first message.
 
         Raises:
@@ -202,7 +203,7 @@ class PipelineRuntime:
         if not self._wrappers_checked:
             require_right_wrappers(self.plan, self.position, self._stages)
             self._wrappers_checked = True
-        self._run(self._program, grad=True, finish=finish, agree=agree)
+        self._run(self._program, grad=True, start=start, finish=finish, agree=agree)
 
     def eval(self) -> None:
         """Run only the plan's forwards and their communication, without gradients.
@@ -225,7 +226,7 @@ class PipelineRuntime:
         if self._failure is None:
             of_bridges: Callable[[], object] | None = getattr(self._communicator, "check", None)
             try:
-                under_way.check()
+                device_collectives.check()
                 if of_bridges is not None:
                     of_bridges()
             except RuntimeError as error:
@@ -238,7 +239,15 @@ class PipelineRuntime:
         if self._failure is not None:
             raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
 
-    def _run(self, program: Program, *, grad: bool, finish: Call | None = None, agree: str = "") -> None:
+    def _run(
+        self,
+        program: Program,
+        *,
+        grad: bool,
+        start: Call | None = None,
+        finish: Call | None = None,
+        agree: str = "",
+    ) -> None:
         if not self._one_step.acquire(blocking=False):
             raise PipelineError(f"step() or eval() inside a step, at {self.where}: a runtime runs one step at a time")
         try:
@@ -246,6 +255,10 @@ class PipelineRuntime:
                 sharded.begin()
             self._start(program, grad=grad)
             try:
+                if (
+                    start is not None
+                ):  # first: a neighbour's difference could end one data lane, and leave another in it
+                    start()
                 self._agreement.begin("a step" if grad else "an evaluation", agree)
                 with torch.set_grad_enabled(grad), self._in_order():
                     for self._cursor, call in enumerate(program.calls):
@@ -297,7 +310,7 @@ class PipelineRuntime:
 
     def _abort(self, reason: str) -> None:
         """End the lanes and a device's collectives, and pass the reason on to neighbours, for no longer than 0.3 s."""
-        under_way.abort()
+        device_collectives.abort()
         abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
         if abort is not None:
             reason = relayed(reason) or reason

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.schedules.plan import ActionKind, Plan
-from pipegrid.schedules.search.list_scheduler import SLACK, Problem
+from pipegrid.schedules.search.problem import Problem
 from pipegrid.schedules.simulate import Costs
 
 Objective: TypeAlias = Literal["makespan", "span"]
@@ -82,11 +82,12 @@ class Chain:
             starts.append(starts[-1] + durations[number - 1] + lag[number])
         ends = [start + duration for start, duration in zip(starts, durations, strict=False)]
         bounds = []
-        for inner in self.passes_at:
+        passes_at = [own for own in self.passes_at if own]  # a position may be empty
+        for inner in passes_at:
             own = count * math.fsum(durations[number] for number in inner)
             weights = count * math.fsum(durations[number + stages] for number in inner if number >= stages)
             bounds.append(own + weights if objective == "span" else starts[inner[0]] + own + weights)
-            for outer in self.passes_at if objective == "span" else ((0, passes - 1),):
+            for outer in passes_at if objective == "span" else ((0, passes - 1),):
                 if outer[0] <= inner[0] and inner[-1] <= outer[-1]:
                     there, back = starts[inner[0]] - starts[outer[0]], ends[outer[-1]] - ends[inner[-1]]
                     bounds.append(there + own + back + durations[outer[-1] + stages])
@@ -236,7 +237,7 @@ def as_chain(problem: Problem, num_microbatches: int | None = None) -> Chain | N
         tuple(duration + costs.overhead for duration in durations),
         tuple(lag if number and position[number] != position[number - 1] else 0.0 for number, lag in enumerate(lags)),
         (*problem.activation, *(-size for size in release[::-1]), *(-size for size in kept[::-1])),
-        problem.memory_limit + SLACK,
+        problem.room,
         tuple(
             tuple(number for number in range(2 * stages) if position[number] == p) for p in range(problem.num_positions)
         ),

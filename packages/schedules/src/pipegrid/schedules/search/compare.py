@@ -10,9 +10,8 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import SCHEDULES
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.greedy import greedy
-from pipegrid.schedules.search.list_scheduler import SLACK
-from pipegrid.schedules.simulate import Costs, GivenCosts, OtherCutError, simulate
-from pipegrid.schedules.timeline.timeline import amount, time_text
+from pipegrid.schedules.simulate import Costs, GivenCosts, OtherCutError, simulate, with_slack
+from pipegrid.schedules.timeline import amount, time_text
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
 from pipegrid.topology.tables import table, text_table
@@ -134,7 +133,7 @@ def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
         simulation.bubble(of="span"),
         peak,
         simulation.peak(until="I"),
-        peak <= limit + SLACK,
+        peak <= with_slack(limit),
     )
 
 

@@ -21,14 +21,8 @@ from pipegrid.schedules.generators import (
     v_placement,
 )
 from pipegrid.schedules.plan import Action, Plan, as_placement, chain, compute_plan, require_graph
-from pipegrid.schedules.search.list_scheduler import (
-    SLACK,
-    Entries,
-    Problem,
-    list_schedule,
-    policies,
-    with_whole_backwards,
-)
+from pipegrid.schedules.search.list_scheduler import list_schedule, policies
+from pipegrid.schedules.search.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.simulate import Costs, GivenCosts, activation_sizes, simulate
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, checked_arguments
@@ -140,11 +134,10 @@ def problems(
                 f"{num_stages} stages lie on {shape.num_positions} positions; num_positions is {num_positions}"
             )
     least = [shape.least_memory() for shape in shapes]
-    fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= limit + SLACK]
+    fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= shape.room]
     if not fitting:
         raise PlanError(
-            f"memory_limit {memory_limit:g} does not hold one microbatch at a time; the least that works is "
-            f"{min(least):g}"
+            f"memory_limit {memory_limit} does not hold one microbatch at a time; the least that works is {min(least)}"
         )
     return fitting
 
@@ -193,7 +186,7 @@ def candidate(origin: str, plan: Plan, problem: Problem) -> Candidate | None:
     """``plan`` with its figures; None if it does not keep to the cap."""
     simulation = simulate(plan, problem.costs)
     peak = simulation.peak()
-    if peak > problem.memory_limit + SLACK:
+    if peak > problem.room:
         return None
     return Candidate(origin, plan, simulation.makespan, peak, simulation.span)
 

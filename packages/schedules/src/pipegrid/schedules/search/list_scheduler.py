@@ -15,21 +15,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from attrs import define, field, frozen
 
-from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.plan import ActionKind
-from pipegrid.schedules.simulate import Costs
+from pipegrid.schedules.search.problem import Entries, Problem
 from pipegrid.transport.edge import Edge
-
-SLACK = 1e-9  # memory is compared to the cap with this share of a microbatch to spare for rounding
-
-
-Entries: TypeAlias = list[tuple[ActionKind, int, int]]
-"""The order of a position as kind, stage, microbatch."""
 
 
 @frozen
@@ -71,53 +64,6 @@ def policies(*, chunked: bool = True, shared: bool = False) -> Iterator[Policy]:
         (None, 1.0, 1.5, 2.0),
     ):
         yield Policy(first, when, patience, deep, warmup, block)
-
-
-@frozen
-class Problem:
-    """The input of the scheduler: a graph on positions, its costs, and the memory of each position.
-
-    ``activation``: per stage, the memory of one microbatch, in the unit of ``memory_limit`` (infinite: none).
-    ``forward_only``: stages without a backward; their results wait for each consumer in a queue of ``ahead``
-    microbatches (None: of any length).
-    """
-
-    graph: ModuleGraph
-    placement: tuple[tuple[int, ...], ...]
-    num_microbatches: int
-    costs: Costs
-    activation: tuple[float, ...]
-    memory_limit: float
-    forward_only: frozenset[int] = frozenset()
-    ahead: int | None = None
-
-    @property
-    def num_positions(self) -> int:
-        """Positions of the placement."""
-        return 1 + max(position for places in self.placement for position in places)
-
-    @property
-    def input_release(self) -> list[float]:
-        """Per stage, the share of its activation that ``I`` releases."""
-        return self.costs.per_stage("input_release", self.graph.num_stages)
-
-    @property
-    def queues(self) -> tuple[Edge, ...]:
-        """The edges whose messages wait in a bounded queue."""
-        if self.ahead is None:
-            return ()
-        return tuple(edge for edge in self.graph.stage_edges if edge.source in self.forward_only)
-
-    def least_memory(self) -> float:
-        """The memory of one microbatch on the position where it needs most: the least limit that works."""
-        held, passing = [0.0] * self.num_positions, [0.0] * self.num_positions
-        for stage, places in enumerate(self.placement):
-            for position in places:
-                if stage in self.forward_only:
-                    passing[position] = max(passing[position], self.activation[stage])
-                else:
-                    held[position] += self.activation[stage]
-        return max(map(sum, zip(held, passing, strict=True)))
 
 
 @define(eq=False)
@@ -320,7 +266,7 @@ class _Run:
             assert queue is not None
             if any(unit.forwards_done - consumer.forwards_done >= queue for consumer in unit.consumers):
                 return False
-        limit, position = self.problem.memory_limit + SLACK, unit.position
+        limit, position = self.problem.room, unit.position
         if self.live[position] + unit.size > limit:
             return False
         if unit.frozen:
@@ -442,25 +388,3 @@ def _units(problem: Problem) -> list[_Unit]:
 def list_schedule(problem: Problem, policy: Policy) -> list[Entries]:
     """Per position, the order of ``F``, ``I`` and ``W`` that ``policy`` leads to."""
     return _Run(problem, policy).play()
-
-
-def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:
-    """``orders`` with each ``I`` that its own ``W`` directly follows, on all positions, written as one ``B``."""
-    orders = list(orders)
-    apart = {
-        entry
-        for order in orders
-        for entry, after in itertools.pairwise([*order, None])
-        if entry is not None and entry[0] is ActionKind.I and after != (ActionKind.W, *entry[1:])
-    }
-    merged = []
-    for order in orders:
-        result: Entries = []
-        for kind, stage, microbatch in order:
-            whole = (ActionKind.I, stage, microbatch)
-            if kind is ActionKind.W and whole not in apart:
-                result[-1] = (ActionKind.B, stage, microbatch)
-            else:
-                result.append((kind, stage, microbatch))
-        merged.append(result)
-    return merged

@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from pipegrid.schedules.plan import ActionKind, Plan
 from pipegrid.schedules.search.chain import Objective, Orders, Timing, least_halves, timing_of
-from pipegrid.schedules.search.list_scheduler import SLACK, Problem
+from pipegrid.schedules.search.problem import Problem
 
 _F, _I, _W = ActionKind.F, ActionKind.I, ActionKind.W
 
@@ -295,7 +295,7 @@ def as_network(problem: Problem) -> Network:
         _closure([[number - one.delta // count for one in own if not one.first] for number, own in enumerate(waits)]),
         tuple(problem.activation[stage] if kind is _F else 0.0 for kind, stage in passes),
         tuple(problem.activation[stage] * released[kind, stage] for kind, stage in passes),
-        problem.memory_limit + SLACK,
+        problem.room,
     )
 
 

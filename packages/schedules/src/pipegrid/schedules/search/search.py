@@ -15,9 +15,9 @@ from pipegrid.schedules.search.block_scheduler import squeezed, squeezes
 from pipegrid.schedules.search.chain import Objective, Orders, as_chain
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import Candidate, candidate, listed, named, planned, problems
-from pipegrid.schedules.search.list_scheduler import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.search.network import as_network
 from pipegrid.schedules.search.patterns import patterns
+from pipegrid.schedules.search.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.simulate import GivenCosts
 from pipegrid.topology.fields import Amount, Count, checked_arguments
 
@@ -142,8 +142,8 @@ class _Clock:
             return
         objective = self.searches[0].objective
         best = min(found, key=lambda entry: value_of(entry, objective))
-        share = sum(min(1.0, one.spent / one.budget) for one in self.searches) / len(self.searches)
-        if self.progress(Progress(share, value_of(best, objective), best.origin)):
+        shares = [min(1.0, one.spent / one.budget) if one.budget else 1.0 for one in self.searches]
+        if self.progress(Progress(sum(shares) / len(shares), value_of(best, objective), best.origin)):
             self.stopped = True
 
 

@@ -8,6 +8,7 @@ from pipegrid.schedules.simulate.costs import (
     OtherCutError,
     costs_from_json,
     costs_to_json,
+    with_slack,
 )
 from pipegrid.schedules.simulate.slice_lengths import balanced_slices, slice_times
 from pipegrid.schedules.simulate.simulation import Simulation, simulate, unit_costs
@@ -25,4 +26,5 @@ __all__ = [
     "simulate",
     "slice_times",
     "unit_costs",
+    "with_slack",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -63,7 +64,7 @@ def _per_stage(one: Rule) -> Rule:
             entries = tuple(value)
         except TypeError:
             return one.convert(value)
-        if not entries or isinstance(value, str | bytes | Mapping):
+        if not entries or isinstance(value, str | bytes | Mapping | AbstractSet):
             raise ValueError
         return tuple([one.convert(entry) for entry in entries])
 
@@ -274,6 +275,11 @@ def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
     if costs.activation is None:
         return tuple(1.0 / beside for beside in plan.stages_beside)
     return tuple(costs.per_stage("activation", plan.num_stages))
+
+
+def with_slack(limit: float) -> float:
+    """A memory limit with a billionth to spare: sums of measured sizes, added and released, are not exact."""
+    return limit + 1e-9 * max(1.0, limit)
 
 
 GivenCosts: TypeAlias = Annotated[Costs, instance(Costs, "Costs(F=..., I=..., W=...)")]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 from attrs import field, frozen
 
 from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.timeline.timeline import Time, TimelineError
-from pipegrid.topology.fields import Index, Name, checked_fields
+from pipegrid.topology.fields import Index, Name, checked_fields, integer
 
 
 @frozen(field_transformer=checked_fields(TimelineError))
@@ -23,7 +24,7 @@ class Recorded:
     start: Time
     end: Time
     posted: Time | None = None
-    memory: int | None = None
+    memory: Annotated[int, integer()] | None = None
 
 
 @frozen(field_transformer=checked_fields(TimelineError))

@@ -125,8 +125,8 @@ class Counter:
         return max((value for _, value in self.points), default=0.0)
 
 
-def _texts(value: Iterable[str]) -> tuple[str, ...]:
-    return value if isinstance(value, str) else tuple(value)  # type: ignore[return-value]  # a single string is left to the check
+def _texts(value: Iterable[str]) -> Iterable[str]:
+    return value if isinstance(value, str) else tuple(value)  # a single string is left to the check
 
 
 @frozen(slots=False, field_transformer=checked_fields(TimelineError))

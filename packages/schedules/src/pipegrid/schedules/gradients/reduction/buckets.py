@@ -9,6 +9,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import (
     local_of,
     may_be_partial,
@@ -16,7 +17,7 @@ from pipegrid.schedules.gradients.dtensors import (
     summed_like,
     unlike_its_parameter,
 )
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, described, is_expert
+from pipegrid.schedules.gradients.lanes import described, is_expert
 from pipegrid.schedules.gradients.main_grad import (
     accumulated,
     accumulation_dtype,
@@ -209,7 +210,7 @@ def used_in(buckets: Sequence[Bucket]) -> list[list[bool]]:
     return [[next(counts) > 0 for _ in bucket.parameters] for bucket in buckets]
 
 
-def alike(
+def bucketed(
     parameters: Iterator[torch.nn.Parameter], bucket_bytes: int, divided: Mapping[int, float | None]
 ) -> Iterator[tuple[torch.nn.Parameter, ...]]:
     """Parameters in order, cut where their kind changes or the bucket is full; a tied one is a bucket of its own.

@@ -17,8 +17,9 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.fsdp import has_fsdp
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, collection_of, device_of, lanes_group, size_of
+from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, size_of
 from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
@@ -66,26 +67,32 @@ class GradientPolicy:
         """What neighbours compare before a step: the ranks that divide by tokens count them in one collective."""
         return f"with {self.losses} losses"
 
-    def compare(self, models: Models, pg_collection: Any, waiting: Waiting) -> None:
+    def compare(
+        self, models: Models, reduction: GradientReduction | None, pg_collection: Any, waiting: Waiting
+    ) -> None:
         """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
 
-        They would wait for each other in different collectives. One small all-reduce per module, once per runtime.
+        They would wait for each other in different collectives, or sum gradients of different parameters. One small
+        all-reduce per module, before the first step.
         """
         for name, stage in {name: stage for stage, name in self.names.items()}.items():
             group = None if pg_collection is None else lanes_group(pg_collection, name)
             if group is None or group.size() == 1:
                 continue
             finisher = _FINISHERS[0 if self.by_hand else 1 if name in self.reduced else 2]
-            ways = torch.zeros(group.size(), dtype=torch.int64, device=device_of(models[stage], group))
-            ways[group.rank()] = _WAYS.index(f"{self.losses} losses and {finisher}")
+            elements, form = (0, 0) if reduction is None else reduction.summed_over(group)
+            ways = torch.zeros((group.size(), 3), dtype=torch.int64, device=device_of(models[stage], group))
+            ways[group.rank()] = torch.tensor([_WAYS.index(f"{self.losses} losses and {finisher}"), elements, form])
             all_reduce(ways, group)(waiting)
             ranks: dict[str, list[int]] = {}
-            for rank, way in zip(dist.get_process_group_ranks(group), ways.tolist(), strict=True):
-                ranks.setdefault(_WAYS[way], []).append(rank)
+            for rank, (way, elements, form) in zip(dist.get_process_group_ranks(group), ways.tolist(), strict=True):
+                summed = f" of {elements} elements (checksum {form:08x})" if elements else ""
+                ranks.setdefault(f"{_WAYS[way]}{summed}", []).append(rank)
             if len(ranks) > 1:
                 found = ", ".join(f"ranks {held} have {way}" for way, held in ranks.items())
                 raise DisagreementError(
-                    f"the data lanes of module {name!r} do not finish their gradients alike: {found}"
+                    f"the data lanes of module {name!r} do not finish their gradients alike: {found}; give them one "
+                    "config, and the same parameters to train"
                 )
 
     def modules(self, models: Models) -> dict[str, torch.nn.Module]:
@@ -247,6 +254,8 @@ def required_ties(
                 f"tied parameter {tie.name!r} is on stage {held[0]}, whose model trains none of its copies"
             )
     names = {tie.name for tie in ties}
+    if getattr(config, "finalize_model_grads_func", None) is None:
+        _require_declared_ties(models, names)
     for mark in filter(None, map(mark_of, parameters.values())):
         if mark.name not in names:
             raise ReductionError(
@@ -261,8 +270,31 @@ def required_ties(
     return ties
 
 
+def _require_declared_ties(models: Sequence[torch.nn.Module], names: Collection[str]) -> None:
+    """Raise for a parameter to train with copies on other ranks that is none of ``names``."""
+    for model in models:
+        ties = _declared_ties(model)
+        here = {other.number for other in models if ties and _declared_ties(other) == ties}
+        for tie in ties:
+            copies = dict(zip(tie.stages, tie.names, strict=True))
+            if tie.name in names or model.number not in copies or here.issuperset(copies):
+                continue
+            if model.get_parameter(copies[model.number]).requires_grad:
+                raise ReductionError(
+                    f"{tie.name!r} is one parameter on the stages {sorted(copies)}, and config.tied_parameters does "
+                    f"not have it ({sorted(names)}): nothing sums its copies; set it to tie(stage.ties, stage, grid)"
+                )
+
+
+def _declared_ties(model: Any) -> tuple[Any, ...]:
+    """The ``ties`` of a stage of `pipegrid.training.cut`; another model's attribute of that name is none."""
+    ties = getattr(model, "ties", ())
+    ours = isinstance(ties, tuple) and hasattr(model, "number") and all(hasattr(tie, "stages") for tie in ties)
+    return ties if ours else ()
+
+
 def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...] | None:
-    """All that `gradient_policy` and `required_ties` read off ``models``, to compare with that of a later step.
+    """All that `gradient_policy` and `required_ties` read off ``models`` and may change before a later step.
 
     None with modules of ``fully_shard``, whose settings are not compared.
     """
@@ -270,12 +302,9 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...] | None:
     for model in models:
         if has_fsdp(model):
             return None
-        found.append(hasattr(model, "no_sync"))
         for parameter in model.parameters():
             found += (id(parameter), parameter.requires_grad)
-            mark = mark_of(parameter)
-            if mark is not None:
-                found.append((mark.name, mark.over_lanes))
-            if partial_over_tp(parameter):
-                found.append("partial over tp")
+            if vars(parameter):  # most parameters carry no mark
+                mark = mark_of(parameter)
+                found += (mark and (mark.name, mark.over_lanes), partial_over_tp(parameter))
     return tuple(found)

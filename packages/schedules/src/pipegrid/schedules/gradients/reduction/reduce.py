@@ -7,6 +7,7 @@ averaged over its own share), the tokens of the job for a token-weighted one.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors, mesh_ranks
 from pipegrid.schedules.gradients.lanes import (
     GradientError,
-    Waiting,
-    all_reduce,
     collections_by_name,
     described,
     device_of,
@@ -27,8 +27,8 @@ from pipegrid.schedules.gradients.lanes import (
     ranks_of,
     size_of,
 )
-from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
-from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, alike, partial_over_tp, used_in
+from pipegrid.schedules.gradients.main_grad import Modules, accumulation_dtype, named_modules, parameters_of
+from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, bucketed, partial_over_tp, used_in
 from pipegrid.schedules.gradients.reduction.tied import mark_of
 from pipegrid.topology.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
@@ -136,7 +136,7 @@ class GradientReduction:
             for parameter in parameters:
                 lanes, tensor = groups_of(parameter, collections, name)
                 _require_reducible(parameter, name, lanes, tensor, by_fsdp=id(parameter) in divided)
-            for part in alike(reversed(parameters), bucket_bytes, divided):
+            for part in bucketed(reversed(parameters), bucket_bytes, divided):
                 mark = mark_of(part[0])
                 lanes, tensor = groups_of(part[0], collections, name)
                 by_fsdp = id(part[0]) in divided
@@ -160,6 +160,14 @@ class GradientReduction:
     def communicates(self) -> bool:
         """Whether there is anything to start early."""
         return any(bucket.lanes is not None or bucket.tensor is not None for bucket in self.buckets)
+
+    def summed_over(self, group: dist.ProcessGroup) -> tuple[int, int]:
+        """The number of elements that are summed over ``group``, and a checksum of which they are, bucket by bucket."""
+        everything = [each for _, module in named_modules(self.modules) for each in module.parameters()]
+        places = {id(each): place for place, each in enumerate(everything)}
+        summed = [bucket.parameters for bucket in self.buckets if bucket.lanes is group]
+        forms = [[(places[id(each)], each.shape, accumulation_dtype(each)) for each in bucket] for bucket in summed]
+        return sum(each.numel() for bucket in summed for each in bucket), zlib.crc32(repr(forms).encode())
 
     def ready(self, parameters: Collection[torch.nn.Parameter]) -> None:
         """The gradients of ``parameters`` are whole; start the buckets of which that holds for all.

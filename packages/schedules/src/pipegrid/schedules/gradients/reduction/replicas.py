@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce, groups_of, size_of
+from pipegrid.schedules.gradients.lanes import groups_of, size_of
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from attrs import define, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor
-from pipegrid.schedules.gradients.lanes import Waiting, all_reduce
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
 from pipegrid.schedules.gradients.reduction.tie_groups import TyingError, shards_alike, stages_here, tie_groups
 from pipegrid.schedules.plan import chain

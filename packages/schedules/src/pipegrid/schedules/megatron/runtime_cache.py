@@ -1,8 +1,8 @@
-"""Cache of the step functions: the runtime of a plan and its stages, reused by later calls.
+"""From a plan, a communicator and models to the `PipelineRuntime` of an earlier call of a step function: a cache.
 
 Building a runtime costs as much as several steps of a small model. The cache is a weak dictionary by first model:
 between steps it holds no reference to a model, an iterator, a config or a hook, so a deleted model is freed at once,
-with its runtime. `pipegrid.schedules.megatron.kept` leads from the arguments of a call to its runtime.
+with its runtime. `pipegrid.schedules.megatron.call_cache` is the faster cache before this one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipegrid.schedules.gradients.lanes import Waiting
+from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.reduction import TiedParameters, last_backwards
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Action, ActionKind, Plan
-from pipegrid.schedules.runtime import Hook, MessageHook, PipelineRuntime, position_of
+from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 from pipegrid.schedules.verify import Proof
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches
@@ -55,8 +55,11 @@ def prepared_step(
         if prepared.serves(proof.plan, communicator, models, key):
             return prepared
     kept[:] = [prepared for prepared in kept if prepared.communicator is communicator][1 - _KEPT :]
-    kept.append(PreparedStep(proof, communicator, models, key))
-    return kept[-1]
+    prepared = PreparedStep(proof, communicator, models, key)
+    # Data lanes compare once: a later comparison, where one of them has another hook, would meet a reduction of theirs.
+    prepared.compared = any(each.compared for each in kept)
+    kept.append(prepared)
+    return prepared
 
 
 def describe_steps(model: Any) -> str:
@@ -118,6 +121,7 @@ class PreparedStep:
             loss_scale=self._scale if key.scales else None,
             monitor=key.monitor,
         )
+        self.ties = key.ties
         self.compared = False  # with the other data lanes
         self.waiting = Waiting(key.deadline, key.monitor)
 
@@ -130,6 +134,11 @@ class PreparedStep:
             and list(self._models) == list(models)
             and all(self._models[stage]() is model for stage, model in models.items())
         )
+
+    def require_idle(self) -> None:
+        """Raise PipelineError inside a step, such as that of another thread, which goes on."""
+        if self._config is not None:
+            raise PipelineError(f"a step function inside a step, at {self.runtime.where}: a model runs one at a time")
 
     def begin(self, config: Any, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]]) -> None:
         """Store the arguments of a call, before its step."""

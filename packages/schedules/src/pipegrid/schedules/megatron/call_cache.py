@@ -1,8 +1,8 @@
-"""Cache of the step functions: all that is derived from the arguments, for the next call with equal ones.
+"""From the arguments of a step function to the runtime and settings of an earlier call with equal ones: a cache.
 
 The place of this rank, the plan, the policy of gradients and the expected shapes cost about as much as two empty
 microbatches. The next call compares its arguments, the options of its config and the marks of its parameters, and
-derives nothing. References to models and configs are weak, as in the cache of runtimes.
+derives nothing. References to models and configs are weak, as in the cache of runtimes behind it (`runtime_cache`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.gradients.reduction import GradientPolicy, observed
 from pipegrid.schedules.megatron.config import PipelineConfig, config_of, option
 from pipegrid.schedules.megatron.place import Sharding, Ties, sharding_key
-from pipegrid.schedules.megatron.prepared import PreparedStep
+from pipegrid.schedules.megatron.runtime_cache import PreparedStep
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
 from pipegrid.schedules.megatron.stage import StageSettings
 from pipegrid.schedules.runtime import MessageHook
@@ -107,15 +107,17 @@ class _Kept:
     groups: tuple[object, ...]
     marks: tuple[object, ...]
 
-    def serves(self, arguments: StepArguments, form: object, given: Sequence[Any], pg_collection: Any) -> bool:
-        """Whether a call with these arguments is like the one before."""
+    def serves(
+        self, arguments: StepArguments, form: object, given: Sequence[Any], config: Any, pg_collection: Any
+    ) -> bool:
+        """Whether a call with these arguments is like the one before. ``config``: that of the first of ``given``."""
         if self.arguments != arguments or self.form != form:
             return False
-        if any(ref() is not model for ref, model in zip(self.given, given, strict=True)):
-            return False
-        config = config_of(given[0])
-        if any((other := config_of(model)) is not config and other != config for model in given[1:]):
-            return False
+        for ref, model in zip(self.given, given, strict=True):
+            if ref() is not model:
+                return False
+            if model is not given[0] and (other := config_of(model)) is not config and other != config:
+                return False
         known = self.config is not None and self.config() is config
         if not known and options_of(config) != self.options:
             return False
@@ -127,15 +129,19 @@ _CALLS: weakref.WeakKeyDictionary[torch.nn.Module, list[_Kept]] = weakref.WeakKe
 
 def kept_call(
     arguments: StepArguments, model: Any, pg_collection: Any
-) -> tuple[StepCall, Mapping[int, torch.nn.Module]] | None:
-    """The `StepCall` of an earlier call with equal arguments, and its models by stage; None where there is none."""
+) -> tuple[StepCall, Mapping[int, torch.nn.Module], Any] | None:
+    """The `StepCall` of an earlier call with equal arguments, its models by stage and their config; None if none."""
     form, given = _flat(model)
     if not given or not isinstance(given[0], torch.nn.Module) or type(arguments.num_microbatches) is not int:
         return None
-    for kept in _CALLS.get(given[0], ()):
-        if kept.serves(arguments, form, given, pg_collection):
+    calls = _CALLS.get(given[0])
+    if calls is None:
+        return None
+    config = config_of(given[0])
+    for kept in calls:
+        if kept.serves(arguments, form, given, config, pg_collection):
             models = {stage: ref() for stage, ref in kept.models.items()}
-            return kept.call, models  # type: ignore[return-value]  # all live: they are among `given`
+            return kept.call, models, config  # type: ignore[return-value]  # all live: they are among `given`
     return None
 
 

@@ -351,13 +351,17 @@ def test_the_command_line(tmp_path, capsys):
     assert found["searched"]["step"] <= found["choices"][0]["step"]
     assert main(["plan", str(path), "--gpus", "2", "--memory", "1B"]) == 1
     assert main(["plan", str(tmp_path / "none.toml"), "--gpus", "2"]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    (tmp_path / "run.json").write_bytes(b"\xff")
+    assert main(["what-if", str(tmp_path / "run.json"), "--schedule", "1f1b"]) == 2
+    assert capsys.readouterr().err.count("\n") == 3
 
 
 def test_the_table_and_the_reason_of_the_runner_up():
     planned = plan(small_job(), gpus=4)
     assert len(results_table(planned).splitlines()) == 2 + len(planned.choices)
     assert "longer" in why_slower(planned.choices[0], planned.choices[-1])
+    free = evolve(planned.winner, makespan=0.0, busy=0.0)
+    assert "longer: +" in why_slower(free, planned.winner)
 
 
 def test_the_example_is_read():
@@ -466,12 +470,12 @@ def test_the_command_line_of_what_if(tmp_path, capsys):
 
 @given(
     st.tuples(*[st.floats(0.1, 10)] * 9),
-    st.sampled_from(["Et|ttt|tL", "Et*3|t*4|ttL", "E|t|tt|L"]),
+    st.sampled_from(["Et|ttt|tL", "Et*3|t*4|ttL", "E|t|tt|L", "Et|(tt|)*2,L"]),
     st.integers(1, 3),
 )
 def test_layers_of_a_recorded_run_are_those_that_its_stages_were_made_of(values, layout, samples):
     times = {kind: values[3 * i : 3 * i + 3] for i, kind in enumerate(("embedding", "decoder", "loss"))}
-    stages = PipelineParallelLayerLayout(layout, layout.count("|") + 1).stages
+    stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
     each = [[samples * sum(times[layer.name][i] for layer in stage) for stage in stages] for i in range(3)]
     costs = Costs(F=each[0], I=each[1], W=each[2])
     found = layer_costs(recorded(lower(zero_bubble_h1(len(stages), 4)), costs), layout, samples=samples)

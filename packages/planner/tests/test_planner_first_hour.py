@@ -11,6 +11,7 @@ from pipegrid.planner import (
     Network,
     NoFitError,
     Training,
+    dry_run,
     parse_job,
     plan,
     read_job,
@@ -76,6 +77,13 @@ MISTAKES = {
     "a device's name": (lambda: job(device="H100"), "Job.device is 'H100'; it must be a Device"),
     "a device that does nothing": (lambda: Device(0), "Device.flops is 0; it must be a finite number above 0"),
     "links as a pair": (lambda: job(links=(1e9, 1e9)), "Job.links is .* it must be a Network"),
+    "an edge that is no list": (
+        lambda: job(edges=["images", "language"]),
+        r"Job.edges\[0\] is 'images'; it must be a pair of names",
+    ),
+    "an edge of three": (lambda: job(edges=[("a", "b", "c")]), r"Job.edges\[0\] is .* it must be a pair of names"),
+    "a result for a choice": (lambda: dry_run(planned()), "choice is Planned.* it must be a Choice, such as plan"),
+    "JSON without an end": (lambda: parse_job("[" * 100_000, form="json"), "not JSON: maximum recursion"),
     "an edge to nothing": (lambda: job(edges=[("language", "sound")]), "edges: .*unknown module 'sound'"),
     "a schedule alone": (
         lambda: Training(schedules="1f1b"),

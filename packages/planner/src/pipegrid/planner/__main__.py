@@ -7,6 +7,7 @@ its layers, for a job file: ``... layers run.json --layout "Et*3|t*4L"``.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,11 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     try:
         result: int = parsed.run(parsed)
-    except (JobError, LayoutError, PlanError, CostsError, TimelineError, OSError) as error:
+    except (JobError, LayoutError, PlanError, CostsError, TimelineError, OSError, UnicodeDecodeError) as error:
         print(f"pipegrid.planner: {error}", file=sys.stderr)
         return NO_FIT if isinstance(error, NoFitError) else USAGE
     return result
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly
     sys.exit(main())

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
+from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
 
@@ -14,6 +15,7 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.model import CostModel, Part, Stage, Times, bandwidth
 from pipegrid.schedules import ActionKind, Costs, Plan, Simulation, schedule_for, simulate
 from pipegrid.schedules.verify import dataflow_of
+from pipegrid.topology.fields import instance
 from pipegrid.topology.grid import Grid
 from pipegrid.transport.edge import Edge
 
@@ -415,3 +417,6 @@ class Choice:
     def simulation(self) -> Simulation:
         """The plan at these costs."""
         return simulate(self.plan, self.costs)
+
+
+GivenChoice: TypeAlias = Annotated[Choice, instance(Choice, "a Choice, such as plan(job, gpus=8).winner")]

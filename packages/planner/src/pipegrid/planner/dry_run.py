@@ -13,10 +13,11 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from pipegrid.bridges import Side, Sizes, axis_names, check_plan, plan_reshard, positions_of, routes
-from pipegrid.planner.choice import Choice
+from pipegrid.planner.choice import Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.schedules import lower, verify
 from pipegrid.schedules.verify import Proof
+from pipegrid.topology.fields import checked_arguments
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
 
@@ -56,7 +57,8 @@ class DryRun:
         )
 
 
-def dry_run(choice: Choice) -> DryRun:
+@checked_arguments(JobError)
+def dry_run(choice: GivenChoice) -> DryRun:
     """Make and check what all ranks of ``choice`` open, without a process.
 
     Checked: ranks that the plan puts on a position hold its stages; every lane has two ends; the boxes of each boundary

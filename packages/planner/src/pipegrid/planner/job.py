@@ -196,10 +196,13 @@ class Training:
                 raise JobError(f"training.{name} is empty; name at least one, or leave it out")
 
 
-def _as_edges(value: Any) -> Any:
-    return (
-        tuple(tuple(edge) if isinstance(edge, list) else edge for edge in value) if isinstance(value, list) else value
-    )
+def _pair(value: Any) -> tuple[str, str]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return value[0], value[1]
+
+
+NamedEdge: TypeAlias = Annotated[tuple[str, str], Rule(_pair, "a pair of names: a module and one that it feeds")]
 
 
 @frozen(slots=False, field_transformer=_checked)
@@ -210,7 +213,7 @@ class Job:
     global_batch: Count
     device: Annotated[Device, instance(Device, "a Device(flops, memory, ...)")]
     links: Annotated[Network, instance(Network, "a Network(inside, between, ...)")]
-    edges: tuple[tuple[str, str], ...] = field(default=(), converter=_as_edges)
+    edges: tuple[NamedEdge, ...] = ()
     training: Annotated[Training, instance(Training, "a Training(...)")] = field(factory=Training)
 
     def __attrs_post_init__(self) -> None:

@@ -48,7 +48,7 @@ def layer_costs(
     if (module is None and len(graph.order) > 1) or name not in graph.order:
         raise JobError(f"module is {module!r}; the recorded modules are {', '.join(graph.order)}: name one")
     first, depth = graph.stage(name, 0), graph.depth(name)
-    stages = [list(map(str, stage)) for stage in PipelineParallelLayerLayout(layout, layout.count("|") + 1).stages]
+    stages = [list(map(str, stage)) for stage in PipelineParallelLayerLayout.parse_str_to_list(layout)]
     if len(stages) != depth:
         raise JobError(f"layout {layout!r} has {len(stages)} stages; {name!r} was recorded with {depth}")
     counts = [Counter(stage) for stage in stages]

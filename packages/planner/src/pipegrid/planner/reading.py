@@ -50,7 +50,7 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
     checked(text, _Text, "text", JobError)
     try:
         data = json.loads(text) if form == "json" else tomllib.loads(text)
-    except ValueError as error:  # both decoders' errors, with line and column
+    except (ValueError, RecursionError) as error:  # both decoders' errors, with line and column
         raise JobError(f"not {form.upper()}: {error}") from None
     if not isinstance(data, dict):
         raise JobError(f"the document is a {type(data).__name__}; it must be an object with 'modules', ...")
@@ -81,7 +81,7 @@ def _is_plain(kind: Any) -> bool:
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is tuple:
-        return _is_plain(get_args(kind)[0]) or get_origin(get_args(kind)[0]) is tuple
+        return _is_plain(get_args(kind)[0])
     return kind in (int, float, str, bool) or get_origin(kind) is Literal
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipegrid.planner.choice import Choice
+from pipegrid.planner.choice import Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.schedules import search
 from pipegrid.topology.fields import Amount, Count, checked_arguments
@@ -12,7 +12,7 @@ SEARCHED = "search"
 
 
 @checked_arguments(JobError)
-def refined(choice: Choice, *, memory: Amount, ahead: Count | None = None, effort: Amount = 1.0) -> Choice:
+def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, effort: Amount = 1.0) -> Choice:
     """``choice`` with the best plan of its grids, layouts and microbatch size that `search` finds, if one is shorter.
 
     Encoders, on the same ranks or on their own, fill the bubbles of the module with the loss; frozen ones run at most

@@ -58,8 +58,8 @@ def why_slower(winner: Choice, other: Choice) -> str:
     ]
     if not texts:
         return "as fast; it was found later"
-    by = f"{time_text(other.step - winner.step, 's')} ({100 * (other.step / winner.step - 1):.2g}%) longer"
-    return f"{by}: {', '.join(texts)}"
+    share = f" ({100 * (other.step / winner.step - 1):.2g}%)" if winner.step else ""
+    return f"{time_text(other.step - winner.step, 's')}{share} longer: {', '.join(texts)}"
 
 
 def explanation(planned: Planned) -> str:

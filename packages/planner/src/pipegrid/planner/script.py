@@ -6,7 +6,7 @@ from pipegrid.planner.choice import Choice
 
 _HEAD = '''"""Training script of a planned job: fill in `build_stage`, `load_batch` and `loss_of`.
 
-torchrun --nproc-per-node <GPUs of a node> <this file>, on {gpus} GPUs. Predicted step: {step:.4g} s.
+torchrun --nproc-per-node <GPUs of a node> <this file>, {gpus} GPUs in all. Predicted step: {step:.4g} s.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, data_lane
+from pipegrid.topology import ProcessGroupCollection, data_lane, place
 
 MICROBATCH = {microbatch}  # samples, over all data lanes
 NUM_MICROBATCHES = {count}
@@ -46,10 +46,11 @@ def loss_of(output: torch.Tensor):
 
 def main() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
-    grids = {
-        name: HyperCommGrid(shape, ["tp", "cp", "dp", "pp"], rank_offset=offset)
-        for name, (shape, offset) in GRIDS.items()
-    }
+    grids = place(GRIDS, offsets=FIRST_RANKS)
+    layouts = {name: PipelineParallelLayerLayout.parse_str_to_list(text) for name, text in LAYOUTS.items()}
+    for name, places in PLACES.items():
+        if len(layouts[name]) != len(places):
+            raise ValueError(f"{name}: layout {LAYOUTS[name]!r} has {len(layouts[name])} stages, PLACES {len(places)}")
     # A rank has a stage of each module whose grid it is in; with modules on the same ranks, several.
     mine = [name for name in grids if grids[name].is_current_rank_in_grid()]
     for name in mine:
@@ -59,14 +60,13 @@ def main() -> None:
     pipe = MultiModulePipelineCommunicator(grids, TOPOLOGY, config, stage_placement=PLACES)
     models: dict[str, list[torch.nn.Module]] = {name: [] for name in mine}
     for name in mine:
-        layout = PipelineParallelLayerLayout(LAYOUTS[name], len(LAYOUTS[name].split("|")))
-        place = grids[name].coords(dist.get_rank())["pp"]
+        own = grids[name].coords(dist.get_rank())["pp"]
         for index, at in enumerate(PLACES[name]):
-            if at == place:
-                first = sum(map(len, layout.stages[:index]))
-                stage = build_stage(name, list(layout.stages[index]), first)
+            if at == own:
+                first = sum(map(len, layouts[name][:index]))
+                stage = build_stage(name, layouts[name][index], first)
                 stage.config, stage.module = config, name
-                stage.ends = not TOPOLOGY[name] and index == len(PLACES[name]) - 1
+                stage.ends = not TOPOLOGY.get(name) and index == len(PLACES[name]) - 1
                 models[name].append(stage.to(device))
     stages = [stage for held in models.values() for stage in held]
     optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-4)
@@ -75,7 +75,7 @@ def main() -> None:
     def batches_of(step: int) -> dict[str, list]:  # each stage reads all microbatches
         return {name: [load_batch(step, *data_lane(grids[name])) for _ in models[name]] for name in mine}
 
-    def own(by_module: dict):  # a rank with one module gives its value, one with several a dict by module
+    def of_rank(by_module: dict):  # a rank with one module gives its value, one with several a dict by module
         return by_module if len(mine) > 1 else by_module[mine[0]]
 
     def forward_step(batches, stage):
@@ -86,15 +86,15 @@ def main() -> None:
     for step in range(STEPS):
         train_step(
             forward_step_func=forward_step,
-            data_iterator=own(batches_of(step)),
-            model=own(models),
+            data_iterator=of_rank(batches_of(step)),
+            model=of_rank(models),
             num_microbatches=NUM_MICROBATCHES,
             seq_length=SEQ_LENGTH,
             micro_batch_size=MICROBATCH,
             p2p_communicator=pipe,
-            pg_collection=own(groups),
+            pg_collection=of_rank(groups),
         )
-        clip_grad_norm_(own(models), own(groups), max_norm=1.0)
+        clip_grad_norm_(of_rank(models), of_rank(groups), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
     pipe.destroy()
@@ -116,14 +116,13 @@ def training_script(choice: Choice) -> str:
     topology: dict[str, list[str]] = {part.module: [] for part in shape.parts}
     for source, destination in shape.job.edges:
         topology[source].append(destination)
-    places = {part.module: tuple(range(part.pp)) for part in shape.parts[:-1]}
-    places[shape.parts[-1].module] = shape.places
     values = {
         "SCHEDULE": choice.schedule,
-        "GRIDS": {name: (list(grid.shape), grid.rank_offset) for name, grid in grids.items()},
+        "GRIDS": {name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in grids.items()},
+        "FIRST_RANKS": {name: grid.rank_offset for name, grid in grids.items()},
         "TOPOLOGY": topology,
         "LAYOUTS": choice.layouts,
-        "PLACES": places,
+        "PLACES": shape.stage_places,
     }
     head = _HEAD.format(
         gpus=choice.arrangement.gpus,
@@ -132,7 +131,7 @@ def training_script(choice: Choice) -> str:
         count=shape.job.global_batch // choice.microbatch,
     )
     notes = {
-        "GRIDS": "tp, cp, dp, pp; first rank",
+        "GRIDS": "sizes, the fastest dim first",
         "TOPOLOGY": "the modules that each module feeds",
         "LAYOUTS": "the layers of each stage",
         "PLACES": "the pp rank of each stage",

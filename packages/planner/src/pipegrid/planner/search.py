@@ -364,5 +364,5 @@ class _Search:
             if fitting:
                 return NoFitError(f"gpus is {self.gpus}; the smallest grids that the modules allow take {min(fitting)}")
         return NoFitError(
-            "modules: no grids at all: their dp, pp and placing allow none, or no dp divides global_batch"
+            "modules: no grids at all: their tp, cp, dp, pp and placing allow none, or no dp divides global_batch"
         )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.training import CheckpointError, Checkpoints, CorruptCheckpointError, TrainingState
+from pipegrid.training.checkpoint import saving
 from pipegrid.training.checkpoint.stored import manifest
 
 SWITCH = re.compile(r"rename \S+/\.saving-\d+-\w+$")
@@ -298,3 +299,12 @@ def test_a_process_killed_at_a_random_time_leaves_a_good_checkpoint(tmp_path, se
         found = Checkpoints(tmp_path, keep=2).load(state)
         if found is not None:
             assert module.weight.unique().item() == found.step
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_ranks_do_not_share_is_an_error_when_it_is_opened(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_SEEN_WITHIN", 0.2)
+    with pytest.raises(CheckpointError, match="rank 1: .* of the first rank does not exist here; all ranks share one"):
+        Checkpoints(tmp_path / "own")
+    assert list(tmp_path.glob("own/.*")) == []
+    Checkpoints(ranks.shared_path / "common").close()

@@ -99,7 +99,7 @@ def test_a_file_of_another_model_is_a_clear_error(tmp_path):
 
 def test_the_command_shows_verifies_and_exports(tmp_path, capsys):
     module = nn.Linear(3, 4)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, betas=(0.8, 0.9))
     state = TrainingState(stages={"head": {0: module}}, optimizers=[optimizer], data={"sample": 64}, plan="a plan")
     Checkpoints(tmp_path / "a").save(state, step=3)
     assert main(["checkpoint", "show", str(tmp_path / "a")]) == 0
@@ -107,6 +107,7 @@ def test_the_command_shows_verifies_and_exports(tmp_path, capsys):
     assert "save-0001-step-00000003: step 3, saved by 1 ranks" in shown
     assert "module head: 2 tensors, 16 values" in shown
     assert "2 parameters: " in shown
+    assert "betas=(0.8, 0.9), " in shown
     assert "lr=0.5" in shown
     assert 'data: {"sample": 64}' in shown
     assert main(["checkpoint", "verify", str(tmp_path / "a")]) == 0

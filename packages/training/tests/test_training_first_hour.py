@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from pipegrid.layout import LayoutError
+from pipegrid.schedules import PipelineConfig, ReductionError
+from pipegrid.schedules.gradients import required_ties
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import (
     CheckpointError,
@@ -111,6 +113,24 @@ MISTAKES = {
         "ties is a Stage; give stage.ties",
     ),
 }
+
+
+class Tied(Model):
+    def __init__(self):
+        super().__init__()
+        self.out.weight = self.word.weight
+
+
+def test_a_tie_that_a_script_forgets_is_an_error_before_the_first_step():
+    first, last = cut(Tied, "Et|tttL", [0, 1], names=Names("layers"))
+    for stages in ([first], [last]):
+        with pytest.raises(ReductionError, match=r"'word.weight' is one .* stages \[0, 1\].* tie\(stage.ties,"):
+            required_ties(models=stages, config=PipelineConfig(), stages=[0])
+    assert required_ties(models=[first, last], config=PipelineConfig(), stages=[0, 1]) == ()  # one parameter
+    by_hand = PipelineConfig(finalize_model_grads_func=lambda models, tokens, pg_collection: None)
+    assert required_ties(models=[first], config=by_hand, stages=[0]) == ()
+    first.requires_grad_(False)
+    assert required_ties(models=[first], config=PipelineConfig(), stages=[0]) == ()
 
 
 CHECKPOINT_MISTAKES = {

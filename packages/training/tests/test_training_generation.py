@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, stage_places
+from pipegrid.schedules import PipelineConfig, PipelineError, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import GenerationError, Sampling, cut, generate
 
@@ -143,6 +143,22 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
             generate(**arguments, model=model, p2p_communicator=communicator)
         assert "\n" not in str(failure.value)
         communicator.destroy()
+    config = PipelineConfig(deadline=10.0, variable_seq_lengths=True)
+    communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
+    stage = cut(MAKERS["llama"], "Et|tttL", ranks.rank, config=config)
+    arguments |= {"model": stage, "p2p_communicator": communicator}
+    for change, text in (
+        ({"pg_collection": ProcessGroupCollection()}, "no pp group of module 'language', over which its last stage"),
+        ({"module": "llm"}, "module is 'llm'; the graph has the modules language"),
+        ({"pad_token_id": None}, "pad_token_id is None; it must be an integer"),
+    ):
+        with pytest.raises(GenerationError, match=text):
+            generate(**arguments | change)
+    batch = prompts(0, 0)
+    on_the_right = {"input_ids": batch["input_ids"], "attention_mask": torch.tensor([[1] * 4, [1, 1, 1, 0], [1] * 4])}
+    with pytest.raises(PipelineError, match="row 1 of the prompts is padded on the right"):
+        generate(**arguments | {"data_iterator": iter([on_the_right])})
+    communicator.destroy()
 
 
 @pytest.mark.ranks(4)

@@ -42,7 +42,8 @@ class Checkpoints:
         timeout: for ranks to wait for each other, while the slowest writes its part.
 
     Raises:
-        CheckpointError: the directory cannot be used, or ranks differ in ``keep`` or ``replicas``.
+        CheckpointError: the directory cannot be used or is not the same for all ranks, or ranks differ in ``keep`` or
+            ``replicas``.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Checkpoints:
     ) -> None:
         self.directory = Path(directory)
         self.keep: int = checked(keep, Count, "keep", CheckpointError)
+        checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
         self._job = Job(group, timeout)
         self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
         self._camera: Camera | None = None
@@ -63,10 +65,10 @@ class Checkpoints:
         self._work: queue.SimpleQueue[tuple[Shot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         atexit.register(_finish, weakref.ref(self))
-        checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
         outcome = f"{self.directory} is not used"
         agreement.require_equal(outcome, self._job.gather({"keep": self.keep, "replicas": replicas}))
-        self._job.first(outcome, lambda: folder.clean(self.directory))
+        if self._job.first(outcome, lambda: folder.clean(self.directory)):
+            self._saver.require_shared(outcome)
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, the newest first."""

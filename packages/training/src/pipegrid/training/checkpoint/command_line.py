@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipegrid.training.checkpoint.stored import folder, manifest
 from pipegrid.training.checkpoint.stored.manifest import Manifest
+from pipegrid.training.checkpoint.stored.plain import from_plain
 from pipegrid.training.errors import CheckpointError, CorruptCheckpointError
 
 USAGE, FAULTY = 2, 1
@@ -74,7 +75,8 @@ def shown(path: Path, found: Manifest) -> str:
         grid = (found.grids or {}).get(module)
         lines.append(f"  module {module}: {len(keys):,} tensors, {count:,} values" + (f", grid {grid}" if grid else ""))
     for group in found.groups:
-        options = ", ".join(f"{name}={value}" for name, value in sorted(group.options.items()) if value is not None)
+        known = {name: from_plain(value) for name, value in sorted(group.options.items()) if value is not None}
+        options = ", ".join(f"{name}={value}" for name, value in known.items())
         lines.append(f"  optimizer {group.optimizer}, {len(group.parameters)} parameters: {options}")
     for name, value in (("loss scale", found.scaler), ("data", found.data), ("layout", found.layout)):
         if value is not None:

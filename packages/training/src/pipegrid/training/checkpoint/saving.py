@@ -32,6 +32,11 @@ class Saver:
         self._job, self._directory, self._keep, self._replicas = job, directory, keep, replicas
         self._agreed: list[int] = []
 
+    def require_shared(self, what: str) -> None:
+        """Raise on every rank unless each sees a folder that the first one makes; ``what`` begins the text."""
+        with ExitStack() as undo:
+            self._begin(0, undo, what)
+
     def write(self, shot: Shot | Exception) -> None:
         """Write a checkpoint; all ranks together.
 

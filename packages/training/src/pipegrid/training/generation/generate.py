@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from attrs import define, field
 from torch import Tensor
 
 from pipegrid.schedules import get_forward_backward_func
-from pipegrid.topology.fields import Count, checked
+from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.memory import Memory, cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.stages import Stage
+
+_TOKENS_SECONDS = 300.0  # for the stages to exchange tokens, where the communicator has no deadline
 
 
 @torch.no_grad()
@@ -34,7 +37,7 @@ def generate(
     module: str | None = None,
     schedule: str = "1f1b",
     sampling: Sampling | None = None,
-    eos_token_id: int | Iterable[int] = (),
+    eos_token_id: int | Iterable[int] | None = None,
     pad_token_id: int = 0,
 ) -> list[Tensor]:
     """New tokens after the prompts of each microbatch, as ``generate`` of Hugging Face makes them. All ranks call it.
@@ -46,7 +49,8 @@ def generate(
 
     Args:
         forward_step_func: as of the step functions: called for the first pass. On the last stage the output has
-            ``logits``; its loss function is not called.
+            ``logits``; its loss function is not called. Prompts of unequal length are padded on the left, and have an
+            ``attention_mask``.
         data_iterator: as of the step functions.
         model: as of the step functions; of ``module``, a `Stage` or a list of stages, made by `cut`.
         num_microbatches: M.
@@ -63,58 +67,60 @@ def generate(
         On ranks of ``module``, tokens ``[batch, new]`` of each microbatch; elsewhere an empty list.
 
     Raises:
-        GenerationError: shapes that are fixed, a module without stages made by `cut`, or a model without a cache.
+        GenerationError: shapes that are fixed, a module without stages made by `cut`, a model without a cache, prompts
+            padded on the right, or no ``pp`` group.
     """
     checked(max_new_tokens, Count, "max_new_tokens", GenerationError)
     checked(num_microbatches, Count, "num_microbatches", GenerationError)
+    checked(pad_token_id, Index, "pad_token_id", GenerationError)
     graph = getattr(p2p_communicator, "graph", None)
-    several = graph is not None and len(graph.modules) > 1
     name = module or (graph.sinks[-1] if graph is not None else "model")
+    if graph is not None and name not in graph.order:
+        raise GenerationError(f"module is {name!r}; the graph has the modules {', '.join(graph.order)}")
     if getattr(p2p_communicator.config, "shape_mode", "header") != "header":
         raise GenerationError("prompts and tokens differ in shape; give a communicator with variable_seq_lengths=True")
     own = _stages_of(model, name, p2p_communicator)
-    ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    step = get_forward_backward_func(schedule=schedule)
+    group = _pipeline_group(pg_collection, name, own)
+    step = partial(
+        get_forward_backward_func(schedule=schedule),
+        num_microbatches=num_microbatches,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
     with _remembering(own, num_microbatches), _evaluating(model):
-        first = step(
+        logits = step(
             forward_step_func=_choosing(forward_step_func, own),
             data_iterator=data_iterator,
             model=model,
-            num_microbatches=num_microbatches,
-            forward_only=True,
-            collect_non_loss_data=True,
             p2p_communicator=p2p_communicator,
             pg_collection=pg_collection,
         )
         if not own:
             return []
-        group = getattr(pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection, "pp", None)
-        device = next(own[0].parameters()).device
         texts = _Texts(
-            own, group, device, num_microbatches, sampling, ends, pad_token_id, deadline_of(p2p_communicator)
+            stages=own,
+            group=group,
+            device=next(own[0].parameters()).device,
+            microbatches=num_microbatches,
+            sampling=sampling,
+            ends=() if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id],
+            pad=pad_token_id,
+            deadline=float(getattr(p2p_communicator.config, "deadline", None) or _TOKENS_SECONDS),
         )
-        texts.append(first)
-        part = ModulePart(p2p_communicator, name) if several else p2p_communicator
+        texts.append(logits)
+        alone = graph is None or len(graph.modules) == 1
+        part = p2p_communicator if alone else ModulePart(p2p_communicator, name)
         for _ in range(max_new_tokens - 1):
             if texts.ended:
                 break
-            texts.append(
-                step(
-                    forward_step_func=_choosing(texts.forward_step, own),
-                    data_iterator=[iter(range(num_microbatches)) for _ in own],
-                    model=list(own),
-                    num_microbatches=num_microbatches,
-                    forward_only=True,
-                    collect_non_loss_data=True,
-                    p2p_communicator=part,
-                )
+            logits = step(
+                forward_step_func=_choosing(texts.forward_step, own),
+                data_iterator=[iter(range(num_microbatches)) for _ in own],
+                model=list(own),
+                p2p_communicator=part,
             )
+            texts.append(logits)
         return texts.tokens
-
-
-def deadline_of(communicator: Any) -> float:
-    """Seconds that a transfer of tokens may take."""
-    return float(getattr(communicator.config, "deadline", None) or 300.0)
 
 
 def _stages_of(model: Any, name: str, communicator: Any) -> list[Stage]:
@@ -128,6 +134,20 @@ def _stages_of(model: Any, name: str, communicator: Any) -> list[Stage]:
         if not isinstance(stage, Stage):
             raise GenerationError(f"{type(stage).__name__} of module {name!r} is no stage that cut(...) has made")
     return stages
+
+
+def _pipeline_group(pg_collection: Any, name: str, own: Sequence[Stage]) -> dist.ProcessGroup | None:
+    """The group over which the last stage sends tokens to the others; None where this rank has all stages."""
+    if not own or len(own) == own[0].assignment.num_stages:
+        return None
+    groups = pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
+    group: dist.ProcessGroup | None = getattr(groups, "pp", None)
+    if group is None:
+        raise GenerationError(
+            f"pg_collection has no pp group of module {name!r}, over which its last stage sends tokens to the others; "
+            'make it with grid.create_pg("pp") before ProcessGroupCollection.from_grid(grid)'
+        )
+    return group
 
 
 @contextlib.contextmanager
@@ -172,7 +192,7 @@ def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Ca
     return forward_step
 
 
-@define(eq=False)
+@define(eq=False, kw_only=True)
 class _Texts:
     """The tokens of all microbatches of a data lane, the same on all stages of it."""
 
@@ -204,8 +224,8 @@ class _Texts:
         if not self._going:
             self._going = [torch.ones(rows, dtype=torch.bool, device=self.device) for rows in self._rows()]
         chosen = [self._choose(number, one) for number, one in enumerate(logits)] if len(logits) else None
-        told = torch.split(self._told(chosen), list(self._rows()))
-        for number, (tokens, going) in enumerate(zip(told, self._going, strict=True)):
+        everywhere = torch.split(self._from_last_stage(chosen), list(self._rows()))
+        for number, (tokens, going) in enumerate(zip(everywhere, self._going, strict=True)):
             if going.any():
                 kept = torch.where(going, tokens, self.pad)
                 self._columns[number].append(kept)
@@ -221,14 +241,14 @@ class _Texts:
             return logits.argmax(dim=-1)
         return self.sampling.draw(logits, self._generators[number])
 
-    def _told(self, chosen: Sequence[Tensor] | None) -> Tensor:
+    def _from_last_stage(self, chosen: Sequence[Tensor] | None) -> Tensor:
         """The tokens of the last stage, on every stage."""
         tokens = (
             torch.zeros(sum(self._rows()), dtype=torch.long, device=self.device)
             if chosen is None
             else torch.cat(list(chosen))
         )
-        if self.group is not None and self.group.size() > 1:
+        if self.group is not None:
             work = dist.all_reduce(tokens, group=self.group, async_op=True)  # zeros elsewhere
             try:
                 work.wait(timedelta(seconds=self.deadline))

@@ -34,6 +34,11 @@ class Memory:
             mask = torch.cat((self.mask, self.mask.new_ones(batch, length)), dim=1)
         elif mask is None:
             mask = torch.ones(batch, length, dtype=torch.long, device=device)
+        elif not mask[:, -1].all():
+            row = int(mask[:, -1].argmin())
+            raise GenerationError(
+                f"row {row} of the prompts is padded on the right, before its next token; pad prompts on the left"
+            )
         self.mask = mask
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -210,27 +211,17 @@ class Stage(nn.Module):
 
         Arguments are those of the whole model.
         """
-        received = None if self.is_first else self.received
-        if isinstance(received, Mapping):
-            if self.module not in received:
-                raise CutError(
-                    f"stage {self.number} has received from {', '.join(map(repr, received))}, and its own module is "
-                    f"{self.module!r}; give cut(..., module=...)"
-                )
-            received = received[self.module]
-        if received is None and not self.is_first:
-            raise CutError(f"stage {self.number} has received nothing; call set_input_tensor, as the step functions do")
+        received: Any = None if self.is_first else self._arrived()
         part = None if self.current_slice is None or self._slices_itself else self.current_slice
-        carried: list[Any] = []
         if received is not None or self._carry or self.memories is not None or part is not None:
             kwargs, args = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}, ()
-        if self._carry:
-            if received is None:
-                carried = [kwargs.get(name) for name in self._carry]
-            else:
-                received, *carried = received
-                given = zip(self._carry, carried, strict=True)
-                kwargs |= {name: value for name, value in given if value is not None}
+        carried: list[Any] = []
+        if self._carry and received is None:
+            carried = [kwargs.get(name) for name in self._carry]
+        elif self._carry:
+            received, *carried = received
+            given = zip(self._carry, carried, strict=True)
+            kwargs |= {name: value for name, value in given if value is not None}
         if self.memories is not None:
             kwargs = self._remembered(received, kwargs)
         if part is None:
@@ -245,10 +236,28 @@ class Stage(nn.Module):
                 kwargs,
                 lambda given: self._flow.run(self._run, received, (), given),
             )
-        if self.is_last and self._output is not None:
+        return self._sent(result, carried)
+
+    def _arrived(self) -> Any:
+        """The payload of the stage before: hidden states, and what is carried with them."""
+        received = self.received
+        if isinstance(received, Mapping):
+            if self.module not in received:
+                raise CutError(
+                    f"stage {self.number} has received from {', '.join(map(repr, received))}, and its own module is "
+                    f"{self.module!r}; give cut(..., module=...)"
+                )
+            received = received[self.module]
+        if received is None:
+            raise CutError(f"stage {self.number} has received nothing; call set_input_tensor, as the step functions do")
+        return received
+
+    def _sent(self, result: Any, carried: Sequence[Any]) -> Any:
+        """The payload for the stage after; on the last stage what the model returns, or ``output`` of it."""
+        if self.is_last:
+            if self._output is None:
+                return result
             result = self._output(result)
-        elif self.is_last:
-            return result
         elif self._carry:
             result = (result, *carried)
         return result if self.module is None else {self.module: result}
@@ -311,17 +320,16 @@ class _Flow:
         catching = (
             _Encoded(self.whole) if encoded is None and 0 < self.encoders <= self.after and not self.last else None
         )
+        result: Any = None
         try:
-            result = self.whole(*args, **kwargs)
-            if self.last:
-                return result
-            left = run.left
-        except Leave:
-            left = run.left
+            with contextlib.suppress(Leave):
+                result = self.whole(*args, **kwargs)
         finally:
-            run.received = run.left = None
+            left, run.received, run.left = run.left, None, None
             if catching is not None:
                 catching.remove()
+        if self.last:
+            return result
         if not self.encoders or self.after < self.encoders:
             return left
         encoded = catching.hidden if catching is not None else encoded

@@ -22,6 +22,9 @@ from torch.futures import Future
 from pipegrid.training.checkpoint.stored.manifest import Chunk, checksum_of
 from pipegrid.training.errors import CheckpointError
 
+METADATA = ".metadata"
+"""The file with torch's own metadata."""
+
 
 class _Writer(FileSystemWriter):
     """Says what failed on the disk, which `torch.save` hides behind an error of its zip writer."""
@@ -37,10 +40,6 @@ class _Writer(FileSystemWriter):
             if cause is None:
                 raise
             raise cause from None
-
-
-METADATA = ".metadata"
-"""The file with torch's own metadata."""
 
 
 def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> Metadata:

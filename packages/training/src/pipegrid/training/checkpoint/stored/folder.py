@@ -39,12 +39,13 @@ def saved_in(directory: Path) -> list[Saved]:
     return sorted(found, key=lambda saved: saved.number, reverse=True)
 
 
-def clean(directory: Path) -> None:
-    """Remove what saves that did not end left behind; make the directory."""
+def clean(directory: Path) -> bool:
+    """Make the directory, and remove what saves that did not end left behind; whether it can be written to."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
         if path.name.startswith(_ASIDE):
             shutil.rmtree(path)
+    return os.access(directory, os.W_OK)
 
 
 def begin(directory: Path, step: int) -> Path:

@@ -198,27 +198,18 @@ def _counted(call: Any) -> dict[str, int]:
     return counts
 
 
-def _rank(rank: int, store: str) -> dict[str, Any]:
+def _depths(rank: int) -> dict[str, int | None]:
+    """Python frames from `PipelineRuntime.step` to the send, of a chain of two stages and over a bridge."""
     import torch
     import torch.distributed as dist
     from torch import nn
 
     from pipegrid.bridges import MultiModulePipelineCommunicator
-    from pipegrid.schedules import (
-        Forwarded,
-        PipelineConfig,
-        PipelineRuntime,
-        forward_backward_pipelining_without_interleaving,
-        lower,
-        multi_module_1f1b,
-        one_f_one_b,
-    )
-    from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+    from pipegrid.schedules import Forwarded, PipelineConfig, PipelineRuntime, lower, multi_module_1f1b, one_f_one_b
+    from pipegrid.topology import HyperCommGrid
     from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    weight = nn.Parameter(torch.ones(1, 1, 4))
-    edge = Edge(0, 1)
+    weight, edge = nn.Parameter(torch.ones(1, 1, 4)), Edge(0, 1)
 
     class Stage:
         def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
@@ -226,26 +217,34 @@ def _rank(rank: int, store: str) -> dict[str, Any]:
             y = (inputs[edge] if rank else torch.ones(1, 1, 4)) * weight
             return Forwarded({}, y.sum()) if rank else Forwarded({edge: y})
 
-    figures: dict[str, Any] = {}
-
-    def measure(name: str, plan: Any, communicator: Any) -> None:
+    def depth(plan: Any, communicator: Any) -> int | None:
         runtime = PipelineRuntime(plan, {rank: Stage()}, communicator)
         for _ in range(2):  # shapes are agreed in the first step
             runtime.step()
-        figures[name] = _depth_of_send(runtime.step)
+        return _depth_of_send(runtime.step)
 
     options: dict[str, Any] = {"pipeline_dtype": torch.float32, "deadline": 60.0}
     chain = P2PCommunicator(dist.group.WORLD, P2PConfig(**options), placement=(0, 1), tensor_shape=(1, 1, 4))
-    measure("chain", lower(one_f_one_b(2, 4)), chain)
+    of_chain = depth(lower(one_f_one_b(2, 4)), chain)
     chain.close()
     grids = {
         "images": HyperCommGrid([1, 1], ["dp", "pp"]),
         "language": HyperCommGrid([1, 1], ["dp", "pp"], rank_offset=1),
     }
-    config = PipelineConfig(**options)
-    bridge = MultiModulePipelineCommunicator(grids, {"images": ["language"]}, config)
-    measure("bridge", lower(multi_module_1f1b(bridge.graph, 4)), bridge)
+    bridge = MultiModulePipelineCommunicator(grids, {"images": ["language"]}, PipelineConfig(**options))
+    of_bridge = depth(lower(multi_module_1f1b(bridge.graph, 4)), bridge)
     bridge.destroy()
+    return {"chain": of_chain, "bridge": of_bridge}
+
+
+def _plans() -> dict[str, dict[str, int]]:
+    """Plans and proofs of the first and of the second call of a step function."""
+    import torch
+    from torch import nn
+
+    from pipegrid.schedules import PipelineConfig, forward_backward_pipelining_without_interleaving
+    from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+    from pipegrid.transport import P2PCommunicator, P2PConfig
 
     class Model(nn.Linear):
         def set_input_tensor(self, received: Any) -> None:
@@ -255,11 +254,12 @@ def _rank(rank: int, store: str) -> dict[str, Any]:
         y = stage(stage.received if stage.received is not None else next(batches))
         return y, lambda y: (y.sum(), None)
 
-    group = HyperCommGrid([2], ["pp"])
-    group.create_pg("pp")
+    options: dict[str, Any] = {"pipeline_dtype": torch.float32, "deadline": 60.0}
+    grid = HyperCommGrid([2], ["pp"])
+    grid.create_pg("pp")
     model = Model(4, 4)
-    model.config = config  # type: ignore[assignment]  # the attribute that the step functions read
-    pipe = P2PCommunicator(group.get_pg("pp"), P2PConfig(**options))
+    model.config = PipelineConfig(**options)  # type: ignore[assignment]  # the attribute that the step functions read
+    pipe = P2PCommunicator(grid.get_pg("pp"), P2PConfig(**options))
 
     def call() -> None:
         forward_backward_pipelining_without_interleaving(
@@ -270,11 +270,20 @@ def _rank(rank: int, store: str) -> dict[str, Any]:
             seq_length=1,
             micro_batch_size=1,
             p2p_communicator=pipe,
-            pg_collection=ProcessGroupCollection(pp=group.get_pg("pp")),
+            pg_collection=ProcessGroupCollection(pp=grid.get_pg("pp")),
         )
 
-    figures["first"], figures["second"] = _counted(call), _counted(call)
+    counts = {"first": _counted(call), "second": _counted(call)}
     pipe.close()
+    return counts
+
+
+def _rank(rank: int, store: str) -> dict[str, Any]:
+    """The figures of one of the two ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    figures = {**_depths(rank), **_plans()}
     dist.destroy_process_group()
     return figures
 

@@ -69,7 +69,7 @@ def parts(quick: bool) -> dict[str, Part]:
     empty = {"microbatches": 8 if quick else 64, "rounds": 2 if quick else 75}
     sleeping = {"microbatches": 8 if quick else 16, "rounds": 1 if quick else 6, "seconds": 0.002 if quick else 0.006}
     training = {"microbatches": 8, "rounds": 1 if quick else 15}
-    calls = {"microbatches": 8, "rounds": 2 if quick else 300}
+    calls = {"microbatches": 8, "rounds": 2 if quick else 900}
     reducing: dict[str, Any] = {
         "microbatches": 1,
         "rounds": 1 if quick else 11,

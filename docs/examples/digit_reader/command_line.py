@@ -1,6 +1,6 @@
-"""Read what is asked of the training run from the command line, before any process starts.
+"""The options of a training run, read from the command line before any process starts.
 
-Every refusal is one line: what was given, why it cannot be, and what would fit.
+An error is one line: option, value, rule, and a value that fits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether what was asked for fits together: modules, graph, layout, schedule, grids and batch. No torch."""
+"""Whether options fit together: modules, graph, layout, schedule, grids and batch. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipegrid.topology import PlacementError
 
 
 def require_fitting(options: Options) -> None:
-    """Refuse options that contradict each other.
+    """Raise for options that contradict each other.
 
     Raises:
         OptionsError: the first one, in one line.

@@ -212,7 +212,7 @@ def build_job(options: Options, samples: Samples, device: torch.device, *, stric
 
 
 def _control_store(options: Options) -> ControlStore:
-    """Where ranks say where they stand: with the launcher, who outlives them, else with torchrun."""
+    """The store for the ranks' positions: the launcher's, which outlives them, else torchrun's."""
     if options.control is None:
         return control_store(CONTROL)
     host, _, port = options.control.rpartition(":")

@@ -18,14 +18,14 @@ from pipegrid.schedules.monitor import Control, where_all_stand
 from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, read_attempts
 
 CONTROL = "digit_reader"
-"""Prefix of what ranks tell each other on the control store."""
+"""Prefix of the ranks' keys on the control store."""
 
 
 def launch(script: Path, arguments: Sequence[str], *, processes: int, checkpoints: Path | None) -> int:
     """Run ``script`` with ``arguments`` on ``processes`` ranks of this machine.
 
-    The first rank that dies ends the others within seconds. Ranks say where they stand on a store that lives here,
-    so what they said outlives them, rank 0 included.
+    The first rank that dies ends the others within seconds. Ranks write their positions to a store in this process,
+    which outlives them, rank 0 included.
 
     Args:
         script: what each rank runs.

@@ -1,4 +1,4 @@
-"""Which modules there are, what their grids know, and where they lie unless told otherwise. No torch."""
+"""The modules: their options, default grids and placements. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SIGNAL: Final = "signal"
 LANGUAGE: Final = "language"
 
 ENCODERS: Final = (IMAGES, SIGNAL)
-"""What a strip can be seen, or heard, through; the language model reads their tokens in this order."""
+"""The language model reads their tokens in this order."""
 
 DIMS: Final = MappingProxyType(
     {IMAGES: ("tp", "dp"), SIGNAL: ("tp", "dp", "pp"), LANGUAGE: ("tp", "dp", "pp", "vpp", "layout")}
 )
-"""What can be said of each module: sizes of its grid, and how the language model is cut."""
+"""The options of each module: sizes of its grid, and how the language model is cut."""
 
 SIGNAL_LAYERS: Final = 2
 """Layers of the signal's encoder: its pipeline has a stage for each at most."""

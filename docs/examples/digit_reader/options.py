@@ -1,6 +1,6 @@
-"""What can be asked of the training run: one value, the same on every rank. No torch.
+"""The options of a training run: one value, the same on every rank. No torch.
 
-`digit_reader.command_line` reads it, `digit_reader.fitting` says what does not fit together.
+`digit_reader.command_line` reads them, `digit_reader.fitting` checks that they fit together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def num_stages(schedule: str, pp: int, vpp: int) -> int:
 
 
 class OptionsError(ValueError):
-    """An option that cannot be; the text is one line for the person who typed it."""
+    """An option outside its range, or one that contradicts another; the text is one line."""
 
 
 @frozen(kw_only=True)
@@ -41,7 +41,7 @@ class Options:
     model's: how it is cut into stages, and how many of them each place of its pipeline holds. ``batch`` samples
     make a step, shared by ``microbatches``. ``deadline`` is in seconds. ``backend`` None leaves it to the machine.
     ``checkpoint_every`` is in steps, 0 saves nothing; ``resume`` is ``auto``, ``never``, or a directory of checkpoints.
-    ``control`` is where the launcher keeps the store on which ranks say where they stand; None is torchrun's own.
+    ``control`` is the address of the launcher's store for the ranks' positions; None: torchrun's own store.
     """
 
     grids: Mapping[str, Mapping[str, int]]

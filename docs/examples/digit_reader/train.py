@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     if not is_rank:
-        from digit_reader.launch import launch  # torch loads only now: a refusal should not have to wait for it
+        from digit_reader.launch import launch  # loads torch; errors of options need not wait for it
 
         checkpoints = options.checkpoints if options.guarded else None
         return launch(Path(__file__).resolve(), arguments, processes=options.processes, checkpoints=checkpoints)

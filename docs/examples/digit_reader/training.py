@@ -63,7 +63,7 @@ def train(options: Options) -> int:
 
 
 def _is_own(error: Exception, job: Job) -> bool:
-    """Whether this rank's failure was the first; the others are told. What stopped one of them, the launcher says."""
+    """Whether this rank's failure was the job's first; else the launcher reports it."""
     if not isinstance(error, (PipelineError, DisagreementError, JobFailedError)):  # of these, all know already
         job.monitor.failed(f"{type(error).__name__}: {error}")
     first = job.control.failure()

@@ -16,7 +16,7 @@ PROCESSES = 3
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; what cannot be is refused before any process starts."""
+    """Read the command line; a value outside its range ends the run before any process starts."""
     parser = argparse.ArgumentParser(prog="run.py", description=__doc__)
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
     parser.add_argument("--samples", type=int, default=4, help="of a microbatch (default 4)")

@@ -1,9 +1,13 @@
-"""The step function beside `PipelineRuntime.step`: the cost of taking up a call's arguments, per step."""
+"""The step function beside `PipelineRuntime.step`: the cost of taking up a call's arguments, per step.
+
+Both run the same plan and the same functions of the user's: the model, its ``set_input_tensor`` and a
+``forward_step_func``, which a stage written for the runtime calls by itself.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +30,9 @@ from runtime_parts.timing import Outcome, by_turns, pair_report
 BOUND = 1.05
 WIDTH = 8
 STEPS = ("step function", "runtime")
-_OPENINGS = 6
+_OPENINGS = 9
+
+LossFunc = Callable[[Tensor], tuple[Tensor, None]]
 
 
 class Model(nn.Module):
@@ -47,6 +53,18 @@ class Model(nn.Module):
         return x * self.weight
 
 
+def forward_step(iterator: Any, model: Model) -> tuple[Tensor, LossFunc]:
+    """The user's ``forward_step_func``, without data."""
+    del iterator
+    received = model.received
+    return model(model.weight.new_ones(1, WIDTH) if received is None else received), loss
+
+
+def loss(output: Tensor) -> tuple[Tensor, None]:
+    """The user's loss function."""
+    return output.sum(), None
+
+
 class _Runner:
     """Both ways have the same config, model, shapes and messages, each on lanes of its own."""
 
@@ -55,21 +73,16 @@ class _Runner:
         self.communicator = P2PCommunicator(dist.group.WORLD, self.config, tensor_shape=(1, WIDTH), device=device)
         self.model = Model(self.config, device)
         self.microbatches = microbatches
-        self.input = torch.ones(1, WIDTH, device=device)
 
 
 class StepFunction(_Runner):
     """The seeds' call."""
 
-    def _forward(self, iterator: Any, model: Model) -> tuple[Tensor, Any]:
-        del iterator
-        return model(self.input if model.received is None else model.received), lambda y: (y.sum(), None)
-
     def step(self) -> None:
         """See `Runner`."""
         self.model.weight.grad = None
         forward_backward_pipelining_without_interleaving(
-            forward_step_func=self._forward,
+            forward_step_func=forward_step,
             data_iterator=None,
             model=self.model,
             num_microbatches=self.microbatches,
@@ -93,10 +106,12 @@ class Runtime(_Runner):
     def forward(self, microbatch: int, inputs: Any) -> Forwarded:
         """See `pipegrid.schedules.Stage`."""
         del microbatch
-        y = self.model(self.input if self._into is None else inputs[self._into])
-        if self._out is None:
-            return Forwarded({}, y.sum() / self.microbatches)
-        return Forwarded({self._out: y})
+        self.model.set_input_tensor([None if self._into is None else inputs[self._into]])
+        output, loss_func = forward_step(None, self.model)
+        if self._out is not None:
+            return Forwarded({self._out: output})
+        value, _ = loss_func(output)
+        return Forwarded({}, value / self.microbatches)
 
     def step(self) -> None:
         """See `Runner`."""
@@ -112,11 +127,12 @@ def measure(row: Row, rank: int, device: torch.device, *, microbatches: int, rou
     makers = {"step function": StepFunction, "runtime": Runtime}
     seconds: dict[str, list[float]] = {name: [] for name in makers}
     # Two equal runtimes differ by up to 3% for as long as their lanes last: each pair has a part of the rounds.
-    for opening in range(_OPENINGS):
+    openings = min(_OPENINGS, rounds)
+    for opening in range(openings):
         names = list(makers)[:: -1 if opening % 2 else 1]
         runners = {name: makers[name](microbatches, device) for name in names}
         by_turns(runners, 3)  # type: ignore[arg-type]  # a runtime's first step connects
-        for name, found in by_turns(runners, math.ceil(rounds / _OPENINGS)).items():  # type: ignore[arg-type]
+        for name, found in by_turns(runners, math.ceil(rounds / openings)).items():  # type: ignore[arg-type]
             seconds[name] += found
         for runner in runners.values():
             runner.communicator.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,9 +161,14 @@ def test_a_modules_own_loss_is_a_mean_over_its_own_lanes(ranks, lanes):
 
 
 @pytest.mark.ranks(3)
-def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_byte(ranks):
-    """Otherwise one module waits in the count of tokens, and the other goes on to the clip."""
+@pytest.mark.parametrize("order", [(), (0, 2, 1), (2, 1, 0)], ids=["together", "second lane last", "first lane last"])
+def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_byte(ranks, order):
+    """Otherwise one module waits in the count of tokens, and the other goes on to the clip.
+
+    A lane that comes last finds it at once, where the other has seen nothing yet.
+    """
     job = TwoModules(ranks, (2, 1), calculate_per_token_loss=ranks.rank == 2)
+    time.sleep(order.index(ranks.rank) * 0.5 if order else 0)
     start = time.monotonic()
     with pytest.raises((DisagreementError, PipelineError)) as failed:
         job.step(range(MICROBATCHES), loss=token_loss if ranks.rank == 2 else mean_loss)
@@ -173,15 +179,18 @@ def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_by
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("about", ["per-token losses", "a finalizer"])
+@pytest.mark.parametrize("about", ["per-token losses", "a finalizer", "parameters to train"])
 def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
-    """They have no edge between them, and would wait in different collectives: one in the count of tokens."""
+    """They have no edge between them, and would wait in different collectives, or sum unlike parameters as one."""
     lanes = HyperCommGrid([2], ["dp"])
     lanes.create_pg("dp")
     per_token = about == "per-token losses" and ranks.rank == 1
     finalize = (lambda *_, **__: None) if about == "a finalizer" and ranks.rank == 1 else None
     config = PipelineConfig(calculate_per_token_loss=per_token, finalize_model_grads_func=finalize, deadline=10)
     stage = Stage(0, config).to(ranks.device)
+    if about == "parameters to train":  # of as many elements on both
+        stage.second = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).to(ranks.device)
+        (stage.layer, stage.second)[ranks.rank].requires_grad_(False)
     start = time.monotonic()
     own = token_loss if per_token else mean_loss
     with pytest.raises(DisagreementError, match=r"data lanes of module 'model' .*ranks \[0\] have .*ranks \[1\] have"):
@@ -194,6 +203,46 @@ def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
         )
     assert time.monotonic() - start < 8
     assert stage.layer.weight.grad is None
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("late", [0, 2])
+def test_data_lanes_that_train_different_parameters_end_the_step_of_the_next_module(ranks, late):
+    """Which has no lane among them, and would wait for their first message."""
+    job = TwoModules(ranks, (2, 1))
+    job.stage.layer.bias.requires_grad_(ranks.rank != 1)
+    time.sleep(0.5 if ranks.rank == late else 0)
+    start = time.monotonic()
+    with pytest.raises((DisagreementError, PipelineError), match="data lanes of module 'images' do not finish"):
+        job.step(range(MICROBATCHES), loss=mean_loss)
+    assert time.monotonic() - start < 15
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_fails_before_the_count_of_tokens_ends_it_on_the_other_ranks_of_its_sequence(ranks):
+    """Through the monitor: no lane leads from one cp rank to another."""
+    grid = HyperCommGrid([2], ["cp"])
+    grid.create_pg(["cp"])
+    monitor = Monitor(control_store("count"), rank=ranks.rank, ranks=range(2), deadline=60, interval=0.1)
+    stage = Stage(0, PipelineConfig(deadline=60, monitor=monitor)).to(ranks.device)
+
+    def loss(output):
+        if ranks.rank == 1:
+            raise ValueError("bad sample")
+        return token_loss(output, weights(0).to(ranks.device))
+
+    start = time.monotonic()
+    with pytest.raises(PipelineError, match="^rank 1, stage 0, microbatch 0: ValueError: bad sample"):
+        forward_backward_no_pipelining(
+            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), loss),
+            data_iterator=None,
+            model=stage,
+            pg_collection=SimpleNamespace(dp=None, cp=grid.get_pg("cp"), dp_cp=grid.get_pg("cp")),
+            **COMMON,
+        )
+    assert time.monotonic() - start < 30
+    monitor.close()
 
 
 @pytest.mark.ranks(4)

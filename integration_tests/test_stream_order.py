@@ -11,9 +11,9 @@ from pipegrid.bridges import BridgeCommunicator
 from pipegrid.bridges.bridge import receive
 from pipegrid.schedules import reduce_gradients
 from pipegrid.schedules.autograd import Offload, run_backward
-from pipegrid.schedules.gradients import lanes as collectives
+from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.transport import LaneSpec, P2PConfig, open_lanes, payload, streams, transfers
+from pipegrid.transport import LaneSpec, P2PConfig, batch, open_lanes, payload, streams, transfers
 from pipegrid.transport.backends import NcclTicket, local, staged
 
 SIZE = 64
@@ -40,6 +40,20 @@ def messages(ranks, device, lanes, *, reuse):
                 handle.release()
             del handle
             torch.ones(1)  # memory that was freed is looked at
+
+
+def a_batch(ranks, device, lanes, *, reuse):
+    """Rank 0 computes what it sends under a stream that is not current any more where the batch ends."""
+    del reuse
+    side = device.streams.Stream()
+    for n in range(2):
+        with lanes.batch():
+            if ranks.rank == 0:
+                with device.streams.stream(side):
+                    handle = lanes[THERE].isend(torch.ones(SIZE) * n)
+            else:
+                handle = lanes[THERE].irecv()
+        handle.wait()
 
 
 def copies_on_one_rank(ranks, device, lanes, *, reuse):
@@ -135,6 +149,7 @@ CASES = {
         False,
         [(NcclTicket, "order", UNORDERED, [1]), (transfers, "used_here", FREED, [1])],
     ),
+    "NCCL, a batch": (lanes_of([THERE]), a_batch, False, [(batch, "current_stream", UNORDERED, [0])]),
     "NCCL, buffers used again": (lanes_of([THERE]), messages, True, [(payload, "follow", UNORDERED, [1])]),
     "staged": (
         lanes_of([THERE], staged=True),
@@ -154,7 +169,7 @@ CASES = {
     ),
     "landing": (a_bridge, landings, False, [(receive, "follow", UNORDERED, [1]), (receive, "used_here", FREED, [1])]),
     "copies to the host": (a_stage, copies_to_the_host, False, [(streams, "follow", UNORDERED, [0, 1])]),
-    "reductions": (data_lanes, reductions, False, [(collectives.Waiting, "wait", UNORDERED, [0, 1])]),
+    "reductions": (data_lanes, reductions, False, [(Waiting, "wait", UNORDERED, [0, 1])]),
 }
 
 

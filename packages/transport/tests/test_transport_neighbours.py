@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig, P2PPeerError
-from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
+from pipegrid.transport.handshake import Handshake, PeerHandshake, StoreCalls
 
 
 class Plain:
@@ -106,7 +106,7 @@ def test_a_store_that_does_not_answer_is_a_typed_error_by_the_deadline_and_later
     released = threading.Event()
     store = Plain(dist.HashStore())
     store.set = lambda *_: released.wait(30.0)
-    stuck = Handshake(store, [PeerHandshake.between(0, 1, "pair")], BoundedCalls(0.2))
+    stuck = Handshake(store, [PeerHandshake.between(0, 1, "pair")], StoreCalls(0.2))
     for limit in (5.0, 0.1):
         began = time.monotonic()
         with pytest.raises(P2PPeerError, match=r"no answer from the store for 0\.2 s before a step"):
@@ -124,4 +124,4 @@ def test_a_store_that_is_gone_is_a_typed_error():
 
     store.set = gone
     with pytest.raises(P2PPeerError, match=r"the store was lost before a step.*connection reset"):
-        Handshake(store, [PeerHandshake.between(0, 1, "pair")], BoundedCalls(5.0)).begin("a step")
+        Handshake(store, [PeerHandshake.between(0, 1, "pair")], StoreCalls(5.0)).begin("a step")

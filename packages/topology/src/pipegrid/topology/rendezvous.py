@@ -8,12 +8,12 @@ whose store it is. No torch.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.topology.errors import GroupCreationTimeoutError, GroupStoreError
 
 if TYPE_CHECKING:
@@ -57,28 +57,20 @@ def meet(
             from then, so the same members can try again.
         GroupStoreError: the store did not answer.
     """
-    results: list[int] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(_meet(store, key, ranks, rank, label, timeout, step))
-        except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=f"pipegrid meeting {label}", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + _GRACE)
-    if errors:
-        if not isinstance(errors[0], GroupCreationTimeoutError):
-            errors[0].add_note(f"rank {rank} was creating group {label!r} of ranks {_abbreviated(ranks)}")
-        raise errors[0]
-    if not results:
+    limit = timeout.total_seconds() + _GRACE
+    calls = BoundedCalls(f"pipegrid meeting {label}", patience=0.0)
+    try:
+        return calls.run(_meet, store, key, ranks, rank, label, timeout, step, seconds=limit)
+    except SilentStoreError as error:
         raise GroupStoreError(
-            f"rank {rank} waited {timeout.total_seconds() + _GRACE:g} s to create group {label!r} of ranks "
-            f"{_abbreviated(ranks)}, and the store of the default process group did not answer"
-        )
-    return results[0]
+            f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {_abbreviated(ranks)}, and the store "
+            "of the default process group did not answer"
+        ) from error
+    except GroupCreationTimeoutError:
+        raise
+    except BaseException as error:
+        error.add_note(f"rank {rank} was creating group {label!r} of ranks {_abbreviated(ranks)}")
+        raise
 
 
 def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, timeout: timedelta, step: str) -> int:

@@ -8,14 +8,12 @@ begin, and no rank waits for another.
 from __future__ import annotations
 
 import json
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import define, field
 
+from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.transport.errors import P2PLaneDeadError, P2PPeerError
 
 if TYPE_CHECKING:
@@ -24,60 +22,41 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class BoundedCalls:
-    """Calls with a deadline, for a store whose calls have none: its host may be stopped, or gone.
+@define(eq=False)
+class StoreCalls:
+    """Calls of a store with a deadline, whose failures are errors of lanes.
 
-    One thread makes the calls; it ends with `end`, or when this object is dropped. After a call that did not return,
-    all later ones fail at once.
+    Attributes:
+        seconds: each call's deadline, where it has none of its own.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stuck = ""
-        self._finalizer = weakref.finalize(self, self._calls.put, None)
+    seconds: float
+    _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-handshake"), init=False)
 
-    def call(self, what: str, action: Callable[[], T]) -> T:
-        """The result of ``action``; `P2PPeerError` past the deadline or without a connection."""
-        if not self._finalizer.alive:
+    def call(self, what: str, action: Callable[[], T], *, seconds: float | None = None) -> T:
+        """The result of ``action``.
+
+        Raises:
+            P2PPeerError: the deadline passed, or that of an earlier call whose answer has not come yet; or the store
+                is lost.
+            P2PLaneDeadError: the communicator was closed.
+        """
+        if self._calls.closed:
             raise P2PLaneDeadError("the communicator was closed on this rank")
-        if self._stuck:
-            raise P2PPeerError(self._stuck)
-        outcome: list[Any] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                outcome.append((action(), None))
-            except Exception as error:  # noqa: BLE001 -- raised again by the caller's thread
-                outcome.append((None, error))
-            done.set()
-
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="pipegrid-handshake", daemon=True)
-            self._thread.start()
-        self._calls.put(run)
-        if not done.wait(self._seconds):
-            self._stuck = (
-                f"no answer from the store for {self._seconds:.3g} s {what}; look at the process that hosts it"
-            )
-            raise P2PPeerError(self._stuck)
-        value, error = outcome[0]
-        if error is not None:
+        limit = self.seconds if seconds is None else seconds
+        silent = f"no answer from the store for {limit:.3g} s {what}; look at the process that hosts it"
+        if self._calls.stuck:
+            raise P2PPeerError(silent)
+        try:
+            return self._calls.run(action, seconds=limit)
+        except SilentStoreError as error:
+            raise P2PPeerError(silent) from error
+        except Exception as error:
             raise P2PPeerError(f"the store was lost {what} ({error})") from error
-        result: T = value
-        return result
 
     def end(self) -> None:
-        """End the thread, unless the store holds it; later calls raise."""
-        self._finalizer()
-
-
-def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (action := calls.get()) is not None:
-        action()
-        del action  # it holds the object whose end ends this thread
+        """End the thread that makes the calls; later ones raise. Idempotent."""
+        self._calls.close()
 
 
 @define(eq=False)
@@ -137,21 +116,22 @@ class Handshake:
 
     store: Store
     peers: Sequence[PeerHandshake]
-    calls: BoundedCalls = field(factory=lambda: BoundedCalls(300.0))
+    calls: StoreCalls = field(factory=lambda: StoreCalls(300.0))
 
-    def begin(self, what: str) -> dict[int, str]:
+    def begin(self, what: str, *, seconds: float | None = None) -> dict[int, str]:
         """Announce to the neighbours that this rank is about to run ``what``. Waits for no rank.
 
-        Every rank calls it once for each step that it runs with these neighbours.
+        Every rank calls it once for each step that it runs with these neighbours. ``seconds``: the store's deadline, in
+        place of that of ``calls``.
 
         Returns:
             what each neighbour runs in this step, of those that have come to it and run something else.
         """
-        return self.calls.call("before a step", lambda: self._begin(what))
+        return self.calls.call("before a step", lambda: self._begin(what), seconds=seconds)
 
-    def others(self) -> dict[int, str]:
+    def others(self, *, seconds: float | None = None) -> dict[int, str]:
         """As `begin`, for the step that was begun: neighbours that have come since and run something else."""
-        return self.calls.call("in a step", self._others)
+        return self.calls.call("in a step", self._others, seconds=seconds)
 
     def _begin(self, what: str) -> dict[int, str]:
         for one in self.peers:

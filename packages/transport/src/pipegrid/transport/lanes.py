@@ -16,7 +16,7 @@ from pipegrid.topology import control_store, destroy_groups
 from pipegrid.transport.batch import Submitter
 from pipegrid.transport.connection import Connection, End, abort_lanes, await_aborts, end_together
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
-from pipegrid.transport.handshake import BoundedCalls, Handshake, PeerHandshake
+from pipegrid.transport.handshake import Handshake, PeerHandshake, StoreCalls
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.transfers import LaneTransfers
@@ -28,6 +28,7 @@ _DROPPED = (
 )
 _EXIT_SECONDS = 10.0  # for transfers on a device, where the process ends without close()
 _TICK_SECONDS = 0.05
+_CONNECT_SECONDS = 60.0
 _STREAMED_TICK_SECONDS = 0.002
 
 
@@ -46,7 +47,7 @@ class Lanes(dict[LaneSpec, Lane]):
         watchers = _watch(ends)
         self._parts = os.getpid(), ends, _Progress(ends, submitter), watchers, groups
         self._handshakes: dict[int, PeerHandshake] = {}
-        self._calls = BoundedCalls(ends[0].config.deadline if ends else 1.0)
+        self._calls = StoreCalls(ends[0].config.deadline if ends else 1.0)
         # Also at exit: threads that wait in the backend must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, _close, *self._parts, _EXIT_SECONDS, _DROPPED)
 
@@ -103,7 +104,8 @@ class Lanes(dict[LaneSpec, Lane]):
     def neighbours(self, ranks: Iterable[int]) -> Handshake:
         """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
 
-        On a store of the lanes' own, which takes one connection to the default group's store.
+        On a store of the lanes' own, which takes one connection to the default group's store: within the deadline, or
+        within 60 seconds if that is longer.
         """
         wanted = set(ranks)
         for lane in self.values():
@@ -115,7 +117,8 @@ class Lanes(dict[LaneSpec, Lane]):
 
     @cached_property
     def _store(self) -> Any:
-        return self._calls.call("while connecting to it", lambda: control_store("neighbours"))
+        seconds = max(self._calls.seconds, _CONNECT_SECONDS)
+        return self._calls.call("while connecting to it", lambda: control_store("neighbours"), seconds=seconds)
 
     def close(self) -> None:
         """Wait for transfers that are ordered on a device, then end the lanes and free their groups.

@@ -47,7 +47,7 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.handshake import BoundedCalls
+from pipegrid.transport.handshake import StoreCalls
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.message import Signature
@@ -174,7 +174,7 @@ class _Connector:
         beside = (self._on_device or self._staged) and config.communicators == "separate"
         self._receive_stream = new_stream(device) if beside else None
         self._timeout = timedelta(seconds=config.open_deadline)
-        self._calls = BoundedCalls(config.open_deadline)
+        self._calls = StoreCalls(config.open_deadline)
 
     def connect(self, lanes: Sequence[LaneSpec]) -> dict[LaneSpec, Connection]:
         """A connection for each of these lanes: one pair of ranks after the other, as `creation_order` has them."""

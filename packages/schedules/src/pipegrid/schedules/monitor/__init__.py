@@ -1,12 +1,10 @@
 """Deadlines, plan positions and failures of all ranks, watched by a thread beside the step. No torch."""
 
-from pipegrid.schedules.monitor.bounded import BoundedCalls, SilentStoreError
 from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
 from pipegrid.schedules.monitor.monitor import JobFailedError, Monitor, MonitorError, Report
 
 __all__ = [
-    "BoundedCalls",
     "Control",
     "ControlStore",
     "DisagreementError",
@@ -15,7 +13,6 @@ __all__ = [
     "Monitor",
     "MonitorError",
     "Report",
-    "SilentStoreError",
     "device_collectives",
     "where_all_stand",
 ]

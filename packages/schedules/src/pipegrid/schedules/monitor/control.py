@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from functools import partial
+from types import SimpleNamespace
+from typing import Protocol, cast
 
 from attrs import define, frozen
+
+from pipegrid.topology.bounded_calls import BoundedCalls
 
 _POLL_SECONDS = 0.02
 _UNHEARD = "nothing was heard of it"
@@ -46,6 +50,12 @@ class ControlStore(Protocol):
 
 STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key")
 """The methods of a `ControlStore`."""
+
+
+def bounded_store(store: ControlStore, calls: BoundedCalls, seconds: float) -> ControlStore:
+    """``store``, of which every call ends within ``seconds``, with an answer or a `SilentStoreError`."""
+    verbs = {verb: partial(calls.run, getattr(store, verb), seconds=seconds) for verb in STORE_VERBS}
+    return cast("ControlStore", SimpleNamespace(**verbs))
 
 
 class DisagreementError(ValueError):

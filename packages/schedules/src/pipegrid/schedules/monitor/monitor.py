@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, frozen
 
-from pipegrid.schedules.monitor.bounded import BoundedCalls, bounded_store
 from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
@@ -23,9 +22,11 @@ from pipegrid.schedules.monitor.control import (
     ControlStore,
     DisagreementError,
     Failure,
+    bounded_store,
     where_all_stand,
 )
 from pipegrid.schedules.monitor.device_progress import progress_of
+from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked, shown
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from pipegrid.schedules.monitor import BoundedCalls, DisagreementError, SilentStoreError
+from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.topology.bounded_calls import SilentStoreError
 from pipegrid.transport.errors import P2PLaneDeadError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.handshake import Handshake
 
-_CONNECT_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 
 
@@ -29,7 +29,7 @@ class StepAgreement:
     """The handshake of this rank with those at the other ends of ``edges``.
 
     Without a communicator that knows its ``neighbours(edges)`` (positions within one process) nothing is compared.
-    ``deadline`` bounds every handshake in seconds; the first one, which connects, has at least 60.
+    ``deadline`` bounds every handshake in seconds, but for the first one's connecting (`Lanes.neighbours`).
     """
 
     plan: Plan
@@ -38,7 +38,6 @@ class StepAgreement:
     rank: int | None
     deadline: float
     _handshake: Handshake | None = field(default=None, init=False)
-    _calls: BoundedCalls = field(factory=BoundedCalls, init=False)
     _connected: bool = field(default=False, init=False)
     _what: str = field(default="", init=False)
 
@@ -50,18 +49,18 @@ class StepAgreement:
             SilentStoreError: the store did not answer in time, or its process has ended.
             P2PLaneDeadError: the communicator was closed.
         """
-        if not self._connected:
-            self._connected = True
-            connect: Callable[[Iterable[Edge]], Handshake] | None = getattr(self.communicator, "neighbours", None)
-            if self.edges and connect is not None:
-                self._handshake = self._calls.run(connect, self.edges, seconds=max(self.deadline, _CONNECT_SECONDS))
-        if self._handshake is None:
-            return
         self._what = (
             f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
         )
         try:
-            others = self._calls.run(self._handshake.begin, self._what, seconds=self.deadline)
+            if not self._connected:
+                self._connected = True
+                connect: Callable[[Iterable[Edge]], Handshake] | None = getattr(self.communicator, "neighbours", None)
+                if self.edges and connect is not None:
+                    self._handshake = connect(self.edges)
+            if self._handshake is None:
+                return
+            others = self._handshake.begin(self._what, seconds=self.deadline)
         except P2PLaneDeadError:
             raise
         except RuntimeError as error:
@@ -76,7 +75,7 @@ class StepAgreement:
         if self._handshake is None:
             return None
         try:
-            others = self._calls.run(self._handshake.others, seconds=_LOOK_SECONDS)
+            others = self._handshake.others(seconds=_LOOK_SECONDS)
         except RuntimeError:  # the store has stopped or ended, perhaps with the process that failed first
             return None
         return self._difference(others) if others else None

@@ -1,0 +1,104 @@
+"""Blocking calls with a deadline, of a store: one whose process is stopped never answers, and its client waits on.
+
+torch's timeouts do not end such a call. No torch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from attrs import define, field
+
+_T = TypeVar("_T")
+
+
+class SilentStoreError(RuntimeError):
+    """A store did not answer before the deadline of a call."""
+
+
+@define(eq=False)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    done: threading.Lock = field(factory=threading.Lock)
+    result: Any = None
+    error: BaseException | None = None
+    given_up: bool = False
+
+
+class BoundedCalls:
+    """Runs calls one at a time on a thread of its own and waits for each no longer than its deadline.
+
+    The thread ends with `close`, at the interpreter's exit, or when this object is dropped.
+
+    Args:
+        name: of the thread.
+        patience: seconds that its end waits for a call under way: the interpreter's exit may end the process at the
+            moment at which such a call returns.
+    """
+
+    def __init__(self, name: str = "pipegrid-store", *, patience: float = 1.0) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._silent: _Call | None = None
+        self._finalizer = weakref.finalize(self, _end, self._calls, self._threads, patience)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return not self._finalizer.alive
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call that was given up still holds the thread, so that the next one may wait behind it."""
+        return self._silent is not None and self._silent.done.locked()
+
+    def run(self, function: Callable[..., _T], *arguments: Any, seconds: float) -> _T:
+        """The result of ``function(*arguments)``, within ``seconds``; not started by then, it never is.
+
+        Raises:
+            SilentStoreError: it did not return in time, or the thread was closed.
+        """
+        if self.closed:
+            raise SilentStoreError("the thread that asks the store was closed")
+        if not self._threads:
+            self._threads.append(threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True))
+            self._threads[0].start()
+        call = _Call(function, arguments)
+        call.done.acquire()
+        self._calls.put(call)
+        if not call.done.acquire(timeout=seconds):
+            call.given_up = True
+            self._silent = call
+            raise SilentStoreError(f"the store did not answer within {seconds:.3g} s")
+        if call.error is not None:
+            raise call.error
+        result: _T = call.result
+        return result
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._finalizer()
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        if not call.given_up:
+            try:
+                call.result = call.function(*call.arguments)
+            except BaseException as error:  # noqa: BLE001 -- raised again in the thread that waits for it
+                call.error = error
+        call.done.release()
+        del call  # it may hold the object whose end ends this thread
+
+
+def _end(calls: queue.SimpleQueue[_Call | None], threads: list[threading.Thread], patience: float) -> None:
+    calls.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(patience)  # a store that is silent for good holds its thread, which is a daemon

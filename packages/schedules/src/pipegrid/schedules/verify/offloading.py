@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind, Plan, actions_of
 
-F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+F, B, I = ActionKind.F, ActionKind.B, ActionKind.I
 OFFLOAD, RELEASE, RELOAD = ActionKind.OFFLOAD, ActionKind.RELEASE, ActionKind.RELOAD
 
 _State: TypeAlias = Literal["on the device", "going out", "on the host", "back"]
@@ -17,44 +16,22 @@ _NEEDS: dict[ActionKind, _State] = {OFFLOAD: "on the device", RELEASE: "going ou
 _GIVES: dict[ActionKind, _State] = {OFFLOAD: "going out", RELEASE: "on the host", RELOAD: "back"}
 
 
-class Offloading(NamedTuple):
-    """The faults of one position's copies, and the most microbatches live on its device (see `Proof`)."""
-
-    faults: tuple[Fault, ...]
-    peak: float
-    input_peak: float
-
-
-def check_offloading(plan: Plan, position: int) -> Offloading:
+def check_offloading(plan: Plan, position: int) -> list[Fault]:
     """The faults of the ``OFFLOAD``, ``RELEASE`` and ``RELOAD`` actions of ``position``, whose computes are right.
 
     Of a stage and microbatch each comes once, in this order, between the forward and the first half of the backward.
-    Memory is counted until the ``RELEASE``, which waits for the copy, and from the ``RELOAD``, which starts one.
     """
-    unit = math.lcm(*(plan.stages_beside[stage] for stage in plan.stages_at[position]))
-    live = live_inputs = peak = input_peak = 0
     states: dict[tuple[int, int], _State] = {}
     faults: list[Fault] = []
     for index, step in enumerate(plan.positions[position]):
         for action in actions_of(step):
             kind = action.kind
             faults += [Fault(rule, text, position, index) for rule, text in _faults(plan, action, states)]
-            if not (kind.is_compute or kind in OFFLOADING):
-                continue
-            size = unit // plan.stages_beside[action.stage]
-            key = action.stage, plan.piece_of(action)
-            if kind in (F, RELOAD):
-                live, live_inputs = live + size, live_inputs + size
-                peak, input_peak = max(peak, live), max(input_peak, live_inputs)
             if kind in OFFLOADING:
-                states[key] = _GIVES[kind]
+                states[action.stage, plan.piece_of(action)] = _GIVES[kind]
             elif kind is F:
-                states[key] = "on the device"
-            if kind in (B, W, RELEASE) or (kind is F and action.stage in plan.forward_only):
-                live -= size
-            if kind in (B, I, RELEASE) or (kind is F and action.stage in plan.forward_only):
-                live_inputs -= size
-    return Offloading(tuple(faults), peak / unit, input_peak / unit)
+                states[action.stage, plan.piece_of(action)] = "on the device"
+    return faults
 
 
 def _faults(plan: Plan, action: Action, states: dict[tuple[int, int], _State]) -> Iterator[tuple[str, str]]:

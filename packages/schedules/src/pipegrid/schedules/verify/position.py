@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from pipegrid.schedules.verify.deadlock import Program
 from pipegrid.schedules.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
 
-F, I, W = ActionKind.F, ActionKind.I, ActionKind.W
+F, W = ActionKind.F, ActionKind.W
 
 
 class Call(NamedTuple):
@@ -43,8 +42,7 @@ class PositionVerifier:
 
     ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `deadlock.play`. ``sent``
     and ``received``: per lane, the messages in order. ``exchanges``: per partner, with shared lanes. ``calls``: in
-    order, per group its collectives, and per shared stage its computes. ``peak`` and ``input_peak``: the most
-    microbatches live, until ``B`` or ``W``, and until ``B`` or ``I``.
+    order, per group its collectives, and per shared stage its computes.
     """
 
     def __init__(self, table: PositionTable, steps: Sequence[Step]) -> None:
@@ -76,13 +74,9 @@ class PositionVerifier:
     def _verify(self, orders: Sequence[list[int]]) -> None:
         table, program, flags, calls = self.table, self.program, self.flags, self.calls
         plan, rules, operations, in_order = table.plan, table.table, program.operations, table.blocking.in_order
-        count, forward_only, shared = plan.num_pieces, frozenset(plan.forward_only), table.ids.dataflow.shared
-        num_slices = plan.num_slices
+        count, num_slices, shared = plan.num_pieces, plan.num_slices, table.ids.dataflow.shared
         note = [order.append for order in orders]
-        live = peak = live_inputs = input_peak = num_actions = 0
-        # A stage's share of the position, in whole numbers of a unit small enough for all its stages.
-        unit = num_slices * math.lcm(*(plan.stages_beside[stage] for stage in table.stages))
-        sizes = {stage: unit // (num_slices * plan.stages_beside[stage]) for stage in table.stages}
+        num_actions = 0
         waits: list[int] = []  # a batch posts all its messages, and then waits for their other ends
         posted: list[tuple[int, int]] = []  # with shared lanes: partner and message
         ends = program.ends
@@ -135,18 +129,6 @@ class PositionVerifier:
                         operations.append(event + microbatch if event >= 0 else event - microbatch)
                     if action.stage in shared:
                         calls[action.stage].append(Call(str(action), index))
-                size = sizes[action.stage]
-                if kind is F:
-                    live += size
-                    live_inputs += size
-                    peak = max(peak, live)
-                    input_peak = max(input_peak, live_inputs)
-                    if forward_only and action.stage in forward_only:
-                        live -= size
-                        live_inputs -= size
-                else:
-                    live -= 0 if kind is I else size
-                    live_inputs -= 0 if kind is W else size
             if posted:
                 self._exchange(index, posted, waits)
                 posted.clear()
@@ -155,7 +137,6 @@ class PositionVerifier:
                 waits.clear()
             ends.append(len(operations))
         self.num_actions = num_actions
-        self.peak, self.input_peak = peak / unit, input_peak / unit
 
     def _exchange(self, index: int, posted: Sequence[tuple[int, int]], waits: list[int]) -> None:
         """Note what a batch exchanges with each of its partners over shared lanes."""

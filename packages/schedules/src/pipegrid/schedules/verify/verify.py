@@ -15,6 +15,7 @@ from pipegrid.schedules.verify.deadlock import cycles, play
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
+from pipegrid.schedules.verify.memory import Peaks, peaks_of
 from pipegrid.schedules.verify.offloading import check_offloading
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.sharding import check_sharding
@@ -158,18 +159,16 @@ def verify(
         for position, found in enumerate(check_sharding(plan, window)):
             faults += found.faults
             gathered[position] = found.peak
-    peaks = [verifier.peak for verifier in verifiers]
-    input_peaks = [verifier.input_peak for verifier in verifiers]
-    for position, verifier in enumerate(verifiers):
-        if verifier.offloads and not verifier.faults:
-            offloaded = check_offloading(plan, position)
-            faults += offloaded.faults
-            peaks[position], input_peaks[position] = offloaded.peak, offloaded.input_peak
-    faults += [
-        Fault("memory", f"{peak:g} microbatches are live at once; the limit is {limit:g}", position)
-        for position, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
-        if peak > limit + 1e-9
-    ]
+    peaks: list[Peaks] = []
+    for position, (verifier, limit) in enumerate(zip(verifiers, limits, strict=True)):
+        if verifier.faults:
+            continue
+        if verifier.offloads:
+            faults += check_offloading(plan, position)
+        peaks.append(peaks_of(plan, position))
+        if peaks[-1].live > limit + 1e-9:
+            text = f"{peaks[-1].live:g} microbatches are live at once; the limit is {limit:g}"
+            faults.append(Fault("memory", text, position))
     if faults:
         raise PlanError(f"the plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
     return Proof(
@@ -179,8 +178,8 @@ def verify(
         rendezvous=rendezvous,
         lanes=lanes,
         batches=batches,
-        peak_live=tuple(peaks),
-        peak_live_inputs=tuple(input_peaks),
+        peak_live=tuple(peak.live for peak in peaks),
+        peak_live_inputs=tuple(peak.inputs for peak in peaks),
         peak_gathered=tuple(gathered),
     )
 

@@ -18,14 +18,12 @@ from attrs import define, field
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
 from pipegrid.schedules.simulate.costs import Costs, activation_sizes
+from pipegrid.schedules.simulate.side_streams import CopyStreams, ShardStream, Slots
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
 Times: TypeAlias = tuple[tuple[float, ...], ...]
 """Per position, a time for each of its actions, in the order of `Plan.actions`."""
-
-Slots: TypeAlias = list[float | None]
-"""Per piece (a microbatch, or a slice of one), the time at which a result or a message is there; None: not yet."""
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 NEVER = float("inf")
@@ -125,17 +123,10 @@ class Simulator:
         self.arrived: dict[tuple[Edge, Direction, int, int | None], Slots] = {}
         self.lanes: dict[tuple[int, int, Direction], _Lane] = {}
         self.gathered: dict[str, dict[int, Action]] = {group.name: {} for group in plan.groups}
-        # Of sharded stages, by position: the time at which they are gathered, and at which their data lanes are free.
-        self.unsharded: list[dict[int, Slots]] = [{} for _ in self.actions]
-        self.data_lanes_free = [0.0] * plan.num_positions
-        # Of offloaded activations, by position: when the copies each way are done, and when those back are there.
-        self.copy_times = [size / costs.offload_bandwidth for size in activation_sizes(plan, costs)]
-        self.copies_free = [{ActionKind.OFFLOAD: 0.0, ActionKind.RELOAD: 0.0} for _ in self.actions]
-        self.copied: list[dict[tuple[int, int], float]] = [{} for _ in self.actions]
-        self.reloaded: list[dict[int, Slots]] = [
-            {action.stage: [0.0] * plan.num_pieces for action in own if action.kind is ActionKind.RELOAD}
-            for own in self.actions
-        ]
+        # Streams beside the computes, per position.
+        self.shard_streams = [ShardStream(self.duration, plan.num_pieces) for _ in self.actions]
+        copy_times = [size / costs.offload_bandwidth for size in activation_sizes(plan, costs)]
+        self.copy_streams = [CopyStreams.of(own, copy_times, plan.num_pieces) for own in self.actions]
         self.joined: dict[Action, dict[int, _Arrival]] = {}  # the positions that have come to a compute
         self.members = {group.name: group.positions for group in plan.groups}
         self.flows = {(flow.edge, flow.direction): flow for flow in self.dataflow.flows}
@@ -233,14 +224,15 @@ class Simulator:
             raise PlanError(f"position {position} has a {kind} of stage {stage}, which is not placed there")
         direction = FORWARD if kind is ActionKind.F else BACKWARD
         own = self._slots_made(direction, stage, position)
-        needs: list[Slots] = [self.unsharded[position][stage]] if stage in self.unsharded[position] else []
+        unsharded, reloaded = self.shard_streams[position].unsharded, self.copy_streams[position].reloaded
+        needs: list[Slots] = [unsharded[stage]] if stage in unsharded else []
         sends: _Ends = ()
         if kind is ActionKind.W:
             needs.append(own)
         else:
             if direction is BACKWARD:
                 needs.append(self._slots_made(FORWARD, stage, position))
-                needs += [self.reloaded[position][stage]] if stage in self.reloaded[position] else []
+                needs += [reloaded[stage]] if stage in reloaded else []
             for flow in self.dataflow.inputs(stage, direction):
                 needs += self._needed(flow, position)
             if not self.plan.has_communication:
@@ -363,10 +355,8 @@ class Simulator:
 
     def _gather(self, position: int, index: int, action: Action, now: float) -> float | None:
         """Take part in a collective; the time at which it is done, or None while others are to come."""
-        if action.kind in SHARDING:
-            return self._shard(position, index, action, now)
-        if action.kind in OFFLOADING:
-            return self._copy(position, index, action, now)
+        if action.kind in SHARDING or action.kind in OFFLOADING:
+            return self._start_beside(position, index, action, now)
         duration = self.duration[action.kind][action.stage]
         if action.group is None:
             self.start[position][index], self.end[position][index] = now, now + duration
@@ -394,35 +384,15 @@ class Simulator:
         here.clear()
         return done
 
-    def _shard(self, position: int, index: int, action: Action, now: float) -> float:
-        """Gather or free parameters, or reduce gradients: one after the other, beside the computes of the position."""
-        stage, start, done = action.stage, now, now
-        if action.kind is not ActionKind.RESHARD:
-            start = max(now, self.data_lanes_free[position])
-            done = self.data_lanes_free[position] = start + self.duration[action.kind][stage]
-        if action.kind is ActionKind.UNSHARD:
-            slots = self.unsharded[position].setdefault(stage, [])
-            slots[:] = [done] * self.plan.num_pieces
-        self.start[position][index], self.end[position][index] = start, done
-        return now
-
-    def _copy(self, position: int, index: int, action: Action, now: float) -> float:
-        """Copy activations to the host or back, each way one after the other, or wait until they are there."""
-        kind, stage, piece = action.kind, action.stage, self.plan.piece_of(action)
-        copied, start = self.copied[position], now
-        done = copied.get((stage, piece), now)
-        if kind is ActionKind.RELEASE:
-            done = max(now, done)
+    def _start_beside(self, position: int, index: int, action: Action, now: float) -> float:
+        """Start what runs on a stream of its own; the time to go on, which is the end of what the host waits for."""
+        if action.kind in SHARDING:
+            start, done = self.shard_streams[position].run(action, now)
         else:
-            start = max(now, self.copies_free[position][kind], done if kind is ActionKind.RELOAD else now)
-            done = start + self.copy_times[stage] * self.slice_lengths[action.slice or 0]
-            self.copies_free[position][kind] = done
-            if kind is ActionKind.OFFLOAD:
-                copied[stage, piece] = done
-            else:
-                self.reloaded[position][stage][piece] = done
+            piece, length = self.plan.piece_of(action), self.slice_lengths[action.slice or 0]
+            start, done = self.copy_streams[position].run(action, piece, length, now)
         self.start[position][index], self.end[position][index] = start, done
-        return done if kind is ActionKind.RELEASE else now
+        return done if action.kind is ActionKind.RELEASE else now
 
 
 @contextmanager

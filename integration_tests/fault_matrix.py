@@ -264,9 +264,9 @@ def rank_main(case: Case, rank: int, folder: Path, port: int) -> None:
         monitor = None
         if case.monitor:
             watch = control_store("training")
-            monitor = Monitor(
-                watch, rank=rank, ranks=range(WORLD), deadline=case.deadline, first_deadline=case.deadline
-            )
+            # A first step also connects, which a busy machine delays: only faults in it need its deadline.
+            first = case.deadline if case.step == 0 else None
+            monitor = Monitor(watch, rank=rank, ranks=range(WORLD), deadline=case.deadline, first_deadline=first)
         stages = {number: _Stage(number, plan, injector) for number in numbers}
         runtime = PipelineRuntime(plan, stages, communicator, hooks=[injector], monitor=monitor)
         by_name = {name: torch.nn.ModuleList() for name in names}

@@ -44,6 +44,7 @@ from pipegrid.schedules import (
     Costs,
     PlanError,
     Recording,
+    forward_only,
     lower,
     one_f_one_b,
     recording_from_json,
@@ -446,6 +447,19 @@ def test_what_if_of_several_modules_keeps_their_stages():
         what_if(recording, schedule="1f1b", pp=4)
     with pytest.raises(JobError, match="recorded with 2 stages on 2 positions"):
         what_if(recording, schedule="interleaved_1f1b", chunks=2)
+
+
+def test_a_recording_without_backwards_predicts_no_training_step():
+    forwards = recorded(lower(forward_only(2, 4)), Costs(F=1.0))
+    with pytest.raises(JobError, match=r"'1f1b' runs backwards of stages \[0, 1\], which the recorded step did not"):
+        what_if(forwards, schedule="1f1b", pp=1)
+    with pytest.raises(JobError, match=r"stages \[0, 1\] of 'model' were recorded without a backward"):
+        layer_costs(forwards, "t|t")
+    graph = ModuleGraph([("images", 1), ("language", 2)], [("images", "language")])
+    frozen = lower(schedule_for(graph, "1f1b", 6, placement=[0, 1, 2], forward_only=["images"]))
+    found = what_if(recorded(frozen, Costs(F=1.0, I=1.0, W=1.0)), schedule="zero_bubble_h1")
+    assert found.other.plan.forward_only == (0,)
+    assert layer_costs(recorded(frozen, Costs(F=1.0, I=1.0, W=1.0)), "t", module="images")[0].seconds.I == 0.0
 
 
 def test_the_command_line_of_what_if(tmp_path, capsys):

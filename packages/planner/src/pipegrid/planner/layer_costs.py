@@ -40,7 +40,8 @@ def layer_costs(
         input_share: see `Costs.from_recording`.
 
     Raises:
-        JobError: a layout of another number of stages, or kinds that these stages cannot tell apart.
+        JobError: a layout of another number of stages, kinds that these stages cannot tell apart, or a stage without
+            a backward, unless its whole module is frozen in a training step.
         CostsError: a stage without a track.
     """
     graph = recording.plan.graph
@@ -51,6 +52,9 @@ def layer_costs(
     stages = [list(map(str, stage)) for stage in PipelineParallelLayerLayout.parse_str_to_list(layout)]
     if len(stages) != depth:
         raise JobError(f"layout {layout!r} has {len(stages)} stages; {name!r} was recorded with {depth}")
+    without = [stage - first for stage in recording.plan.forward_only if first <= stage < first + depth]
+    if without and (len(without) < depth or len(recording.plan.forward_only) == graph.num_stages):
+        raise JobError(f"stages {without} of {name!r} were recorded without a backward; record a step that trains them")
     counts = [Counter(stage) for stage in stages]
     timed = [kind for kind in dict.fromkeys(kind for stage in stages for kind in stage) if kind not in set(free)]
     costs = Costs.from_recording(recording, input_share=input_share)

@@ -75,7 +75,8 @@ def what_if(
         input_share: see `Costs.from_recording`.
 
     Raises:
-        JobError: a number below 1, or a cut of several modules that they do not have.
+        JobError: a number below 1, a cut of several modules that they do not have, or a schedule with backwards that
+            the recorded step did not run.
         PlanError: no such schedule, or one that does not fit.
         CostsError: a position without a track.
     """
@@ -85,6 +86,11 @@ def what_if(
     count = plan.num_microbatches if microbatches is None else microbatches
     reproduced = simulate(plan, costs)
     computes = _other(plan, schedule, pp, chunks, count)
+    if unmeasured := _unmeasured(plan, computes):
+        raise JobError(
+            f"schedule {schedule!r} runs backwards of stages {unmeasured}, which the recorded step did not; record a "
+            "training step"
+        )
     if computes.graph.stage_edges != plan.graph.stage_edges:
         hops = [seconds for _, seconds in costs.latency] if isinstance(costs.latency, tuple) else [0.0]
         costs = evolve(costs, latency=mean(hops), REDUCE=_most(costs.REDUCE), COLLECTIVE=_most(costs.COLLECTIVE))
@@ -96,6 +102,12 @@ def what_if(
         reproduced,
         simulate(made, _scaled(costs, plan.num_microbatches / count)),
     )
+
+
+def _unmeasured(plan: Plan, computes: Plan) -> list[int]:
+    """Stages of ``plan`` without a recorded backward where ``computes`` has one; cut anew, all of its stages have."""
+    same = computes.graph == plan.graph
+    return [stage for stage in plan.forward_only if not (same and stage in computes.forward_only)]
 
 
 def _most(cost: float | Sequence[float]) -> float:

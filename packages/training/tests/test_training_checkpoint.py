@@ -337,6 +337,23 @@ def test_a_checkpoint_of_another_model_is_a_clear_error(tmp_path, change, text):
         Checkpoints(tmp_path).load(TrainingState(stages={"language": stages}))
 
 
+def test_a_state_is_not_loaded_into_an_optimizer_of_another_kind(tmp_path):
+    state, _, optimizer = made(ONE)
+    Checkpoints(tmp_path).save(state, step=1)
+    groups = [{"params": group["params"]} for group in optimizer.param_groups]
+    sgd = torch.optim.SGD(groups, lr=0.1)
+    text = r"group 0 of optimizer 0 is of SGD, with .*momentum.*; it was saved by AdamW, with .*betas"
+    with pytest.raises(CheckpointMismatchError, match=text):
+        Checkpoints(tmp_path).load(TrainingState(stages=state.stages, optimizers=[sgd]))
+
+    class Own(torch.optim.AdamW):
+        """A subclass has the same state, also with an option more."""
+
+    own = Own([{**group, "layer_decay": 0.9} for group in groups])
+    Checkpoints(tmp_path).load(TrainingState(stages=state.stages, optimizers=[own]))
+    assert own.param_groups[0]["betas"] == (0.8, 0.9)
+
+
 def test_an_optimizer_that_does_not_fit_is_a_clear_error(tmp_path):
     state, stages, _ = made(ONE)
     Checkpoints(tmp_path).save(state, step=1)

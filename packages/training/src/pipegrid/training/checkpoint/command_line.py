@@ -77,7 +77,8 @@ def shown(path: Path, found: Manifest) -> str:
     for group in found.groups:
         known = {name: from_plain(value) for name, value in sorted(group.options.items()) if value is not None}
         options = ", ".join(f"{name}={value}" for name, value in known.items())
-        lines.append(f"  optimizer {group.optimizer}, {len(group.parameters)} parameters: {options}")
+        which = f"{group.optimizer} ({group.kind})" if group.kind else group.optimizer
+        lines.append(f"  optimizer {which}, {len(group.parameters)} parameters: {options}")
     for name, value in (("loss scale", found.scaler), ("data", found.data), ("layout", found.layout)):
         if value is not None:
             lines.append(f"  {name}: {json.dumps(value):.200}")

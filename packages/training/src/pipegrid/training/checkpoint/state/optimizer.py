@@ -56,6 +56,7 @@ def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
                 if option != "params"
             },
             tuple(owner_of(parameter, owners, number) for parameter in group["params"]),
+            type(optimizer).__name__,
         )
         for number, optimizer in enumerate(optimizers)
         for index, group in enumerate(optimizer.param_groups)
@@ -89,6 +90,7 @@ def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
     A group without parameters on this rank has those of the saved group in the same place.
     """
     of_name = {name: group.options for group in saved for name in group.parameters}
+    kinds = {name: group.kind for group in saved for name in group.parameters}
     found: GroupOptions = []
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
@@ -104,10 +106,26 @@ def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
                         f"group {index} of optimizer {number} has {name[1]}, saved with the options {own}, and "
                         f"{names[0][1]}, saved with {options[0]}"
                     )
+                _require_alike(f"group {index} of optimizer {number}", optimizer, group, kinds[name], own)
             in_place = [one.options for one in saved if (one.optimizer, one.index) == (number, index)]
             known = [own for own in options if own is not None] or in_place
             found.append((group, {option: from_plain(value) for option, value in known[0].items()} if known else {}))
     return found
+
+
+def _require_alike(what: str, optimizer: Any, group: Mapping[str, Any], kind: str, saved: Mapping[str, Any]) -> None:
+    """A saved state is for an optimizer of the same class, or of one with the same options, more, or fewer.
+
+    Another version of a class adds options, and a scheduler adds its own; AdamW has ``betas`` where SGD has
+    ``momentum``: then neither finds its state in that of the other.
+    """
+    own, other = sorted(group.keys() - saved.keys() - {"params"}), sorted(saved.keys() - group.keys())
+    actual = type(optimizer).__name__
+    if kind and kind != actual and own and other:
+        raise CheckpointMismatchError(
+            f"{what} is of {actual}, with {', '.join(own)}; it was saved by {kind}, with {', '.join(other)}; to start "
+            "another optimizer, load the weights alone (load_safetensors)"
+        )
 
 
 def prepared(

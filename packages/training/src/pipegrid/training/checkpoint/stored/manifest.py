@@ -52,12 +52,16 @@ class FileEntry:
 
 @frozen
 class GroupEntry:
-    """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``."""
+    """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``.
+
+    ``kind``: the optimizer's class, such as ``AdamW``; empty in checkpoints written before it was kept.
+    """
 
     optimizer: int
     index: int
     options: dict[str, Any]
     parameters: tuple[tuple[str, str], ...]
+    kind: str = ""
 
 
 @frozen(kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +18,8 @@ from pipegrid.topology import HyperCommGrid, PlacementError
 WIDTH, STEPS = 3, 2
 
 
-def job(schedule):
-    images = Module("images", (Layers("encoder", 2, flops=1e12, parameters=10),), 1e3)
+def job(schedule, *, frozen=False):
+    images = Module("images", (Layers("encoder", 2, flops=1e12, parameters=10),), 1e3, frozen=frozen)
     language = Module(
         "language",
         (Layers("embedding", flops=1e11, parameters=10), Layers("decoder", 6, flops=1e12, parameters=10)),
@@ -55,8 +57,8 @@ class Stage(nn.Module):
 
 
 def filled_in(script, losses):
-    """The script as a module, its blanks filled in."""
-    names: dict = {"__name__": "planned"}
+    """The script as a module, its blanks filled in; ``made`` has its stages as they began, by module."""
+    names: dict = {"__name__": "planned", "made": []}
     exec(compile(script, "train.py", "exec"), names)
 
     def load_batch(step, lane, lanes):
@@ -64,12 +66,17 @@ def filled_in(script, losses):
         whole = torch.randn(names["NUM_MICROBATCHES"], names["MICROBATCH"], 1, WIDTH, generator=generator)
         return (microbatch.chunk(lanes)[lane] for microbatch in whole)
 
+    def build_stage(module, kinds, first):
+        stage = Stage(module, kinds, first)
+        names["made"].append((module, stage, deepcopy(stage.state_dict())))
+        return stage
+
     def loss_of(output):
         loss = output.square().mean()
         losses.append(loss.item())
         return loss, {}
 
-    names.update(build_stage=Stage, load_batch=load_batch, loss_of=loss_of, STEPS=STEPS, DTYPE=torch.float32)
+    names.update(build_stage=build_stage, load_batch=load_batch, loss_of=loss_of, STEPS=STEPS, DTYPE=torch.float32)
     names["SEQ_LENGTH"] = 1
     return names
 
@@ -101,6 +108,21 @@ def test_a_written_script_trains_every_arrangement(schedule):
         told = [each for each in found if each]
         assert told, f"no rank had the loss in {choice.arrangement}"
         assert all(len(each) == STEPS * choice.shape.job.global_batch // choice.microbatch for each in told)
+    assert seen
+
+
+@pytest.mark.ranks(4)
+def test_a_written_script_leaves_frozen_modules_as_they_are():
+    seen = set()
+    for choice in plan(job("1f1b", frozen=True), gpus=4).choices:
+        if choice.arrangement.gpus != dist.get_world_size() or str(choice.arrangement) in seen:
+            continue
+        seen.add(str(choice.arrangement))
+        names = filled_in(training_script(choice), [])
+        names["main"]()
+        for module, stage, began in names["made"]:
+            ended = stage.state_dict()
+            assert all(torch.equal(began[key], ended[key]) for key in began) == (module == "images"), module
     assert seen
 
 

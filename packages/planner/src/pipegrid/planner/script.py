@@ -14,7 +14,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func
 from pipegrid.topology import ProcessGroupCollection, data_lane, place
@@ -57,7 +57,8 @@ def main() -> None:
         for dim in ("tp", "cp", "dp", "pp"):
             grids[name].create_pg(dim)
     config = PipelineConfig(pipeline_dtype=DTYPE)
-    pipe = MultiModulePipelineCommunicator(grids, TOPOLOGY, config, stage_placement=PLACES)
+    no_gradients = {(name, fed): EdgeOptions(backward=False) for name in FROZEN for fed in TOPOLOGY[name]}
+    pipe = MultiModulePipelineCommunicator(grids, TOPOLOGY, config, edges=no_gradients, stage_placement=PLACES)
     models: dict[str, list[torch.nn.Module]] = {name: [] for name in mine}
     for name in mine:
         own = grids[name].coords(dist.get_rank())["pp"]
@@ -67,9 +68,10 @@ def main() -> None:
                 stage = build_stage(name, layouts[name][index], first)
                 stage.config, stage.module = config, name
                 stage.ends = not TOPOLOGY.get(name) and index == len(PLACES[name]) - 1
-                models[name].append(stage.to(device))
+                models[name].append(stage.to(device).requires_grad_(name not in FROZEN))
     stages = [stage for held in models.values() for stage in held]
-    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-4)
+    trained = [parameter for stage in stages for parameter in stage.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained}], lr=1e-4)  # a rank with frozen modules alone has none
     groups = {name: ProcessGroupCollection.from_grid(grids[name]) for name in mine}
 
     def batches_of(step: int) -> dict[str, list]:  # each stage reads all microbatches
@@ -121,6 +123,7 @@ def training_script(choice: Choice) -> str:
         "GRIDS": {name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in grids.items()},
         "FIRST_RANKS": {name: grid.rank_offset for name, grid in grids.items()},
         "TOPOLOGY": topology,
+        "FROZEN": [module.name for module in shape.job.modules if module.frozen],
         "LAYOUTS": choice.layouts,
         "PLACES": shape.stage_places,
     }
@@ -133,6 +136,7 @@ def training_script(choice: Choice) -> str:
     notes = {
         "GRIDS": "sizes, the fastest dim first",
         "TOPOLOGY": "the modules that each module feeds",
+        "FROZEN": "modules that run no backward",
         "LAYOUTS": "the layers of each stage",
         "PLACES": "the pp rank of each stage",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import threading
 import time
 import weakref
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.bridge import Axes, BridgeCommunicator
 from pipegrid.bridges.errors import (
     BridgeError,
     CompletionError,
@@ -631,6 +632,10 @@ def test_an_abort_ends_a_completion_with_its_reason(ranks):
 @pytest.mark.ranks(3, deadline=40)
 def test_an_abort_ends_a_sum_with_its_reason(ranks):
     bridge = whole_world(grid(cp=2), grid(2), src_placements={"cp": Partial()})
+    if ranks.rank == 2:  # the first message compares shapes; the sum of the second is not joined
+        bridge.recv_forward()
+    else:
+        bridge.send_forward(torch.zeros(2, 2, 2))
     if ranks.rank == 0:
         threading.Timer(0.3, bridge.abort, ["rank 1 raised ValueError"]).start()
         late = r"partial sums of ranks \[1\] .* not added up: .* ended here: rank 1 raised ValueError"
@@ -638,6 +643,28 @@ def test_an_abort_ends_a_sum_with_its_reason(ranks):
             bridge.isend_forward(torch.zeros(2, 2, 2))
         ranks.store.set("over", "yes")
     ranks.store.wait(["over"])
+    bridge.destroy()
+
+
+@pytest.mark.parametrize("shapes", ["fixed", "variable"])
+@pytest.mark.parametrize("payload", [None, {"x": Axes("s", "b", "h")}], ids=["tensor", "payload"])
+@pytest.mark.ranks(3)
+def test_partial_sums_of_unlike_tensors_are_an_error_before_they_meet(ranks, payload, shapes):
+    bridge = whole_world(grid(cp=2), grid(2), src_placements={"cp": Partial()}, shapes=shapes, payload=payload)
+    wrapped = (lambda tensor: tensor) if payload is None else (lambda tensor: {"x": tensor})
+    if ranks.rank < 2:
+        own, other = ranks.rank, 1 - ranks.rank
+        dtype = (torch.float32, torch.float64)[own]
+        for tensor in (torch.zeros(2, 2 + own, 2), torch.zeros(2, 2, 2, dtype=dtype)):
+            shape = re.escape(str(tuple(tensor.shape)))
+            with pytest.raises(ShapeError, match=rf"rank {own} sends .*{shape}.*, and ranks \[{other}\] send another"):
+                bridge.isend_forward(wrapped(tensor))
+        for _ in range(2):
+            bridge.send_forward(wrapped(torch.ones(2, 2, 2)))
+    else:
+        for _ in range(2):
+            received = bridge.recv_forward()
+            assert torch.equal(received if payload is None else received["x"], torch.full((2, 2, 2), 2.0))
     bridge.destroy()
 
 

@@ -6,6 +6,7 @@ of the variable-TP pipeline differ in how they learn it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -15,8 +16,8 @@ import torch.distributed as dist
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, Landed, LandingQueue, PostedReceives, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.collectives import CollectiveWaits
-from pipegrid.bridges.errors import BridgeError
+from pipegrid.bridges.collectives import CollectiveWaits, gather_flat
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, start_completions, start_sum, unpack
 from pipegrid.topology import GroupSpec
@@ -26,6 +27,8 @@ from pipegrid.transport.handle import Transfer
 from pipegrid.transport.lane import Lane
 from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.spec import LaneSpec
+
+_FORWARD = Direction.FORWARD
 
 
 class Arrived(Protocol):
@@ -140,6 +143,26 @@ class EdgeTraffic:
         lanes = self._to[direction]
         with self._together():
             return [lanes[peer].isend(list(pieces), note=note) for peer, pieces in messages.items()]
+
+    def compare_sums(self, announced: str, said: object) -> None:
+        """Compare what ranks that hold partial sums of an activation announce of it; ``said`` is it in words.
+
+        A sum of tensors of unlike sizes ends the process over gloo, and never ends over NCCL.
+
+        Raises:
+            ShapeError: on each of these ranks, they announce something else.
+        """
+        for ranks in self.wiring.sums:
+            own = torch.tensor([zlib.crc32(announced.encode())], device=self.device)
+            every = own.new_empty(len(ranks))
+            work = gather_flat(every, own, self.groups[self.wiring.reduction_group(ranks, _FORWARD)], async_op=True)
+            self.waits.wait(work, ranks, host=True, task="ranks {} did not say what their partial sums are of")
+            others = [rank for rank, found in zip(ranks, every.tolist(), strict=True) if found != own.item()]
+            if others:
+                raise ShapeError(
+                    f"{self.name}: rank {self.wiring.rank} sends {said}, and ranks {others} send another; partial sums "
+                    "have one shape and dtype"
+                )
 
     def summed(self, part: RankPart, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
         """``tensor``, or its sum over the ranks that hold partial sums of it."""

@@ -99,6 +99,11 @@ class BridgeWiring:
             groups += [self.reduction_group(ranks, direction) for ranks in giver.partial_groups]
         return tuple(spec for spec in groups if self.rank in spec.ranks)
 
+    @cached_property
+    def sums(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that add up partial sums of an activation with this rank."""
+        return tuple(ranks for ranks in self.src.partial_groups if self.rank in ranks)
+
     def copies(self, direction: Direction) -> tuple[int, ...]:
         """The ranks that receive what this rank receives in that direction, itself included; empty if it is nothing."""
         taker = self.dst if direction is Direction.FORWARD else self.src
@@ -152,6 +157,11 @@ class PayloadWiring(BridgeWiring):
     def group_specs(self) -> tuple[GroupSpec, ...]:
         """The groups of this rank."""
         return tuple(dict.fromkeys(spec for leaf in self.leaves for spec in leaf.group_specs))
+
+    @cached_property
+    def sums(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that add up partial sums of some leaf with this rank."""
+        return tuple(dict.fromkeys(ranks for leaf in self.leaves for ranks in leaf.sums))
 
     def copies(self, direction: Direction) -> tuple[int, ...]:
         """The ranks with which this rank completes some leaf, itself included."""

@@ -111,29 +111,29 @@ def test_a_written_script_trains_every_arrangement(schedule):
     assert seen
 
 
+def choices_of_all_ranks(job):
+    """A choice for each arrangement that needs every rank."""
+    size = dist.get_world_size()
+    found = {str(one.arrangement): one for one in plan(job, gpus=size).choices if one.arrangement.gpus == size}
+    assert found
+    return found.values()
+
+
 @pytest.mark.ranks(4)
-def test_a_written_script_leaves_frozen_modules_as_they_are():
-    seen = set()
-    for choice in plan(job("1f1b", frozen=True), gpus=4).choices:
-        if choice.arrangement.gpus != dist.get_world_size() or str(choice.arrangement) in seen:
-            continue
-        seen.add(str(choice.arrangement))
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_a_written_script_leaves_frozen_modules_as_they_are(schedule):
+    for choice in choices_of_all_ranks(job(schedule, frozen=True)):
         names = filled_in(training_script(choice), [])
         names["main"]()
         for module, stage, began in names["made"]:
             ended = stage.state_dict()
             assert all(torch.equal(began[key], ended[key]) for key in began) == (module == "images"), module
-    assert seen
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 def test_a_dry_run_counts_the_communicators_that_ranks_open(schedule):
-    seen = set()
-    for choice in plan(job(schedule), gpus=4).choices:
-        if choice.arrangement.gpus != dist.get_world_size() or str(choice.arrangement) in seen:
-            continue
-        seen.add(str(choice.arrangement))
+    for choice in choices_of_all_ranks(job(schedule)):
         found = dry_run(choice)
         grids = {
             name: HyperCommGrid(list(grid.shape), list(grid.dim_names), rank_offset=grid.rank_offset)
@@ -149,4 +149,3 @@ def test_a_dry_run_counts_the_communicators_that_ranks_open(schedule):
         opened = pipe.communicators + groups
         pipe.destroy()
         assert opened == found.communicators[dist.get_rank()], str(choice.arrangement)
-    assert seen

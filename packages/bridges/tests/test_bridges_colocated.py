@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ from pipegrid.bridges.errors import (
     ShapeError,
 )
 
-
-def grid(offset=0, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+from .grids import grid
 
 
 def coord(of, rank, dim):

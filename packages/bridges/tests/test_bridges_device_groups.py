@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +20,10 @@ from pipegrid.bridges.errors import CompletionError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 
+from .grids import grid
+
 CONFIG = P2PConfig(deadline=10.0, open_deadline=20.0)
 three_ranks = pytest.mark.ranks(3, backend="fake_nccl", deadline=60)
-
-
-def grid(offset=0, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
 
 
 def threads(ranks):

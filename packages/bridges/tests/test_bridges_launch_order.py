@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ import torch
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.transport.config import P2PConfig
 
-
-def grid(offset, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+from .grids import grid
 
 
 @pytest.mark.ranks(3, backend="fake_nccl")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,12 +26,10 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import PipelineCommunicator
 
+from .grids import grid
+
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 F, B = Direction.FORWARD, Direction.BACKWARD
-
-
-def grid(offset=0, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
 
 
 def make(grids, topology, **keywords):

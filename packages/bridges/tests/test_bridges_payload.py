@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,11 +26,9 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PMismatchError
 
+from .grids import grid
+
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
-
-
-def grid(offset=0, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
 
 
 # -- structures ---------------------------------------------------------------------------------------------

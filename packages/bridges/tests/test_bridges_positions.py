@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -12,9 +10,7 @@ from pipegrid.bridges.multimodule.positions import collective_edges
 from pipegrid.bridges.reshard import Partial, boundary_side
 from pipegrid.transport.edge import Edge
 
-
-def grid(offset=0, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+from .grids import grid
 
 
 def job(grids, edges, **placement):

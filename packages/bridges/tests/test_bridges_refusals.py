@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +44,8 @@ from pipegrid.bridges import (
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError
 
+from .grids import grid
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _world():
@@ -52,10 +53,6 @@ def _world():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def grid(offset=0, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
 
 
 ONE = grid(dp=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -36,11 +35,9 @@ from pipegrid.bridges.reshard.box import shares
 from pipegrid.bridges.reshard.cuts import local_shape
 from pipegrid.topology import HyperCommGrid, lane_samples, lane_sizes
 
+from .grids import grid
+
 BSH = axis_names(3)
-
-
-def grid(offset=0, **dims):
-    return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
 
 
 # -- brute force ------------------------------------------------------------------------------------

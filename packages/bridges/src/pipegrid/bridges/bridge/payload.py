@@ -118,7 +118,7 @@ class PayloadExchange:
         notes = [self._note_of(leaf, value) for leaf, value in zip(self.structure.leaves, values, strict=True)]
         self._require_agreed(notes)
         if self.variable or self._announced is None:
-            self.traffic.compare_sums(_encode(notes), f"a payload of {', '.join(map(str, notes))}")
+            self.traffic.compare_announced(_encode(notes), f"a payload of {', '.join(map(str, notes))}")
         going = tuple(
             self._outgoing(index, one, value) for index, (one, value) in enumerate(zip(notes, values, strict=True))
         )

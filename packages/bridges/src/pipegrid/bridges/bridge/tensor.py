@@ -101,7 +101,7 @@ class TensorExchange:
             tensor, samples = tensor.tensor, tensor.samples
         announced = self._announcement(tensor, samples)
         if self.variable or self._announced is None:
-            self._traffic.compare_sums(announced.encode(), announced)
+            self._traffic.compare_announced(announced.encode(), announced)
         plans = self._shapes.own_plans(announced)
         # Every rank that may get something must hear of the sizes; gradients need no such message.
         sending = self._traffic.send(

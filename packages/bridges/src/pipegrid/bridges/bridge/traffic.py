@@ -144,15 +144,16 @@ class EdgeTraffic:
         with self._together():
             return [lanes[peer].isend(list(pieces), note=note) for peer, pieces in messages.items()]
 
-    def compare_sums(self, announced: str, said: object) -> None:
+    def compare_announced(self, announced: str, said: object) -> None:
         """Compare what ranks that hold partial sums of an activation announce of it; ``said`` is it in words.
 
-        A sum of tensors of unlike sizes ends the process over gloo, and never ends over NCCL.
+        A sum of tensors of unlike sizes ends the process over gloo, and never ends over NCCL. The host waits for the
+        others' announcements.
 
         Raises:
             ShapeError: on each of these ranks, they announce something else.
         """
-        for ranks in self.wiring.sums:
+        for ranks in self.wiring.reductions:
             own = torch.tensor([zlib.crc32(announced.encode())], device=self.device)
             every = own.new_empty(len(ranks))
             work = gather_flat(every, own, self.groups[self.wiring.reduction_group(ranks, _FORWARD)], async_op=True)

@@ -100,7 +100,7 @@ class BridgeWiring:
         return tuple(spec for spec in groups if self.rank in spec.ranks)
 
     @cached_property
-    def sums(self) -> tuple[tuple[int, ...], ...]:
+    def reductions(self) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks that add up partial sums of an activation with this rank."""
         return tuple(ranks for ranks in self.src.partial_groups if self.rank in ranks)
 
@@ -159,9 +159,9 @@ class PayloadWiring(BridgeWiring):
         return tuple(dict.fromkeys(spec for leaf in self.leaves for spec in leaf.group_specs))
 
     @cached_property
-    def sums(self) -> tuple[tuple[int, ...], ...]:
+    def reductions(self) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks that add up partial sums of some leaf with this rank."""
-        return tuple(dict.fromkeys(ranks for leaf in self.leaves for ranks in leaf.sums))
+        return tuple(dict.fromkeys(ranks for leaf in self.leaves for ranks in leaf.reductions))
 
     def copies(self, direction: Direction) -> tuple[int, ...]:
         """The ranks with which this rank completes some leaf, itself included."""

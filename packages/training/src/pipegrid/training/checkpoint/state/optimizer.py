@@ -89,42 +89,43 @@ def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
 
     A group without parameters on this rank has those of the saved group in the same place.
     """
-    of_name = {name: group.options for group in saved for name in group.parameters}
-    kinds = {name: group.kind for group in saved for name in group.parameters}
+    of_name = {name: group for group in saved for name in group.parameters}
     found: GroupOptions = []
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             names = [owner_of(parameter, owners, number) for parameter in group["params"]]
-            options = [of_name.get(name) for name in names]
-            for name, own in zip(names, options, strict=True):
-                if own is None:
+            entries = []
+            for name in names:
+                if name not in of_name:
                     raise CheckpointMismatchError(
                         f"group {index} of optimizer {number} has {name[1]}, which no optimizer of the checkpoint had"
                     )
-                if own != options[0]:
+                entries.append(of_name[name])
+                _require_kind(f"group {index} of optimizer {number}", optimizer, group, of_name[name])
+                if of_name[name].options != entries[0].options:
                     raise CheckpointMismatchError(
-                        f"group {index} of optimizer {number} has {name[1]}, saved with the options {own}, and "
-                        f"{names[0][1]}, saved with {options[0]}"
+                        f"group {index} of optimizer {number} has {name[1]}, saved with the options "
+                        f"{of_name[name].options}, and {names[0][1]}, saved with {entries[0].options}"
                     )
-                _require_alike(f"group {index} of optimizer {number}", optimizer, group, kinds[name], own)
-            in_place = [one.options for one in saved if (one.optimizer, one.index) == (number, index)]
-            known = [own for own in options if own is not None] or in_place
-            found.append((group, {option: from_plain(value) for option, value in known[0].items()} if known else {}))
+            entries += [one for one in saved if (one.optimizer, one.index) == (number, index)]
+            options = entries[0].options if entries else {}
+            found.append((group, {option: from_plain(value) for option, value in options.items()}))
     return found
 
 
-def _require_alike(what: str, optimizer: Any, group: Mapping[str, Any], kind: str, saved: Mapping[str, Any]) -> None:
-    """A saved state is for an optimizer of the same class, or of one with the same options, more, or fewer.
+def _require_kind(what: str, optimizer: Any, group: Mapping[str, Any], saved: GroupEntry) -> None:
+    """Raise where another kind of optimizer has saved its state: another class, whose options differ both ways.
 
-    Another version of a class adds options, and a scheduler adds its own; AdamW has ``betas`` where SGD has
-    ``momentum``: then neither finds its state in that of the other.
+    A newer version of a class, or a scheduler, only adds options; SGD has ``momentum`` where AdamW has ``betas``.
     """
-    own, other = sorted(group.keys() - saved.keys() - {"params"}), sorted(saved.keys() - group.keys())
     actual = type(optimizer).__name__
-    if kind and kind != actual and own and other:
+    if saved.kind in {"", actual}:
+        return
+    own, other = sorted(group.keys() - saved.options.keys() - {"params"}), sorted(saved.options.keys() - group.keys())
+    if own and other:
         raise CheckpointMismatchError(
-            f"{what} is of {actual}, with {', '.join(own)}; it was saved by {kind}, with {', '.join(other)}; to start "
-            "another optimizer, load the weights alone (load_safetensors)"
+            f"{what} is of {actual}, with {', '.join(own)}; it was saved by {saved.kind}, with {', '.join(other)}; to "
+            "start another optimizer, load the weights alone (load_safetensors)"
         )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import queue
 import threading
 import weakref
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -17,21 +16,21 @@ import torch.distributed as dist
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.checkpoint import agreement, loading
 from pipegrid.training.checkpoint.job import Job
+from pipegrid.training.checkpoint.last_save import Pending, finish_at_exit
 from pipegrid.training.checkpoint.loading import LoadedCheckpoint
 from pipegrid.training.checkpoint.saving import Saver
 from pipegrid.training.checkpoint.state.names import TrainingState, known_state
 from pipegrid.training.checkpoint.state.shot import Camera, Shot
 from pipegrid.training.checkpoint.stored import folder
+from pipegrid.training.checkpoint.stored.lock import Lock
 from pipegrid.training.errors import CheckpointError
-
-_AT_EXIT = 5.0  # seconds that a process which ends waits for its last save
 
 
 class Checkpoints:
     """The checkpoints of a run, in a directory that all its ranks share.
 
     Every rank makes one, and calls `save`, `wait`, `load` and `close` when the others do. One job at a time uses a
-    directory.
+    directory: the first rank holds a lock on it until `close`, or its end.
 
     Args:
         directory: of this run; made where it does not exist. Leftovers of saves that did not end are removed.
@@ -42,8 +41,8 @@ class Checkpoints:
         timeout: for ranks to wait for each other, while the slowest writes its part.
 
     Raises:
-        CheckpointError: the directory cannot be used or is not the same for all ranks, or ranks differ in ``keep`` or
-            ``replicas``.
+        CheckpointError: the directory cannot be used, is in use by another run, or is not the same for all ranks, or
+            ranks differ in ``keep`` or ``replicas``.
     """
 
     def __init__(
@@ -61,14 +60,25 @@ class Checkpoints:
         self._job = Job(group, timeout)
         self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
         self._camera: Camera | None = None
-        self._pending: Future[None] | None = None
+        self._pending = Pending()
         self._work: queue.SimpleQueue[tuple[Shot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        atexit.register(_finish, weakref.ref(self))
+        self._unlock: weakref.finalize[..., Checkpoints] | None = None  # on the first rank
+        finish_at_exit(self._pending, self.directory, timeout)
         outcome = f"{self.directory} is not used"
         agreement.require_equal(outcome, self._job.gather({"keep": self.keep, "replicas": replicas}))
-        if self._job.first(outcome, lambda: folder.clean(self.directory)):
+        if self._job.first(outcome, self._open):
             self._saver.require_shared(outcome)
+
+    def _open(self) -> bool:
+        """Make the directory this run's; whether it can be written to."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.directory, os.W_OK):
+            return False
+        lock = Lock(self.directory)
+        self._unlock = weakref.finalize(self, lock.release)
+        folder.clean(self.directory)
+        return True
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, the newest first."""
@@ -78,8 +88,8 @@ class Checkpoints:
         """Save ``state``; waits for the save before, and raises what it failed with.
 
         Args:
-            state: of this rank. Which tensors it has is read at the first save: keep one state for a run, and make
-                another where its modules change.
+            state: of this rank. Keep one for a run: which tensors it has is read again where modules or parameters
+                are no longer the same objects.
             step: the number of completed steps, the same on every rank.
             blocking: False returns once the state is copied. The copy is written in the background, and a failure is
                 raised by the next `save`, `load`, `wait` or `close`.
@@ -102,8 +112,8 @@ class Checkpoints:
         if self._worker is None:
             self._worker = threading.Thread(target=self._run, name="checkpoints", daemon=True)
             self._worker.start()
-        self._pending = Future()
-        self._work.put((shot, self._pending))
+        self._pending.future = Future()
+        self._work.put((shot, self._pending.future))
 
     def load(self, state: TrainingState, *, step: int | None = None) -> LoadedCheckpoint | None:
         """Fill ``state`` in place from the newest good checkpoint. Grids, stages and ranks may be others than its own.
@@ -131,9 +141,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed, on whichever rank.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        self._pending.result()
 
     def close(self) -> None:
         """Wait for the save in the background, and end; raises as `wait`."""
@@ -145,6 +153,8 @@ class Checkpoints:
                 self._worker.join()
                 self._worker = None
             self._job.close()
+            if self._unlock is not None:
+                self._unlock()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -156,11 +166,3 @@ class Checkpoints:
             else:
                 future.set_result(None)
             del shot, future, work
-
-
-def _finish(reference: weakref.ref[Checkpoints]) -> None:
-    """A script that ends without `wait` keeps its last save; one that fails is not held up by ranks that are gone."""
-    checkpoints = reference()
-    pending = None if checkpoints is None else checkpoints._pending  # noqa: SLF001 -- of this module
-    if pending is not None:
-        wait([pending], timeout=_AT_EXIT)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipegrid.training.checkpoint.stored import folder, manifest
+from pipegrid.training.checkpoint.stored import folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import from_plain
 from pipegrid.training.errors import CheckpointError, CorruptCheckpointError
@@ -21,7 +21,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("show", "what a checkpoint holds"),
-        ("verify", "compare every byte with its checksum"),
+        ("verify", "compare every byte with its checksum: finds damage; whoever forges a file can forge its checksum"),
         ("export", "write the whole model as one .safetensors file"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a command; 1 for a corrupt checkpoint."""
     path = found_at(arguments.path)
     if arguments.command == "show":
-        print(shown(path, manifest.read(path)))  # noqa: T201
+        print(shown(path, reading.read(path)))  # noqa: T201
     elif arguments.command == "verify":
-        faults = manifest.faults(path, manifest.parts(found := manifest.read(path)))
+        faults = manifest.faults(path, manifest.parts(found := reading.read(path)))
         for fault in faults:
             print(f"{path.name}: {fault}")  # noqa: T201
         if faults:

@@ -1,18 +1,21 @@
-"""What the ranks of a job tell each other about a checkpoint, over a gloo group of its own."""
+"""What the ranks of a job tell each other about a checkpoint, over a gloo group of its own: plain data alone."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
+import cattrs
 import torch.distributed as dist
 
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
-from pipegrid.training.errors import CheckpointError
+from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from pipegrid.training.gathering import gather_plain
 
-Result = TypeVar("Result")
+_ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}
 
 
 class Job:
@@ -26,17 +29,15 @@ class Job:
             self.group = create_groups([spec], backend="gloo", timeout=timeout)[spec]
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
-    def gather(self, value: Result) -> list[Result]:
-        """The values of all ranks, on every rank."""
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank, as JSON has them: tuples as lists, attrs objects as dicts."""
         if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
+            return [json.loads(json.dumps(cattrs.unstructure(value)))]
         with reached():
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            return gather_plain(value, self.group)
 
-    def together(self, what: str, function: Callable[[], Result]) -> list[Result]:
-        """Call ``function`` on every rank; its results, in order of ranks.
+    def together(self, what: str, function: Callable[[], Any]) -> list[Any]:
+        """Call ``function`` on every rank; its results, in order of ranks, as `gather` has them.
 
         Raises:
             CheckpointError: it raised on some rank; the same text on every rank, in the class of the first error.
@@ -52,12 +53,12 @@ class Job:
             rank, kind, text = faults[0]
             others = [other for other, *_ in faults[1:]]
             also = f" (also ranks {others})" if others else ""
-            raise kind(f"{what}: rank {rank}{also}: {text}") from failed
-        return [value for value, _ in outcomes]  # type: ignore[misc]  # no rank failed
+            raise _ERRORS[kind](f"{what}: rank {rank}{also}: {text}") from failed
+        return [value for value, _ in outcomes]
 
-    def first(self, what: str, function: Callable[[], Result]) -> Result:
+    def first(self, what: str, function: Callable[[], Any]) -> Any:
         """What ``function`` returns on the first rank, which alone calls it; on every rank."""
-        return self.together(what, lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        return self.together(what, lambda: function() if self.rank == 0 else None)[0]
 
     def close(self) -> None:
         """Destroy the group."""
@@ -76,7 +77,7 @@ def reached(what: str = "") -> Iterator[None]:
         raise CheckpointError(what + text) from error
 
 
-def _told(error: Exception) -> tuple[type[CheckpointError], str]:
+def _told(error: Exception) -> tuple[str, str]:
     if isinstance(error, CheckpointError):
-        return type(error), str(error)
-    return CheckpointError, f"{type(error).__name__}: {error}"
+        return type(error).__name__, str(error)
+    return CheckpointError.__name__, f"{type(error).__name__}: {error}"

@@ -7,16 +7,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import cattrs
 import torch
 from attrs import frozen
 
 from pipegrid.training.checkpoint import agreement
+from pipegrid.training.checkpoint.agreement import Held
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.saving import PLAN
 from pipegrid.training.checkpoint.state import optimizer, random_state
+from pipegrid.training.checkpoint.state.groups import LoadedGroup, loaded_groups
 from pipegrid.training.checkpoint.state.names import TrainingState
 from pipegrid.training.checkpoint.state.shot import Inventory, stages_of
-from pipegrid.training.checkpoint.stored import dcp, folder, manifest
+from pipegrid.training.checkpoint.stored import dcp, folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -50,7 +53,7 @@ class LoadedCheckpoint:
 def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
     """As `Checkpoints.load`."""
     agreement.require_equal("nothing is loaded", job.gather({"the step": step}))
-    names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.saved_in(directory)])
+    names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.named_in(directory)])
     if step is not None:
         there = [one for one, _ in names]
         if step not in there:
@@ -81,56 +84,52 @@ def verified(job: Job, path: Path) -> Manifest:
     Raises:
         CorruptCheckpointError: some are not; on every rank, with the name of the tensor.
     """
+    found: list[Manifest] = []
 
-    def verify() -> Manifest:
-        found = manifest.read(path)
-        faults = manifest.faults(path, list(manifest.parts(found))[job.rank :: job.size])
+    def verify() -> None:
+        found.append(reading.read(path))
+        faults = manifest.faults(path, list(manifest.parts(found[0]))[job.rank :: job.size])
         if faults:
             raise CorruptCheckpointError("; ".join(faults[:3]))
-        return found
 
-    return job.together(f"{path.name} is not loaded", verify)[job.rank]
+    job.together(f"{path.name} is not loaded", verify)
+    return found[0]
+
+
+@frozen(eq=False)
+class _Fitting:
+    """What the state of this rank has, all of which the checkpoint can fill."""
+
+    inventory: Inventory
+    groups: list[LoadedGroup]
+    plan: str | None
 
 
 def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]) -> LoadedCheckpoint:
     what = f"{path.name} is not loaded"
-    made: list[tuple[Inventory, optimizer.GroupOptions]] = []
-    job.together(what, lambda: made.append(_fitting(state, found)))
-    inventory, options = made[0]
-    tables = job.gather(inventory.held)
+    made: list[_Fitting] = []
+    job.together(what, lambda: made.append(_fitting(state, path, found)))
+    fitting = made[0]
+    tables = [cattrs.structure(table, tuple[Held, ...]) for table in job.gather(fitting.inventory.held)]
     agreement.require_whole_names(what, tables)
     held = {f"model/{one.module}/{one.name}" for table in tables for one in table}
     unused = [key for key in found.tensors if key.startswith("model/") and key not in held]
     if unused:
         raise CheckpointMismatchError(f"{what}: no rank has the tensors {_some(unused)} of the checkpoint")
-    owners = inventory.owners
-    targets, states = optimizer.prepared(state.optimizers, owners, found)
     same = tuple(stages_of(table) for table in tables) == found.ranks
-    own = f"random/{job.rank}/"
-    randoms = {
-        key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        for key, entry in found.tensors.items()
-        if same and key.startswith(own)
-    }
-    with torch.no_grad():
-        dcp.load(path, {**inventory.tensors(), **targets, **randoms}, job.group)
-    optimizer.restore_states(states)
-    for group, saved in options:
-        group.update(saved)
-    if state.scaler is not None and found.scaler is not None:
-        state.scaler.load_state_dict(from_plain(found.scaler))
-    data = from_plain(found.data)
-    if data is not None and hasattr(state.data, "load_state_dict"):
-        state.data.load_state_dict(data)
-    if same:
-        random_state.restore({key.removeprefix(own): state for key, state in randoms.items()}, inventory.device)
-    else:
-        random_state.derive(found.seed, found.step, job.rank)
+    changed = job.gather([text for group in fitting.groups for text in group.changed])
+    job.together(what, lambda: _fill_rank(state, path, found, fitting, job.rank, same_layout=same))
+    if job.rank == 0 and (texts := list(dict.fromkeys(text for texts in changed for text in texts))):
+        more = f"; and {len(texts) - 3} others" if len(texts) > 3 else ""
+        warnings.warn(
+            f"{'; '.join(texts[:3])}{more}: the checkpoint's are used; to use the script's, set them after the load",
+            stacklevel=4,
+        )
     return LoadedCheckpoint(
         step=found.step,
         path=path,
-        data=data,
-        plan=(path / PLAN).read_text(encoding="utf-8") if PLAN in found.files else None,
+        data=from_plain(found.data),
+        plan=fitting.plan,
         grids=found.grids,
         layout=found.layout,
         same_layout=same,
@@ -138,8 +137,34 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
     )
 
 
-def _fitting(state: TrainingState, found: Manifest) -> tuple[Inventory, optimizer.GroupOptions]:
-    """What the state has, all of which the checkpoint can fill, and the options of its parameter groups."""
+def _fill_rank(
+    state: TrainingState, path: Path, found: Manifest, fitting: _Fitting, rank: int, *, same_layout: bool
+) -> None:
+    """Fill the state of this rank."""
+    inventory, own = fitting.inventory, f"random/{rank}/"
+    targets, states = optimizer.prepared(state.optimizers, inventory.owners, found)
+    randoms = {
+        key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+        for key, entry in found.tensors.items()
+        if same_layout and key.startswith(own)
+    }
+    with torch.no_grad():
+        dcp.load(path, found, {**inventory.tensors(), **targets, **randoms})
+    optimizer.restore_states(states)
+    for group in fitting.groups:
+        group.restore()
+    if state.scaler is not None and found.scaler is not None:
+        state.scaler.load_state_dict(from_plain(found.scaler))
+    data = from_plain(found.data)
+    if data is not None and hasattr(state.data, "load_state_dict"):
+        state.data.load_state_dict(data)
+    if same_layout:
+        random_state.restore({key.removeprefix(own): value for key, value in randoms.items()}, inventory.device)
+    else:
+        random_state.derive(found.seed, found.step, rank)
+
+
+def _fitting(state: TrainingState, path: Path, found: Manifest) -> _Fitting:
     inventory = Inventory(state)
     for held in inventory.held:
         entry = found.tensors.get(f"model/{held.module}/{held.name}")
@@ -151,7 +176,18 @@ def _fitting(state: TrainingState, found: Manifest) -> tuple[Inventory, optimize
                 f"stage {held.stage} of module {held.module!r} has {held.name!r} as {(held.dtype, list(held.shape))}, "
                 f"and the checkpoint has {there}"
             )
-    return inventory, optimizer.group_options(state.optimizers, inventory.owners, found.groups)
+    return _Fitting(inventory, loaded_groups(state.optimizers, inventory.owners, found.groups), _plan(path, found))
+
+
+def _plan(path: Path, found: Manifest) -> str | None:
+    if PLAN not in found.files:
+        return None
+    with folder.opened(path / PLAN) as file:
+        data = file.read(found.files[PLAN].length)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpointError(f"{PLAN}: {error}") from error
 
 
 def _some(names: Iterable[str]) -> str:

@@ -9,15 +9,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import cattrs
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from pipegrid.training.checkpoint import agreement
+from pipegrid.training.checkpoint.agreement import Held
 from pipegrid.training.checkpoint.job import Job, reached
-from pipegrid.training.checkpoint.state import optimizer, random_state
+from pipegrid.training.checkpoint.state import groups as parameter_groups
+from pipegrid.training.checkpoint.state import random_state
 from pipegrid.training.checkpoint.state.shot import Shot, stages_of
 from pipegrid.training.checkpoint.state.snapshot import SnapshotPlanner
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest
-from pipegrid.training.checkpoint.stored.manifest import Chunk, Manifest, TensorEntry
+from pipegrid.training.checkpoint.stored.manifest import Chunk, GroupEntry, Manifest, TensorEntry
 from pipegrid.training.checkpoint.stored.plain import dtype_name
 from pipegrid.training.errors import CheckpointError
 
@@ -57,7 +60,7 @@ class Saver:
         with ExitStack() as undo:
             path = self._begin(step, undo, what)
             self._write_files(path, shot, what)
-            self._job.first(what, lambda: folder.publish(path, step))
+            self._job.first(what, lambda: folder.publish(path, step).name)
             undo.pop_all()
         remain = f"step {step} is saved, but older ones remain"
         self._job.first(remain, lambda: folder.prune(self._directory, self._keep))
@@ -73,7 +76,7 @@ class Saver:
         tables = self._job.gather((shot.held, shot.settings))
         settings = ("the plan", "the grids", "the layout")
         agreement.require_equal(what, [dict(zip(settings, values, strict=True)) for _, values in tables])
-        agreement.require_whole_names(what, [held for held, _ in tables])
+        agreement.require_whole_names(what, [cattrs.structure(held, tuple[Held, ...]) for held, _ in tables])
         self._agreed = hashes
 
     def _begin(self, step: int, undo: ExitStack, what: str) -> Path:
@@ -84,7 +87,7 @@ class Saver:
             undo.callback(shutil.rmtree, made, ignore_errors=True)
             return made.name
 
-        path = self._directory / self._job.first(what, begin)
+        path = self._directory / str(self._job.first(what, begin))
         self._job.together(what, lambda: _require_seen(path))
         return path
 
@@ -93,11 +96,11 @@ class Saver:
         randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(shot.random).items()}
         planner = SnapshotPlanner(shot.snapshot, randoms, lowest=self._replicas == "first")
         with reached(f"{what}: "):
-            metadata = dcp.save(path, planner, self._job.group)
+            metadata, places = dcp.save(path, planner, self._job.group)
         written = self._job.together(
             what,
             lambda: (
-                dcp.chunks(path, metadata, planner.plan.items),
+                dcp.chunks(path, places, planner.plan.items),
                 shot.groups,
                 shot.values,
                 stages_of(shot.held),
@@ -122,11 +125,11 @@ def _require_seen(path: Path) -> None:
         time.sleep(0.05)
 
 
-def _describe(path: Path, shot: Shot, metadata: Metadata, written: Sequence[tuple[Any, ...]]) -> None:
+def _describe(path: Path, shot: Shot, metadata: Metadata, written: Sequence[Sequence[Any]]) -> None:
     """Write the texts and the manifest."""
     chunks: dict[str, list[Chunk]] = {}
     for key, chunk in (entry for own, *_ in written for entry in own):
-        chunks.setdefault(key, []).append(chunk)
+        chunks.setdefault(key, []).append(cattrs.structure(chunk, Chunk))
     tensors = {
         key: TensorEntry(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(chunks[key]))
         for key, stored in sorted(metadata.state_dict_metadata.items())
@@ -141,12 +144,12 @@ def _describe(path: Path, shot: Shot, metadata: Metadata, written: Sequence[tupl
         step=shot.step,
         tensors=tensors,
         files={name: manifest.file_entry(path / name) for name in names},
-        groups=optimizer.merged([groups for _, groups, *_ in written]),
+        groups=parameter_groups.merged([cattrs.structure(groups, list[GroupEntry]) for _, groups, *_ in written]),
         values={key: value for _, _, values, *_ in written for key, value in values.items()},
         scaler=next((scaler for *_, scaler, _ in written if scaler is not None), None),
         data=next((data for *_, data in written if data is not None), None),
         seed=shot.seed,
-        ranks=tuple(stages for _, _, _, stages, *_ in written),
+        ranks=tuple(tuple((module, stage) for module, stage in stages) for _, _, _, stages, *_ in written),
         grids=grids,
         layout=layout,
     )

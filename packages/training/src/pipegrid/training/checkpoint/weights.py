@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pipegrid.training.checkpoint.state.names import Slot, TrainingState, known_state
 from pipegrid.training.checkpoint.state.snapshot import local_box
-from pipegrid.training.checkpoint.stored import dcp, manifest
+from pipegrid.training.checkpoint.stored import dcp, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, raw_bytes
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -57,9 +57,9 @@ def export_safetensors(
         CheckpointError: there is no such module, or a tensor has a type that safetensors has not.
     """
     checkpoint, target = Path(checkpoint), Path(target)
-    found = manifest.read(checkpoint)
+    found = reading.read(checkpoint)
     names = _names(found, module)
-    faults = manifest.faults(checkpoint, manifest.parts(found, {*names, dcp.METADATA}))
+    faults = manifest.faults(checkpoint, manifest.parts(found, names.keys()))
     if faults:
         raise CorruptCheckpointError("; ".join(faults[:3]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(found.step)}}
@@ -111,11 +111,11 @@ def _read(checkpoint: Path, found: Manifest, keys: list[str]) -> Iterator[dict[s
         tensors[key] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
         held += tensors[key].nbytes
         if held >= _TOGETHER:
-            dcp.load(checkpoint, tensors, None)
+            dcp.load(checkpoint, found, tensors)
             yield tensors
             tensors, held = {}, 0
     if tensors:
-        dcp.load(checkpoint, tensors, None)
+        dcp.load(checkpoint, found, tensors)
         yield tensors
 
 
@@ -128,16 +128,26 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
 
     Raises:
         CheckpointMismatchError: a name is not in the file, or has another shape.
+        CorruptCheckpointError: it is no safetensors file.
     """
+    from safetensors import SafetensorError
+
+    try:
+        _load(known_state(state), Path(path))
+    except SafetensorError as error:
+        raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error
+
+
+def _load(state: TrainingState, path: Path) -> None:
     from safetensors import safe_open
 
     by_module: dict[str, list[Slot]] = {}
-    for slot in known_state(state).slots():
+    for slot in state.slots():
         by_module.setdefault(slot.module, []).append(slot)
     with safe_open(path, framework="pt") as file:
         there = set(file.keys())
         for module, slots in by_module.items():
-            for slot, name in _found(module, slots, there, Path(path).name):
+            for slot, name in _found(module, slots, there, path.name):
                 _fill(slot, name, file)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, PipelineError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.topology.fields import Count, Index, Seconds, checked
+from pipegrid.training.gathering import gather_plain
 from pipegrid.training.restart.exits import PREEMPTED, RestartError
 from pipegrid.training.restart.neighbours import Neighbours
 from pipegrid.training.restart.record import AttemptLine, AttemptRecord, read_attempts, reason_to_stop
@@ -95,10 +96,9 @@ class Attempt:
             reason = [reason_to_stop(attempts, now, limit=self._limit)]
             if reason[0] is None:
                 self._line = AttemptLine.append(self.directory, now)
-        said = [None if reason[0] is None else (str(reason[0]), reason[0].exit_code)]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        if said[0] is not None:
-            text, exit_code = said[0]
+        said = gather_plain(None if reason[0] is None else (str(reason[0]), reason[0].exit_code), self._group)[0]
+        if said is not None:
+            text, exit_code = said
             self._close(for_good=True)
             raise RestartError(text, exit_code=exit_code)
         self._neighbours = Neighbours(self._lose, timeout=self._timeout)

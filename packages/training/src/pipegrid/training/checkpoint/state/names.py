@@ -134,6 +134,19 @@ def _tensors(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bo
             yield _clean(prefix + leaf), owner, leaf, buffer, False
 
 
+def identities(state: TrainingState) -> list[tuple[Any, ...]]:
+    """Which objects hold the tensors of a state, to see whether one is in another's place.
+
+    A buffer may be assigned anew every step; it is read where it is.
+    """
+    return [
+        (module, number, name, id(owner), id(tensor) if parameter else None)
+        for module, held in state.stages.items()
+        for number, stage in numbered(module, held, state.grids).items()
+        for name, owner, _, tensor, parameter in _tensors(stage)
+    ]
+
+
 def _clean(name: str) -> str:
     return _WRAPPERS.sub("", name)
 

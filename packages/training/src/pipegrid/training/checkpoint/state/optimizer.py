@@ -1,19 +1,16 @@
-"""Optimizer states and parameter groups under the names of the parameters, for any number of ranks and groups."""
+"""Optimizer states under the names of the parameters, for any number of ranks and groups."""
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import evolve
 from torch import Tensor
 
-from pipegrid.training.checkpoint.stored.manifest import GroupEntry, Manifest
-from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain, to_plain
-from pipegrid.training.errors import CheckpointError, CheckpointMismatchError
+from pipegrid.training.checkpoint.stored.manifest import Manifest
+from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
+from pipegrid.training.errors import CheckpointError
 
 Owners = Mapping[int, tuple[str, str]]
 """Module and name of each parameter, by its id."""
@@ -42,91 +39,6 @@ def owner_of(parameter: Tensor, owners: Owners, number: int) -> tuple[str, str]:
         raise CheckpointError(
             f"optimizer {number} has a parameter of shape {list(parameter.shape)} that is in no stage of this rank"
         ) from None
-
-
-def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
-    """The parameter groups of this rank."""
-    return [
-        GroupEntry(
-            number,
-            index,
-            {
-                option: to_plain(value, f"option {option!r} of group {index} of optimizer {number}")
-                for option, value in group.items()
-                if option != "params"
-            },
-            tuple(owner_of(parameter, owners, number) for parameter in group["params"]),
-            type(optimizer).__name__,
-        )
-        for number, optimizer in enumerate(optimizers)
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def merged(of_ranks: Sequence[Sequence[GroupEntry]]) -> tuple[GroupEntry, ...]:
-    """The groups of all ranks: those with the same place and options become one."""
-    found: dict[tuple[int, int, str], tuple[GroupEntry, dict[tuple[str, str], None]]] = {}
-    options_of: dict[tuple[str, str], dict[str, Any]] = {}
-    for group in itertools.chain.from_iterable(of_ranks):
-        place = (group.optimizer, group.index, json.dumps(group.options, sort_keys=True))
-        names = found.setdefault(place, (group, {}))[1]
-        for name in group.parameters:
-            if options_of.setdefault(name, group.options) != group.options:
-                raise CheckpointMismatchError(
-                    f"two ranks have different options for {name[1]} of module {name[0]!r}: {options_of[name]} and "
-                    f"{group.options}"
-                )
-            names[name] = None
-    return tuple(evolve(group, parameters=tuple(names)) for group, names in found.values())
-
-
-GroupOptions = list[tuple[dict[str, Any], dict[str, Any]]]
-"""Parameter groups, each with the options that it was saved with."""
-
-
-def group_options(optimizers: Sequence[Any], owners: Owners, saved: Sequence[GroupEntry]) -> GroupOptions:
-    """The saved options of every parameter group: those of its parameters.
-
-    A group without parameters on this rank has those of the saved group in the same place.
-    """
-    of_name = {name: group for group in saved for name in group.parameters}
-    found: GroupOptions = []
-    for number, optimizer in enumerate(optimizers):
-        for index, group in enumerate(optimizer.param_groups):
-            names = [owner_of(parameter, owners, number) for parameter in group["params"]]
-            entries = []
-            for name in names:
-                if name not in of_name:
-                    raise CheckpointMismatchError(
-                        f"group {index} of optimizer {number} has {name[1]}, which no optimizer of the checkpoint had"
-                    )
-                entries.append(of_name[name])
-                _require_kind(f"group {index} of optimizer {number}", optimizer, group, of_name[name])
-                if of_name[name].options != entries[0].options:
-                    raise CheckpointMismatchError(
-                        f"group {index} of optimizer {number} has {name[1]}, saved with the options "
-                        f"{of_name[name].options}, and {names[0][1]}, saved with {entries[0].options}"
-                    )
-            entries += [one for one in saved if (one.optimizer, one.index) == (number, index)]
-            options = entries[0].options if entries else {}
-            found.append((group, {option: from_plain(value) for option, value in options.items()}))
-    return found
-
-
-def _require_kind(what: str, optimizer: Any, group: Mapping[str, Any], saved: GroupEntry) -> None:
-    """Raise where another kind of optimizer has saved its state: another class, whose options differ both ways.
-
-    A newer version of a class, or a scheduler, only adds options; SGD has ``momentum`` where AdamW has ``betas``.
-    """
-    actual = type(optimizer).__name__
-    if saved.kind in {"", actual}:
-        return
-    own, other = sorted(group.keys() - saved.options.keys() - {"params"}), sorted(saved.options.keys() - group.keys())
-    if own and other:
-        raise CheckpointMismatchError(
-            f"{what} is of {actual}, with {', '.join(own)}; it was saved by {saved.kind}, with {', '.join(other)}; to "
-            "start another optimizer, load the weights alone (load_safetensors)"
-        )
 
 
 def prepared(

@@ -10,8 +10,8 @@ from attrs import frozen
 from torch import Tensor
 
 from pipegrid.training.checkpoint.agreement import Held
-from pipegrid.training.checkpoint.state import optimizer, random_state
-from pipegrid.training.checkpoint.state.names import Slot, TrainingState
+from pipegrid.training.checkpoint.state import groups, optimizer, random_state
+from pipegrid.training.checkpoint.state.names import Slot, TrainingState, identities
 from pipegrid.training.checkpoint.state.snapshot import Copies, Snapshot
 from pipegrid.training.checkpoint.stored.manifest import GroupEntry
 from pipegrid.training.checkpoint.stored.plain import dtype_name, to_plain
@@ -76,6 +76,11 @@ class Inventory:
         devices = (tensor.device for _, tensor in tensors)
         self.device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         self._keys = [slot.key for slot in self.slots]
+        self._identities = identities(state)
+
+    def holds(self, state: TrainingState) -> bool:
+        """Whether the state still has the modules and parameters that were read."""
+        return identities(state) == self._identities
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors as they are now, by key."""
@@ -93,6 +98,8 @@ class Camera:
 
     def shoot(self, step: int) -> Shot:
         """Copy the state; overwrites the copies of the shot before."""
+        if self._inventory is not None and not self._inventory.holds(self.state):
+            self._inventory = None  # a module or a parameter in another's place has other values under the same name
         tensors, values = self._read()
         if self._inventory is None or not self._copies.fit(tensors):
             self._inventory = Inventory(self.state)
@@ -104,7 +111,7 @@ class Camera:
             snapshot=self._copies.take(tensors),
             random=random_state.capture(inventory.device),
             seed=torch.initial_seed(),
-            groups=optimizer.groups(state.optimizers, inventory.owners),
+            groups=groups.groups(state.optimizers, inventory.owners),
             values=values,
             scaler=None if state.scaler is None else to_plain(state.scaler.state_dict(), "the state of the scaler"),
             data=to_plain(data, "the data position"),

@@ -1,38 +1,57 @@
-"""Reading and writing by `torch.distributed.checkpoint`. What this package knows of the format of its files is here."""
+"""Writing and reading by `torch.distributed.checkpoint`. What this package knows of the format of its files is here.
+
+Torch writes its metadata, and the frame of each tensor, as pickles. They are for other readers: `load` goes by the
+manifest and reads plain bytes.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from pipegrid.training.checkpoint.stored.manifest import Chunk, checksum_of
+from pipegrid.training.checkpoint.stored import archive
+from pipegrid.training.checkpoint.stored.manifest import Chunk, Manifest, checksum_of
+from pipegrid.training.checkpoint.stored.plain import dtype_of
 from pipegrid.training.errors import CheckpointError
 
 METADATA = ".metadata"
-"""The file with torch's own metadata."""
+"""The file with torch's own metadata; never read here."""
+
+Places = dict[MetadataIndex, Any]
+"""Where the boxes are: each with ``relative_path``, ``offset`` and ``length``."""
 
 
 class _Writer(FileSystemWriter):
-    """Says what failed on the disk, which `torch.save` hides behind an error of its zip writer."""
+    """Keeps the places of what this rank writes; says what failed on the disk, which `torch.save` hides."""
+
+    places: Places
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As torch's."""
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
         except RuntimeError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
@@ -40,37 +59,93 @@ class _Writer(FileSystemWriter):
             if cause is None:
                 raise
             raise cause from None
+        self.places = {result.index: result.storage_data for result in written.value()}
+        return written
 
 
-def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> Metadata:
+class _Reader(StorageReader):
+    """Reads tensors as the manifest describes them."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest = path, manifest
+        self._chunks = {
+            MetadataIndex(key, chunk.offset): chunk for key, entry in manifest.tensors.items() for chunk in entry.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a reader reads one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest in torch's form."""
+        del args, kwargs
+        return Metadata(
+            {
+                key: TensorStorageMetadata(
+                    TensorProperties(dtype=dtype_of(entry.dtype)),
+                    torch.Size(entry.shape),
+                    [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in entry.chunks],
+                )
+                for key, entry in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the boxes of ``plan`` into their tensors."""
+        for item in plan.items:
+            index = item.storage_index
+            stored = archive.read_tensor(
+                self._path, self._chunks[index], dtype_of(self._manifest.tensors[index.fqn].dtype)
+            )
+            box = tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored[box])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True: the path is known."""
+        del checkpoint_id
+        return True
+
+
+def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> tuple[Metadata, Places]:
     """Write the files of a checkpoint and sync them; all ranks of ``group`` together, or this process alone."""
+    writer = _Writer(path)
     with _told():
         written: Any = state_dict_saver.save(
-            {}, storage_writer=_Writer(path), planner=planner, process_group=group, no_dist=_alone(group)
+            {}, storage_writer=writer, planner=planner, process_group=group, no_dist=_alone(group)
         )
-    metadata: Metadata = written
-    if metadata.storage_data is None:  # torch 2.11 returns what it wrote without the places in the files
-        metadata = FileSystemReader(path).read_metadata()
-    return metadata
+    return written, writer.places
 
 
-def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill ``tensors`` in place; all ranks of ``group`` together, or this process alone."""
+def load(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors`` in place; each rank by itself."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _told():
-        reader = FileSystemReader(path)
-        state_dict_loader.load(
-            tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=_alone(group)
-        )
+        state_dict_loader.load(tensors, storage_reader=_Reader(path, manifest), planner=planner, no_dist=_alone(None))
 
 
-def chunks(path: Path, metadata: Metadata, items: list[WriteItem]) -> list[tuple[str, Chunk]]:
+def chunks(path: Path, places: Places, items: list[WriteItem]) -> list[tuple[str, Chunk]]:
     """The bytes that each of ``items`` has in the files of ``path``, read back for their checksums."""
     found = []
     for item in items:
         if item.tensor_data is None:
             raise TypeError(f"{item.index.fqn} is no tensor")
-        stored = metadata.storage_data[item.index]
+        stored = places[item.index]
         file, start, length = stored.relative_path, stored.offset, stored.length
         box = item.tensor_data.chunk
         crc32 = checksum_of(path / file, start, length)
@@ -92,4 +167,6 @@ def _told() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, CheckpointError):
+            raise type(cause)(str(cause)) from error
         raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from error

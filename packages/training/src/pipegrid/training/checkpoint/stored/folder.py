@@ -11,9 +11,13 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from attrs import frozen
+
+from pipegrid.training.errors import CorruptCheckpointError
 
 MANIFEST = "manifest.json"
 _SAVED = re.compile(r"save-(\d+)-step-(\d+)")
@@ -29,23 +33,41 @@ class Saved:
     path: Path
 
 
-def saved_in(directory: Path) -> list[Saved]:
-    """The checkpoints of a directory, the newest first; none where it does not exist."""
+def named_in(directory: Path) -> list[Saved]:
+    """The checkpoints of a directory by their names, the newest first; none where it does not exist."""
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
         match = _SAVED.fullmatch(path.name)
-        if match is not None and (path / MANIFEST).is_file():
+        if match is not None:
             found.append(Saved(int(match[1]), int(match[2]), path))
     return sorted(found, key=lambda saved: saved.number, reverse=True)
 
 
-def clean(directory: Path) -> bool:
-    """Make the directory, and remove what saves that did not end left behind; whether it can be written to."""
-    directory.mkdir(parents=True, exist_ok=True)
+def saved_in(directory: Path) -> list[Saved]:
+    """The checkpoints of a directory that have a manifest, the newest first."""
+    return [saved for saved in named_in(directory) if (saved.path / MANIFEST).is_file()]
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file of a checkpoint, to be read.
+
+    Raises:
+        CorruptCheckpointError: it is no regular file, or a link out of its folder.
+        OSError: there is none.
+    """
+    real = path.resolve(strict=True)
+    if real.parent != path.parent.resolve():
+        raise CorruptCheckpointError(f"{path.name} is a link out of the checkpoint's folder, to {real}")
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise CorruptCheckpointError(f"{path.name} is no regular file")
+    return real.open("rb")
+
+
+def clean(directory: Path) -> None:
+    """Remove what saves that did not end left behind."""
     for path in directory.iterdir():
         if path.name.startswith(_ASIDE):
-            shutil.rmtree(path)
-    return os.access(directory, os.W_OK)
+            _remove(path)
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -72,7 +94,15 @@ def prune(directory: Path, keep: int) -> None:
     for saved in saved_in(directory)[keep:]:
         aside = directory / f".removing-{saved.path.name}"
         saved.path.rename(aside)
-        shutil.rmtree(aside)
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or the link to one."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def write(path: Path, text: str) -> None:

@@ -9,62 +9,83 @@ import json
 import zlib
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import cattrs
-from attrs import frozen
+from attrs import field, frozen
 
+from pipegrid.topology.fields import Index, Rule, checked_fields, integer
 from pipegrid.training.checkpoint.stored import folder
-from pipegrid.training.errors import CheckpointError, CorruptCheckpointError
+from pipegrid.training.errors import CorruptCheckpointError
 
 FORMAT = 1
 _BLOCK = 2**22
 
 
-@frozen
+def _file_name(value: Any) -> str:
+    if (
+        not isinstance(value, str)
+        or value in {"", ".", ".."}
+        or not value.isprintable()
+        or not {*"/\\"}.isdisjoint(value)
+    ):
+        raise ValueError
+    return value
+
+
+FileName: TypeAlias = Annotated[str, Rule(_file_name, "the name of a file in the checkpoint's own folder")]
+Size: TypeAlias = Annotated[int, integer(0, 2**63 - 1)]
+Crc32: TypeAlias = Annotated[int, integer(0, 2**32 - 1)]
+_checked = checked_fields(CorruptCheckpointError)
+
+
+@frozen(field_transformer=_checked)
 class Chunk:
     """A box of a tensor, and its bytes in a file."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-    crc32: int
+    offset: tuple[Size, ...]
+    shape: tuple[Size, ...]
+    file: FileName
+    start: Size
+    length: Size
+    crc32: Crc32
 
 
-@frozen
+@frozen(field_transformer=_checked)
 class TensorEntry:
     """A stored tensor of the whole model."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     chunks: tuple[Chunk, ...]
 
 
-@frozen
+@frozen(field_transformer=_checked)
 class FileEntry:
     """A file beside those of the tensors."""
 
-    length: int
-    crc32: int
+    length: Size
+    crc32: Crc32
 
 
-@frozen
+@frozen(field_transformer=_checked)
 class GroupEntry:
     """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``.
 
-    ``kind``: the optimizer's class, such as ``AdamW``; empty in checkpoints written before it was kept.
+    Attributes:
+        kind: the optimizer's class, such as ``torch.optim.AdamW``; empty in checkpoints written before it was kept.
+        defaults: the options that the optimizer was made with; a schedule changes those of the group alone.
     """
 
-    optimizer: int
-    index: int
+    optimizer: Index
+    index: Index
     options: dict[str, Any]
     parameters: tuple[tuple[str, str], ...]
     kind: str = ""
+    defaults: dict[str, Any] = field(factory=dict)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=_checked)
 class Manifest:
     """What a checkpoint holds.
 
@@ -79,7 +100,7 @@ class Manifest:
         grids: shape and first rank of each grid.
     """
 
-    step: int
+    step: Size
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
     groups: tuple[GroupEntry, ...]
@@ -88,7 +109,7 @@ class Manifest:
     data: Any
     seed: int
     ranks: tuple[tuple[tuple[str, int], ...], ...]
-    grids: Any
+    grids: dict[str, Any] | None
     layout: Any
     format: int = FORMAT
 
@@ -101,35 +122,22 @@ class Manifest:
 def write(path: Path, manifest: Manifest) -> None:
     """Write the manifest of the checkpoint in the folder ``path``."""
     content = cattrs.unstructure(manifest)
-    folder.write(path / folder.MANIFEST, _short({"checksum": _checksum(content), "content": content}))
-
-
-def read(path: Path) -> Manifest:
-    """The manifest of the checkpoint in the folder ``path``."""
-    try:
-        written = json.loads((path / folder.MANIFEST).read_text(encoding="utf-8"))
-        checksum, content = written["checksum"], written["content"]
-    except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path / folder.MANIFEST} cannot be read: {error}") from error
-    if _checksum(content) != checksum:
-        raise CorruptCheckpointError(f"{path / folder.MANIFEST} does not have its checksum {checksum}")
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
-    return cattrs.structure(content, Manifest)
+    folder.write(path / folder.MANIFEST, _short({"checksum": checksum(content), "content": content}))
 
 
 def _short(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"), sort_keys=True)
 
 
-def _checksum(content: Any) -> int:
+def checksum(content: Any) -> int:
+    """The checksum of a manifest's content."""
     return zlib.crc32(_short(content).encode())
 
 
 def checksum_of(path: Path, start: int, length: int) -> int:
     """The checksum of some bytes of a file."""
     found = 0
-    with path.open("rb") as file:
+    with folder.opened(path) as file:
         file.seek(start)
         left = length
         while left:

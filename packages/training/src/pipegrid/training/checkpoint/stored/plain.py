@@ -63,8 +63,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """`torch.float32` for ``float32``."""
-    dtype: torch.dtype = getattr(torch, name)
+    """`torch.float32` for ``float32``; ValueError for another name."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{shown(name)} is no dtype of torch {torch.__version__}")  # noqa: TRY004 -- of a file
     return dtype
 
 

@@ -57,15 +57,15 @@ class Own(torch.optim.Adam):
     """A script's Adam."""
 
 
-class Muon(torch.optim.SGD):
-    """A kind of its own, as far as this module knows: it hides its base."""
+class Momentum(torch.optim.SGD):
+    """A script's SGD."""
 
 
-class Lion(torch.optim.Optimizer):
+class Bare(torch.optim.Optimizer):
     """An optimizer that is not torch's."""
 
     def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, {"lr": lr})
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": lr})
 
     def step(self):
         """Keep a momentum."""
@@ -74,14 +74,20 @@ class Lion(torch.optim.Optimizer):
                 self.state[parameter]["exp_avg"] = parameter.grad.clone()
 
 
-class Sub(Lion):
-    """A subclass of it."""
+class Lion(torch.optim.Optimizer):
+    """One kind."""
+
+    __init__, step = Bare.__init__, Bare.step
 
 
-class Tiger(Lion.__base__):
+class Tiger(torch.optim.Optimizer):
     """Another one, with the same options and state."""
 
-    __init__, step = Lion.__init__, Lion.step
+    __init__, step = Bare.__init__, Bare.step
+
+
+class Sub(Lion):
+    """A subclass of the first."""
 
 
 OPTIM = torch.optim
@@ -96,14 +102,12 @@ def test_a_state_is_loaded_into_its_own_kind_of_optimizer_alone(tmp_path, kept):
         if kind is kept:
             loaded(tmp_path, lambda parameters, kind=kind: kind(parameters, lr=0.1))
             continue
-        text = (
-            rf"group 0 of optimizer 0 is of \S+\.{kind.__name__}, and was saved by \S+\.{kept.__name__}, .*load_safet"
-        )
+        text = rf"group 0 of optimizer 0 is of \S+\.{kind.__name__}, and was saved by \S+\.{kept.__name__}, .*load_"
         with pytest.raises(CheckpointMismatchError, match=text):
             loaded(tmp_path, lambda parameters, kind=kind: kind(parameters, lr=0.1))
 
 
-@pytest.mark.parametrize(("kept", "other"), [(OPTIM.Adam, Own), (Own, OPTIM.Adam), (Lion, Sub), (OPTIM.SGD, Muon)])
+@pytest.mark.parametrize(("kept", "other"), [(OPTIM.Adam, Own), (Own, OPTIM.Adam), (Lion, Sub), (OPTIM.SGD, Momentum)])
 def test_a_subclass_is_of_the_kind_of_its_base(tmp_path, kept, other):
     saved(tmp_path, lambda parameters: kept(parameters, lr=0.1))
     loaded(tmp_path, lambda parameters: other(parameters, lr=0.1))
@@ -302,14 +306,18 @@ def started(directory, **environment):
     return process
 
 
+def stopped(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
 def test_a_second_run_in_a_directory_is_an_error_that_names_the_first(tmp_path):
     other = started(tmp_path, TORCHELASTIC_RUN_ID="nightly-7")
     aside = tmp_path / ".saving-3-abcd"  # of a save that is under way
     aside.mkdir()
     try:
-        with pytest.raises(
-            CheckpointError, match=rf"in use by process {other.pid} on \S+, since 20\S+, run nightly-7; "
-        ):
+        with pytest.raises(CheckpointError, match=rf"by process {other.pid} on \S+, since 20\S+, run nightly-7"):
             Checkpoints(tmp_path)
         assert aside.is_dir()
     finally:
@@ -355,7 +363,7 @@ def test_a_lock_that_is_dropped_or_lost_its_file_does_not_last(tmp_path):
     kept = Checkpoints(tmp_path)
     (tmp_path / ".lock").unlink()
     kept.close()
-    started(tmp_path).kill()
+    stopped(started(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b'{"pid": 1}', b"[" * 4096, json.dumps({"run": {}}).encode()])
@@ -386,9 +394,7 @@ def test_a_second_run_is_an_error_on_every_rank(ranks):
     with pytest.raises(CheckpointError, match="rank 0: .* is in use by process"):
         Checkpoints(directory)
     if dist.get_rank() == 0:
-        other.kill()
-        other.wait()
-        other.stdout.close()
+        stopped(other)
 
 
 LAST = """
@@ -431,9 +437,9 @@ print("end of the script")
 @pytest.mark.parametrize(
     ("kind", "code", "said"),
     [
-        ("full", 120, "is lost: CheckpointError: step 5 is not saved.*No space left on device"),
-        ("raise", 120, "is lost: CheckpointError: step 5 is not saved.*No space left on device"),
-        ("error", 120, "ValueError: of the script.*is lost: CheckpointError: step 5 is not saved.*No space left"),
+        ("full", 120, "is lost: OSError: .*No space left on device; exit code 120"),
+        ("raise", 120, "is lost: OSError: .*No space left on device; exit code 120"),
+        ("error", 120, "ValueError: of the script.*is lost: OSError: .*No space left"),
         ("stuck", 120, r"waiting up to 1 s .*is lost: CheckpointError: it has not ended; call Checkpoints\.close\(\)"),
         ("slow", 0, r"^waiting up to 60 s for the last save in \S+\n$"),
         ("seen", 0, "^$"),

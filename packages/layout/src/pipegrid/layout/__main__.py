@@ -26,6 +26,7 @@ from pipegrid.layout import (
     even,
     report,
 )
+from pipegrid.layout.strict_json import read_json
 
 _COSTS = """\
 costs.json holds forward plus backward times: an object from kind of layer to a number (each layer of that kind) or a
@@ -185,7 +186,7 @@ def _limit(text: str | None) -> float | list[float] | None:
 def _read_json(path: Path) -> dict[str, float] | list[float]:
     """The contents of a JSON file, checked by their user."""
     try:
-        data: dict[str, float] | list[float] = json.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, float] | list[float] = read_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"{path} is not JSON: {error}") from error
     return data

@@ -15,6 +15,7 @@ from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import integer
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.parser import parse
+from pipegrid.layout.strict_json import read_json
 from pipegrid.layout.text import align, merge_equal, name_layers, write, write_stage
 
 _SHORT = 80  # characters of a layout that an error repeats
@@ -196,7 +197,7 @@ class PipelineParallelLayerLayout:
     def from_json(text: str) -> PipelineParallelLayerLayout:
         """The layout of the JSON that `to_json` returns; `LayoutError` for another text."""
         try:
-            data = json.loads(text)
+            data = read_json(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"not a layout in JSON: {error}") from error
         required = {"layout", "pipeline_model_parallel_size"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from attrs import fields, has
 
+from pipegrid.layout.strict_json import read_json
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Job
 from pipegrid.topology.fields import checked, instance
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from cattrs import Converter
 
 
+_MOST_PARTS = 100  # of a dotted key
+_KEY_ENDS = re.compile(r"[=,\[\]{}\n]")
 _Text = Annotated[str, instance(str, "the job's text; read_job takes a path")]
 
 
@@ -49,7 +52,7 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
 
     checked(text, _Text, "text", JobError)
     try:
-        data = json.loads(text) if form == "json" else tomllib.loads(text)
+        data = read_json(text) if form == "json" else _from_toml(text)
     except (ValueError, RecursionError) as error:  # both decoders' errors, with line and column
         raise JobError(f"not {form.upper()}: {error}") from None
     if not isinstance(data, dict):
@@ -61,6 +64,13 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
         what, _, where = first.rpartition(" @ ")
         where = where.lstrip(".")
         raise JobError(f"{where}: {what}" if where else what) from None
+
+
+def _from_toml(text: str) -> dict[str, Any]:
+    """The document; not one with a key of so many parts that the decoder, quadratic in them, takes minutes."""
+    if any(piece.count(".") > _MOST_PARTS for piece in _KEY_ENDS.split(text)):
+        raise ValueError(f"a key has more than {_MOST_PARTS} parts")
+    return tomllib.loads(text)
 
 
 @cache

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from attrs import asdict, define, evolve, frozen
 
+from pipegrid.topology.fields import Index, checked_fields, instance, integer
 from pipegrid.training.restart.exits import NO_PROGRESS, PREEMPTED, RestartError
 
 FILE: Final = "attempts.jsonl"
@@ -23,7 +25,7 @@ End = Literal["", "preempted", "finished"]
 """How an attempt ended; empty: it runs, or it failed."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=checked_fields(ValueError))
 class AttemptRecord:
     """One attempt.
 
@@ -34,16 +36,21 @@ class AttemptRecord:
         end: how it ended.
     """
 
-    launch: str
-    restart: int
-    step: int = -1
+    launch: Annotated[str, instance(str, "a string")]
+    restart: Index
+    step: Annotated[int, integer(-1)] = -1
     end: End = ""
 
 
 def read_attempts(directory: Path) -> list[AttemptRecord]:
-    """The attempts so far, oldest first; without a line that a power failure has cut."""
+    """The attempts so far, oldest first; without a line that a power failure has cut.
+
+    Raises:
+        OSError: the record cannot be read, or is a link or no regular file.
+    """
     try:
-        data = (directory / FILE).read_bytes()
+        with os.fdopen(_opened(directory / FILE, os.O_RDONLY), "rb") as file:
+            data = file.read()
     except FileNotFoundError:
         return []
     found = []
@@ -84,6 +91,15 @@ def reason_to_stop(attempts: Sequence[AttemptRecord], now: AttemptRecord, *, lim
     )
 
 
+def _opened(path: Path, flags: int) -> int:
+    """The descriptor of a regular file: not of what a link or a pipe in its place leads to."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(f"{path} is no regular file")
+
+
 @define
 class AttemptLine:
     """The line of the attempt that runs, on the one rank that writes it."""
@@ -96,7 +112,7 @@ class AttemptLine:
     def append(cls, directory: Path, record: AttemptRecord) -> AttemptLine:
         """Add a line for an attempt that starts."""
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / FILE, os.O_WRONLY | os.O_CREAT, 0o666)
+        descriptor = _opened(directory / FILE, os.O_WRONLY | os.O_CREAT)
         line = cls(record, descriptor, -(-os.fstat(descriptor).st_size // _WIDTH) * _WIDTH)
         line.update(step=record.step)
         return line

@@ -6,7 +6,6 @@ it describes takes no more memory than its own files have bytes, names no file o
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin
 import cattrs
 from cattrs import BaseValidationError, transform_error
 
+from pipegrid.layout.strict_json import read_json
 from pipegrid.topology.fields import checked, shown
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.checkpoint.stored.manifest import FORMAT, Chunk, FileName, Manifest, TensorEntry, checksum
@@ -38,7 +38,7 @@ def read(path: Path) -> Manifest:
     where = path / folder.MANIFEST
     try:
         with folder.opened(where) as file:
-            written = json.loads(file.read().decode(), object_pairs_hook=_unique)
+            written = read_json(file.read().decode())
         saved, content = written["checksum"], written["content"]
         actual = checksum(content)
     except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
@@ -49,14 +49,6 @@ def read(path: Path) -> Manifest:
         return _structured(content)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{where}: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"an object has the key {key!r:.80} twice")
-    return found
 
 
 def _structured(content: Any) -> Manifest:

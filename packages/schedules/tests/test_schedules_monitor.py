@@ -166,6 +166,18 @@ class TestMonitor:
         monitor.close()
         assert said[0].startswith("position 0, step 1 (last heard")
 
+    @pytest.mark.parametrize("value", ["garbage", "[1]", "5", "[", '{"rank": 0}'], ids=range(5))
+    def test_a_value_of_the_store_that_no_rank_wrote_ends_the_step_and_not_the_watch_in_silence(self, store, value):
+        monitor = Monitor(store, rank=0, ranks=[0], interval=0.01)
+        ended, texts = threading.Event(), []
+        monitor.begin(one_f_one_b(1, 1), where=lambda: "0F0", abort=lambda text: (texts.append(text), ended.set()))
+        store.set("failure", value)
+        assert ended.wait(20)
+        with pytest.raises(JobFailedError, match="rank 0: the monitor's thread has failed: [A-Za-z]+Error: "):
+            monitor.check()
+        monitor.close()
+        assert texts[0].startswith("rank 0: the monitor's thread has failed: ")
+
     def test_a_step_without_a_fault_goes_through(self, store):
         network = Network()
         assert both(*(lambda s=s: run(s, store, network=network, steps=3) for s in range(2))) == [None, None]

@@ -298,6 +298,12 @@ class Monitor:
             if failure is not None:
                 self._fail(watched, failure)
 
+    def fail_here(self, error: Exception) -> None:
+        """End this rank's transfers with the ``error`` of the thread, which cannot look any more."""
+        text = f"rank {self.rank}: the monitor's thread has failed: {type(error).__name__}: {error}"
+        if self._failure is None and self._watched is not None:
+            self._fail(self._watched, Failure(self.rank, text))
+
     def _fail(self, watched: _Watched, failure: Failure) -> None:
         self._failure = failure
         watched.abort(failure.text)
@@ -373,7 +379,11 @@ def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, seconds: floa
             return
         now = time.monotonic()
         ask = now - asked >= watching.interval
-        watching.look(now, ask=ask)
+        try:
+            watching.look(now, ask=ask)
+        except Exception as error:  # noqa: BLE001 -- a thread that ends without a word leaves the job without deadlines
+            watching.fail_here(error)
+            return
         if ask:
             asked = now
         del watching

@@ -136,6 +136,14 @@ def test_a_view_that_does_not_fit_shows_both_sides(arguments, text):
     assert isinstance(caught.value, ValueError)
 
 
+def test_a_shared_dimension_is_named_once():
+    grid = HyperCommGrid([2, 2], ["tp", "pp"], world_size=4)
+    for shared in (["pp", "pp"], ["pp", "tp", "pp"]):
+        with pytest.raises(ValueError, match=r"view 'experts' has shared_dims \['pp', .*\]; each must be named once"):
+            grid.register_view("experts", [2, 2], ["ep", "pp"], shared)
+    grid.register_view("experts", [2, 2], ["ep", "pp"], ["pp"])
+
+
 def test_a_shared_dimension_of_size_one_may_be_anywhere():
     grid = HyperCommGrid([2, 1, 2], ["tp", "pp", "dp"], world_size=4)
     grid.register_view("v", [1, 4], ["pp", "ep"], ["pp"])

@@ -148,6 +148,8 @@ def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[s
     if grid.size != base.size:
         raise ViewError(f"view {name!r} {grid} has {grid.size} ranks, the grid {base} has {base.size}")
     shared = dims_of(shared_dims or ())
+    if len(set(shared)) < len(shared):
+        raise ViewError(f"view {name!r} has shared_dims {list(shared)}; each must be named once")
     for dim in shared:
         own, other = base.axes.get(dim), grid.axes.get(dim)
         if own is None or other is None or (own != other and not own[0] == other[0] == 1):

@@ -17,6 +17,7 @@ from pipegrid.schedules import (
     Forwarded,
     PipelineRuntime,
     PlanMismatchError,
+    Recorder,
     interleaved_1f1b,
     lower,
     one_f_one_b,
@@ -176,6 +177,35 @@ def test_a_sharded_stage_has_the_gradients_of_one_process(ranks, name, reduce, c
         stages[count - 1].tokens = 0
     for parameter, (where, other) in zip(every.parameters(), of_one_process(count, 2).items(), strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor().cpu() / 2, other, rtol=1e-10, atol=1e-13, msg=where)
+
+
+@pytest.mark.ranks(2)
+def test_every_gather_and_reduction_of_a_stage_is_recorded(ranks):
+    """All of them by their place in the plan, in a step, in an evaluation, and in the last of several."""
+    computes, count = PLANS["interleaved"]
+    plan = lower(computes, shard="microbatch", prefetch=0)
+    recorder = Recorder()
+    runtime = PipelineRuntime(verify(plan, window=1), stages_of(ranks, sharded(ranks, count)), None, hooks=[recorder])
+    actions = list(plan.actions(0))
+    assert len(set(actions)) < len(actions)
+    for steps in (1, 2):
+        recorder.start()
+        for _ in range(steps):
+            zero = recorder.now
+            runtime.step()
+        track = recorder.track(plan, rank=0, position=0)
+        assert [entry.index for entry in track.actions] == list(range(len(actions)))
+        starts = [entry.start for entry in track.actions]
+        assert starts == sorted(starts)
+        assert starts[0] >= zero
+    recorder.start()
+    runtime.eval()
+    entries = recorder.track(plan, rank=0, position=0).actions
+    recorded = [actions[entry.index] for entry in entries]
+    assert [a for a in recorded if a.kind.is_compute] == [a for a in actions if a.kind is ActionKind.F]
+    assert [entry.start for entry in entries] == sorted(entry.start for entry in entries)
+    gathers = lower(forward_of(computes), shard="step", prefetch=0).actions(0)
+    assert sum(a.kind is ActionKind.UNSHARD for a in recorded) == sum(a.kind is ActionKind.UNSHARD for a in gathers)
 
 
 def forward_of(computes):

@@ -15,6 +15,7 @@ from pipegrid.schedules import (
     ReductionError,
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
 )
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator
@@ -151,6 +152,36 @@ def test_a_wrapper_reduces_every_gradient_of_a_pipeline_once(ranks, grad_sync):
     assert sorted(model.reduced) == sorted(id(parameter) for parameter in model.module.parameters())
     assert model.log[:3] == ["2 parameters", "no_sync", "forward"]
     assert model.log[-1] == "sync"
+    expected = [Part(0, None), Part(1, None)]
+    reference(expected, lanes=2)
+    for ours, theirs in zip(model.module.parameters(), expected[here["pp"]].parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble_h1", "zero_bubble_h2"])
+def test_a_wrapper_reduces_in_the_last_backward_of_any_schedule(ranks, schedule):
+    """Also where the last backward is a half, of whichever microbatch."""
+    box = HyperCommGrid([2, 2], ["dp", "pp"])
+    pp, dp = box.create_pgs(["pp", "dp"])
+    here = box.coords(ranks.rank)
+    model = Averaging(Part(here["pp"], None), dp)
+    model.module.config = PipelineConfig(pipeline_dtype=torch.float64, no_sync_func=model.no_sync)
+    communicator = P2PCommunicator(pp, model.module.config)
+
+    def step(iterator, model):
+        received = model.module.received[0]
+        return model(microbatch(next(iterator), here["dp"]) if received is None else received), mean_loss
+
+    get_forward_backward_func(schedule=schedule)(
+        forward_step_func=step,
+        data_iterator=iter(range(MICROBATCHES)),
+        model=model,
+        p2p_communicator=communicator,
+        **COMMON,
+    )
+    communicator.close()
+    assert sorted(model.reduced) == sorted(id(parameter) for parameter in model.module.parameters())
     expected = [Part(0, None), Part(1, None)]
     reference(expected, lanes=2)
     for ours, theirs in zip(model.module.parameters(), expected[here["pp"]].parameters(), strict=True):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.plan import Action, ActionKind, Plan
+
+_B, _W = ActionKind.B, ActionKind.W
+_FORWARDS, _BACKWARDS = frozenset({ActionKind.F}), frozenset({_B, ActionKind.I, _W})
 
 
 def sync_parameters(config: Any, models: Mapping[int, Any]) -> None:
@@ -39,7 +42,9 @@ def _per_chunk(config: Any, name: str, models: Mapping[int, Any]) -> list[Any]:
     return list(value)
 
 
-def no_sync_hooks(plan: Plan, config: Any, models: Mapping[int, Any], outside: contextlib.ExitStack) -> list[Any]:
+def no_sync_hooks(
+    plan: Plan, position: int, config: Any, models: Mapping[int, Any], outside: contextlib.ExitStack
+) -> list[Any]:
     """Hooks that hold the no-sync contexts, except in the last backward of each chunk, which reduces gradients."""
     by_itself = [
         stage
@@ -50,30 +55,44 @@ def no_sync_hooks(plan: Plan, config: Any, models: Mapping[int, Any], outside: c
     if isinstance(contexts, (list, tuple)):
         per_chunk = _per_chunk(config, "no_sync_func", models)
         return [
-            _Suspended(enter, _last(plan, [stage] if stage in by_itself else []), outside)
+            _Suspended(enter, _last(plan, position, [stage] if stage in by_itself else []), outside)
             for stage, enter in zip(models, per_chunk, strict=True)
         ]
-    return [_Suspended(contexts, _last(plan, by_itself), outside)]
+    return [_Suspended(contexts, _last(plan, position, by_itself), outside)]
 
 
-def _last(plan: Plan, stages: Iterable[int]) -> set[Action]:
+def _last(plan: Plan, position: int, stages: Collection[int]) -> set[int]:
+    """The places of the last actions that add to the gradients of ``stages``.
+
+    Of halves both: a custom Function that computes both of its gradients at once does so at ``I``.
+    """
     # Without a pipeline the last backward follows the last forward, in which DDP decides whether to reduce.
-    kind = ActionKind.F if plan.graph.num_stages == 1 else ActionKind.B
-    return {Action(kind, stage, plan.num_microbatches - 1) for stage in stages}
+    kinds = _FORWARDS if plan.graph.num_stages == 1 else _BACKWARDS
+    last = {
+        (action.stage, action.kind): place
+        for place, action in enumerate(plan.actions(position))
+        if action.kind in kinds and action.stage in stages
+    }
+    # A whole backward with halves after it is not the last.
+    return {at for (stage, kind), at in last.items() if kind is not _B or last.get((stage, _W), -1) < at}
 
 
 class _Suspended:
-    """A context that is closed before each action of a set, and reentered after it unless it was the last."""
+    """A context that is closed before each action of ``places``, and reentered after it unless it was the last.
 
-    def __init__(self, enter: Callable[[], Any], actions: set[Action], outside: contextlib.ExitStack) -> None:
-        self._enter, self._left = enter, set(actions)
+    It counts the actions of the position, and so serves one step.
+    """
+
+    def __init__(self, enter: Callable[[], Any], places: set[int], outside: contextlib.ExitStack) -> None:
+        self._enter, self._left, self._place = enter, places, 0
         self._context = outside.enter_context(contextlib.ExitStack())
         self._context.enter_context(enter())
         self._suspended = False
 
     def before(self, action: Action) -> None:
-        if action in self._left:
-            self._left.remove(action)
+        del action
+        if self._place in self._left:
+            self._left.remove(self._place)
             self._suspended = True
             self._context.close()
 
@@ -82,6 +101,7 @@ class _Suspended:
         if self._suspended and self._left:
             self._context.enter_context(self._enter())
         self._suspended = False
+        self._place += 1
 
 
 def _is_first_stage(plan: Plan, stage: int) -> bool:

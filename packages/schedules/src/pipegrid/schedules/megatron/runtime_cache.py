@@ -94,7 +94,7 @@ class PreparedStep:
         self.plan = plan = proof.plan
         self.communicator, self._key = communicator, key
         self._models = {stage: weakref.ref(model) for stage, model in models.items()}
-        position = position_of(plan, models)
+        self.position = position = position_of(plan, models)
         chunks = _chunk_numbers(plan, models)
         self.stages = {
             stage: MegatronStage(
@@ -106,7 +106,7 @@ class PreparedStep:
             )
             for stage in models
         }
-        self.last_backwards: Mapping[Action, int] = last_backwards(plan, position)
+        self.last_backwards: Mapping[int, int] = last_backwards(plan, position)
         self._hooks = _CallMessageHooks() if key.messages else _CallHooks()
         self._config: Any = None
         self._output_layers: Sequence[Callable[[], None]] = ()

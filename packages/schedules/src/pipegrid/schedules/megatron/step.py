@@ -113,7 +113,7 @@ def _hooks(
     """The hooks of one call; ``outside`` closes what they have opened."""
     hooks: Sequence[Hook] = option(config, "hooks")
     if call.syncs:
-        hooks = [*hooks, *no_sync_hooks(call.prepared.plan, config, models, outside)]
+        hooks = [*hooks, *no_sync_hooks(call.prepared.plan, call.prepared.position, config, models, outside)]
     if reduction is not None and call.early:
         early = EarlyReduction(reduction, call.prepared.last_backwards, models)
         outside.callback(early.close)

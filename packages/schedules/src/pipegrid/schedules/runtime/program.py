@@ -16,7 +16,7 @@ from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, ac
 from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.hooks import Hook, HostLead, MessageHook
 from pipegrid.schedules.runtime.preflight import reducer_name
-from pipegrid.schedules.runtime.sharded import ShardedStage, in_evaluation, is_last_reduction, stages_sharded
+from pipegrid.schedules.runtime.sharded import ShardedStage, in_evaluation, stages_sharded
 from pipegrid.schedules.runtime.stage import Stage
 from pipegrid.schedules.runtime.stage_runner import StageRunner
 from pipegrid.schedules.verify import Dataflow, dataflow_of
@@ -110,7 +110,10 @@ class BoundPosition:
         self._in_streams = self._device is not None and streams.has_streams(self._device)
         flows = dataflow_of(plan)
         self._actions = tuple(plan.actions(position))
-        self.sharded = {number: ShardedStage(number, stages[number]) for number in stages_sharded(self._actions)}
+        self.sharded = {
+            number: ShardedStage(number, stages[number], self._actions.count(Action(ActionKind.REDUCE_GRAD, number)))
+            for number in stages_sharded(self._actions)
+        }
         self._copiers: tuple[Any, Any] = (None, None)
         if self._device is not None and any(action.kind in OFFLOADING for action in self._actions):
             self._copiers = streams.new_stream(self._device), streams.new_stream(self._device)
@@ -246,7 +249,7 @@ class BoundPosition:
             return sharded.unshard
         if action.kind is ActionKind.RESHARD:
             return sharded.reshard
-        return partial(sharded.reduce, last=is_last_reduction(action, self._actions))
+        return sharded.reduce
 
     # Of a step
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class ShardedStage:
-    """The modules of stage ``number`` that ``fully_shard`` has sharded.
+    """The modules of stage ``number`` that ``fully_shard`` has sharded; ``reductions`` is its ``REDUCE_GRAD``s.
 
     During a step FSDP2's own gathers find the parameters gathered, and it neither frees them nor reduces gradients;
     after it, it does both as usual.
@@ -26,6 +26,8 @@ class ShardedStage:
 
     number: int
     stage: Stage
+    reductions: int
+    _left: int = field(default=0, init=False)
     _modules: tuple[Any, ...] = field(default=(), init=False)
     _roots: tuple[Any, ...] = field(default=(), init=False)
     _pending: list[Any] = field(factory=list, init=False)
@@ -33,6 +35,7 @@ class ShardedStage:
     def begin(self) -> None:
         """Find the sharded modules, and leave their parameters to the plan."""
         self._pending.clear()
+        self._left = self.reductions
         found = {id(module): module for _, module in modules_of(self.stage) if is_fsdp(module)}
         self._modules = tuple(found.values())
         if not self._modules:
@@ -65,11 +68,12 @@ class ShardedStage:
         for module in self._modules:
             module.reshard()
 
-    def reduce(self, *, last: bool) -> None:
-        """``REDUCE_GRAD``; after the ``last`` of a step gradients may be read."""
+    def reduce(self) -> None:
+        """``REDUCE_GRAD``; after the last of a step gradients may be read."""
         self.wait()
+        self._left -= 1
         for root in self._roots:
-            reduce_scatter(root, last=last)
+            reduce_scatter(root, last=not self._left)
 
 
 def in_evaluation(actions: Sequence[Action]) -> set[int]:
@@ -86,12 +90,6 @@ def in_evaluation(actions: Sequence[Action]) -> set[int]:
         elif action.kind is ActionKind.RESHARD and action.stage in used:
             kept |= {opened[action.stage], place}
     return kept
-
-
-def is_last_reduction(action: Action, actions: Sequence[Action]) -> bool:
-    """Whether no ``REDUCE_GRAD`` of the stage comes after this one, which is of ``actions`` by identity."""
-    same = [other for other in actions if other == action]
-    return same[-1] is action
 
 
 def stages_sharded(actions: Sequence[Action]) -> set[int]:

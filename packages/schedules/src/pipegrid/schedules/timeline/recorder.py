@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from pipegrid.schedules.plan import Action, ActionKind, Plan, require_plan
@@ -32,15 +33,13 @@ class Recorder:
         self._clock, self._memory = clock, memory
         self._zero = clock()
         self._since, self._held = 0.0, 0
-        self._spans: dict[Action, tuple[float, float]] = {}
+        self._spans: list[tuple[Action, float, float, int | None]] = []  # start, end and bytes of each
         self._completed: dict[Action, float] = {}
-        self._grown: dict[Action, int] = {}
         self._asides: list[Aside] = []
 
     def start(self, zero: float | None = None) -> None:
         """Clear the recording, and count seconds from now, or from ``zero`` on the recorder's clock."""
-        self._spans, self._completed, self._grown = {}, {}, {}
-        self._asides = []
+        self._spans, self._completed, self._asides = [], {}, []
         self._zero = self._clock() if zero is None else zero
 
     @property
@@ -57,9 +56,8 @@ class Recorder:
 
     def after(self, action: Action) -> None:
         """See `Hook`."""
-        self._spans[action] = (self._since, self.now)
-        if self._memory is not None:
-            self._grown[action] = self._memory() - self._held
+        end = self.now
+        self._spans.append((action, self._since, end, None if self._memory is None else self._memory() - self._held))
 
     def completed(self, action: Action) -> None:
         """See `Hook`."""
@@ -77,23 +75,21 @@ class Recorder:
     @property
     def computing(self) -> float:
         """Seconds spent in forwards and backwards since `start`."""
-        return sum(end - start for action, (start, end) in self._spans.items() if action.kind.is_compute)
+        return sum(end - start for action, start, end, _ in self._spans if action.kind.is_compute)
 
     def track(self, plan: Plan, *, rank: int, position: int) -> Track:
-        """The actions recorded since `start`, by their index in ``plan``."""
+        """The actions recorded since `start`, by their index in ``plan``; of several steps, the last."""
         require_plan(plan, error=TimelineError)
-        place = {action: index for index, action in enumerate(plan.actions(position))}
-        for action in self._spans:
-            if action not in place:
+        places: dict[Action, list[int]] = defaultdict(list)  # several of UNSHARD, RESHARD and REDUCE_GRAD
+        for index, action in enumerate(plan.actions(position)):
+            places[action].append(index)
+        recorded: dict[int, Recorded] = {}
+        at = -1
+        for action, start, end, grown in self._spans:
+            if action not in places:
                 raise TimelineError(f"{action} was recorded, and position {position} of the plan has no such action")
-        return Track(
-            rank,
-            position,
-            [self._recorded(place[action], action) for action in self._spans],
-            self._asides,
-        )
-
-    def _recorded(self, index: int, action: Action) -> Recorded:
-        start, end = self._spans[action]
-        posted = end if action.kind.is_message or action.kind is ActionKind.COLLECTIVE else None
-        return Recorded(index, start, self._completed.get(action, end), posted, self._grown.get(action))
+            # Actions run in the plan's order; one that lies behind is of the next step.
+            at = next((place for place in places[action] if place > at), places[action][0])
+            posted = end if action.kind.is_message or action.kind is ActionKind.COLLECTIVE else None
+            recorded[at] = Recorded(at, start, self._completed.get(action, end), posted, grown)
+        return Track(rank, position, [recorded[index] for index in sorted(recorded)], self._asides)

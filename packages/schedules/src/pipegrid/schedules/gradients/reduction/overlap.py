@@ -14,13 +14,13 @@ from pipegrid.schedules.plan import Action, ActionKind, Plan
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 
 
-def last_backwards(plan: Plan, position: int) -> dict[Action, int]:
-    """Of each stage on ``position`` the last action that can add to its gradients."""
-    last: dict[int, Action] = {}
-    for action in plan.actions(position):
-        if action.kind in _BACKWARDS:
-            last[action.stage] = action
-    return {action: stage for stage, action in last.items()}
+def last_backwards(plan: Plan, position: int) -> dict[int, int]:
+    """The stage whose gradients are whole, by the place of the last action that can add to them; in the plan's order.
+
+    By its place in `Plan.actions`: all ``REDUCE_GRAD`` of a stage are equal.
+    """
+    last = {action.stage: place for place, action in enumerate(plan.actions(position)) if action.kind in _BACKWARDS}
+    return {place: stage for stage, place in sorted(last.items(), key=lambda item: item[1])}
 
 
 class EarlyReduction:
@@ -28,25 +28,29 @@ class EarlyReduction:
 
     Parameters are whole one by one inside the last backward of their stage (`last_backwards`), and all after it: also
     those that this microbatch did not use. One of several stages is whole in the last of their last backwards.
+
+    It counts the actions of the position, and so serves one step.
     """
 
     def __init__(
-        self, reduction: GradientReduction, last: Mapping[Action, int], models: Mapping[int, torch.nn.Module]
+        self, reduction: GradientReduction, last: Mapping[int, int], models: Mapping[int, torch.nn.Module]
     ) -> None:
         self._reduction = reduction
-        held: dict[int, tuple[Action, torch.nn.Parameter]] = {}
-        for action, stage in last.items():  # in the order of the plan, so that the last of several stages stays
+        held: dict[int, tuple[int, torch.nn.Parameter]] = {}
+        for place, stage in last.items():  # in the order of the plan, so that the last of several stages stays
             for parameter in models[stage].parameters() if stage in models else ():
-                held[id(parameter)] = action, parameter
-        self._parameters: dict[Action, list[torch.nn.Parameter]] = {}
-        for action, parameter in held.values():
+                held[id(parameter)] = place, parameter
+        self._parameters: dict[int, list[torch.nn.Parameter]] = {}
+        for place, parameter in held.values():
             if parameter.requires_grad:
-                self._parameters.setdefault(action, []).append(parameter)
+                self._parameters.setdefault(place, []).append(parameter)
+        self._place = 0
         self._handles: list[RemovableHandle] = []
 
     def before(self, action: Action) -> None:
         """Watch the parameters of a last backward; registered last, these hooks run after those that move gradients."""
-        for parameter in self._parameters.get(action, ()):
+        del action
+        for parameter in self._parameters.get(self._place, ()):
             if not keeps_main_grad(parameter) or hasattr(parameter, "main_grad_dtype"):
                 self._handles.append(
                     parameter.register_post_accumulate_grad_hook(self._whole)  # type: ignore[no-untyped-call]
@@ -54,9 +58,11 @@ class EarlyReduction:
 
     def after(self, action: Action) -> None:
         """All gradients of the stage are whole."""
-        if action in self._parameters:
+        del action
+        if self._place in self._parameters:
             self.close()
-            self._reduction.ready(self._parameters[action])
+            self._reduction.ready(self._parameters[self._place])
+        self._place += 1
 
     def close(self) -> None:
         """Watch nothing any more."""

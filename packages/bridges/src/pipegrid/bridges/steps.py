@@ -66,6 +66,8 @@ def broadcast_text(
 class Completing:
     """One completion under way on this rank: started at construction, written when its collective is done.
 
+    Tensors travel as bytes: no backend knows every dtype.
+
     All ranks of the completion construct in the same order; nothing here blocks.
 
     Attributes:
@@ -88,11 +90,11 @@ class Completing:
         if step.root is not None:
             self.buffer = own
             self.memory: tuple[torch.Tensor, ...] = (own,)
-            self.work = dist.broadcast(own, src=step.root, group=group, async_op=True)
+            self.work = dist.broadcast(own.view(torch.uint8), src=step.root, group=group, async_op=True)
         else:
             self.buffer = torch.empty(len(step.ranks) * width, dtype=dtype, device=out.device)
             self.memory = (own, self.buffer)
-            self.work = gather_flat(self.buffer, own, group, async_op=True)
+            self.work = gather_flat(self.buffer.view(torch.uint8), own.view(torch.uint8), group, async_op=True)
         self._width = width
 
     def is_completed(self) -> bool:

@@ -148,7 +148,10 @@ def carried(tensors: Sequence[Tensor], nothing: Tensor) -> Sequence[Tensor]:
 
 def _as_wire(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()  # a transfer is no part of the graph
-    return tensor if tensor.dtype in _WIRE_DTYPES else tensor.reshape(-1).view(torch.uint8)
+    if tensor.dtype in _WIRE_DTYPES:
+        return tensor
+    # One element may have any stride, which a reshape keeps and a view as bytes refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 # ---- Receiving

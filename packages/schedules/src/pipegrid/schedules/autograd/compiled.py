@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from pipegrid.schedules.autograd.joint_graph import (
+    RANDOM_STATE,
     forward_and_backward,
     is_view,
     joint_graph,
@@ -167,7 +168,7 @@ def _split(
         kept,
         differentiable,
         tuple(_format_of(node.meta["val"]) for node in tangents),
-        tuple(saved.index(node.name) for node in found[: len(saved)]),
+        _order(saved, [node.name for node in found[: len(saved)]]),
     )
 
     def run(*args: Any) -> Any:
@@ -176,6 +177,15 @@ def _split(
         return SplitRegion.apply(call, weights, *(args[index] for index in inputs))  # type: ignore[no-untyped-call]
 
     return run
+
+
+def _order(saved: Sequence[str], read: Sequence[str]) -> tuple[int, ...]:
+    """Where the forward's outputs ``saved`` have what the backward takes in, by name.
+
+    The states of generators, with which a checkpoint draws again, have another name in each, and come in one order.
+    """
+    states = iter([name for name in saved if name not in read])
+    return tuple(saved.index(next(states) if name.startswith(RANDOM_STATE) else name) for name in read)
 
 
 class _Weights(torch.autograd.Function):

@@ -51,6 +51,7 @@ def storage_key(tensor: Tensor) -> Any:
     return _part(*_STORAGE)(tensor.untyped_storage())
 
 
+RANDOM_STATE = "rng_state_output"  # how the backward of `forward_and_backward` names the states of generators
 _JOINT = "torch._functorch.aot_autograd", "aot_export_joint_simple"
 _PARTITION = "functorch.compile", "min_cut_rematerialization_partition"
 _STORAGE = "torch.multiprocessing.reductions", "StorageWeakRef"

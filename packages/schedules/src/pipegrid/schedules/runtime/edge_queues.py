@@ -15,7 +15,7 @@ from attrs import define, field
 
 from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
 from pipegrid.schedules.autograd import free_storage
-from pipegrid.schedules.runtime.payloads import detached, map_tensors, unpacked
+from pipegrid.schedules.runtime.unread import Aliased, Unread
 from pipegrid.transport.communicator import P2PCommunicator
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
@@ -59,6 +59,8 @@ class RecvQueue:
     """Receive buffers return to the communicator after the backward of their microbatch."""
     _irecv: Callable[[], ReceiveHandle] | None = field(default=None, init=False)
     _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
+    unread: Unread | None = None
+    """The payloads of a stage on the same position."""
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
     _arrived: dict[int, Payload] = field(factory=dict, init=False)
 
@@ -83,15 +85,11 @@ class RecvQueue:
         """Wait until the payload has arrived, up to the deadline."""
         self._arrived[microbatch] = self.take(microbatch)
 
-    def put(self, microbatch: int, payload: Payload) -> None:
-        """Take the payload of a stage on the same position."""
-        self._arrived[microbatch] = payload
-
     def take(self, microbatch: int) -> Payload:
         """The payload of ``microbatch``, once: waits for it where `wait` has not."""
         posted = self._posted.pop(microbatch, None)
         if posted is None:
-            return self._arrived.pop(microbatch)
+            return self._arrived.pop(microbatch) if self.unread is None else self.unread.take(microbatch)
         action, handle = posted
         if self.deadline is not None:
             handle.wait(self.deadline)
@@ -112,7 +110,7 @@ class RecvQueue:
 
 @define(eq=False)
 class SendQueue:
-    """Payloads that leave along an edge: kept until their send, or put into ``local``, the queue at the other end.
+    """Payloads that leave along an edge: kept until their send, or until ``local``, the queue at the other end, asks.
 
     At most two sends per edge are outstanding: waiting for the older one never deadlocks (`verify` proves the plan even
     for sends that block until received) and bounds the memory that messages hold. Of sends of at most 64 KB it is 16,
@@ -128,47 +126,51 @@ class SendQueue:
     hooks: Sequence[MessageHook] = ()
     local: RecvQueue | None = None
     in_streams: bool = False
+    num_slices: int = 1
+    unread: Unread = field(init=False)
     _isend: Callable[[Payload], Handle] | None = field(default=None, init=False)
-    _kept: dict[int, tuple[Payload, PendingFree | None]] = field(factory=dict, init=False)
-    _sent: deque[tuple[Action, Handle, PendingFree | None]] = field(factory=deque, init=False)
+    _frees: dict[int, PendingFree] = field(factory=dict, init=False)
+    _sent: deque[tuple[int, Action, Handle]] = field(factory=deque, init=False)
     _room: int = field(init=False)  # sends that may be under way before the next one
 
     def __attrs_post_init__(self) -> None:
         self._room = 0 if self.in_streams else _UNDER_WAY
+        self.unread = Unread(self.edge, self.direction, self.local is not None, self.num_slices)
+        if self.local is not None:
+            self.local.unread = self.unread
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
-        self._kept.clear()
+        self.unread.begin()
+        self._frees.clear()
         self._sent.clear()
 
-    def put(self, microbatch: int, payload: Payload, pending: PendingFree | None = None) -> None:
-        """Keep ``payload`` until its send, or hand it over at once."""
-        if self.local is None:
-            self._kept[microbatch] = payload, pending
-        else:
-            self.local.put(microbatch, unpacked(map_tensors(payload, _as_leaf)))
+    def put(
+        self, microbatch: int, payload: Payload, pending: PendingFree | None = None, aliased: Aliased | None = None
+    ) -> None:
+        """Keep ``payload`` until it is sent or taken; see `Unread.put`."""
+        self.unread.put(microbatch, payload, aliased)
+        if pending is not None and self.local is None:
+            self._frees[microbatch] = pending
 
     def send(self, microbatch: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``: post the send, as soon as there is room for it."""
         outstanding = self._sent
         if len(outstanding) >= self._room:
             self.make_room()
-        payload, pending = self._kept.pop(microbatch)
+        payload = self.unread.take(microbatch)
         isend = self._isend
         if isend is None:
             isend = self._isend = _verb(self.communicator, "isend", self.edge, self.direction)
-        if isinstance(payload, torch.Tensor):
-            outstanding.append((action, isend(payload.detach() if payload.requires_grad else payload), pending))
-            if not self.hooks and not self.in_streams:
-                self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
-        else:
-            outstanding.append((action, isend(map_tensors(payload, detached)), pending))
+        outstanding.append((microbatch, action, isend(payload)))
+        if isinstance(payload, torch.Tensor) and not self.hooks and not self.in_streams:
+            self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
 
     def make_room(self) -> None:
         """Wait until one more send may be posted."""
         outstanding = self._sent
         if self.in_streams:
-            while outstanding and outstanding[0][1].is_completed():
+            while outstanding and outstanding[0][2].is_completed():
                 self._complete_oldest()
         elif len(outstanding) >= self._room:
             while len(outstanding) >= _UNDER_WAY:
@@ -180,21 +182,21 @@ class SendQueue:
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:
-        action, handle, pending = self._sent.popleft()
+        microbatch, action, handle = self._sent.popleft()
         handle.wait(self.deadline)
         for hook in self.hooks:
             hook.completed(action)
-        if pending is not None:
+        self.unread.end(microbatch)
+        if self._frees and (pending := self._frees.pop(microbatch, None)) is not None:
             pending.sent()
 
-    def take(self, microbatch: int) -> tuple[Payload, PendingFree | None]:
-        """The payload of ``microbatch``, detached, for a collective; once."""
-        payload, pending = self._kept.pop(microbatch)
-        return map_tensors(payload, detached), pending
+    def take(self, microbatch: int) -> Payload:
+        """The payload of ``microbatch`` for a collective; once."""
+        return self.unread.take(microbatch)
 
-    def sent(self, action: Action, handle: Handle, pending: PendingFree | None) -> None:
+    def sent(self, microbatch: int, action: Action, handle: Handle) -> None:
         """Note a send that was posted elsewhere (a collective)."""
-        self._sent.append((action, handle, pending))
+        self._sent.append((microbatch, action, handle))
 
 
 def exchange(
@@ -205,15 +207,15 @@ def exchange(
     Every position of both stages leaves the action with its data, as the proof of the plan assumes: a later wait could
     hold up another member at an action behind this one.
     """
-    payload, pending = None, None
+    payload = None
     if sends is not None:
         sends.make_room()
-        payload, pending = sends.take(microbatch)
+        payload = sends.take(microbatch)
     sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
     if receiving is not None:
         receiving.wait(None if receives is None else receives.deadline)
     if sending is not None and sends is not None:
-        sends.sent(action, sending, pending)
+        sends.sent(microbatch, action, sending)
     if receiving is not None and receives is not None:
         receives.expect(microbatch, action, receiving)
 
@@ -225,8 +227,3 @@ def _verb(communicator: Any, name: Literal["isend", "irecv"], edge: Edge, direct
     if type(communicator) is MultiModulePipelineCommunicator and name == "isend":
         return communicator.sender(edge, direction)
     return partial(getattr(communicator, name), edge=edge, direction=direction)
-
-
-def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as a leaf with a gradient of its own, for a stage on the same rank."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)

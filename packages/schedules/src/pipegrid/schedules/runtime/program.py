@@ -133,7 +133,10 @@ class BoundPosition:
                 self.receives[way] = RecvQueue(*common, local=local)
             if flow.producer in stages:
                 self.sends[way] = SendQueue(
-                    *common, local=self.receives[way] if local else None, in_streams=self._in_streams
+                    *common,
+                    local=self.receives[way] if local else None,
+                    in_streams=self._in_streams,
+                    num_slices=self._plan.num_slices,
                 )
 
     def _runner(self, number: int, stage: Stage, flows: Dataflow) -> StageRunner:

@@ -42,6 +42,7 @@ from pipegrid.schedules.runtime.stage import (
     payloads_of,
     trainable,
 )
+from pipegrid.schedules.runtime.unread import Aliased, Unread, without_graph
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
@@ -121,6 +122,7 @@ class StageRunner:
     _answered: tuple[int, ...] = field(init=False)  # of those, by which gradients come
     _lending: tuple[RecvQueue, ...] = field(init=False)
     _resume: Callable[[Slice], None] | None = field(init=False)
+    _unread: tuple[Unread, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         edges = [box.edge for box in self.arriving]
@@ -136,6 +138,7 @@ class StageRunner:
         self._whole = False if self.reduced_by_plan else True if sharded else None
         self._lending = tuple(box for box in self.arriving if box.lends)
         self._resume = getattr(self.stage, "resume", None)
+        self._unread = tuple(box.unread for box in (*self.leaving, *self.gradients_out))
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -158,6 +161,7 @@ class StageRunner:
 
     def forward(self, microbatch: int) -> None:
         """``F``."""
+        self._settle()
         inputs: dict[Edge, Payload] = {}
         kept: list[Payload] = []
         for edge, take, differentiated in self._inputs:
@@ -202,8 +206,10 @@ class StageRunner:
                 pending = self._pending_free(payloads, produced.loss)
         elif part is not None and part.is_last:
             del self.kept[microbatch // self.num_slices]
+        aliased: dict[int, Aliased] = {}
         for sends, payload in zip(self.leaving, payloads, strict=True):
-            sends.put(microbatch, payload, pending)
+            shared = None if len(payloads) == 1 else aliased.setdefault(id(payload), without_graph(payload))
+            sends.put(microbatch, payload, pending, shared)
 
     def _keep(
         self,
@@ -297,7 +303,15 @@ class StageRunner:
         """The state of a microbatch whose backward begins, once what it has saved is back."""
         if self.offloads and (offload := self.offloads.pop(microbatch, None)) is not None:
             offload.wait()
+        self._settle()
+        for index in self._answered:
+            self.leaving[index].unread.end(microbatch)
         return self.live.pop(microbatch)
+
+    def _settle(self) -> None:
+        """Before the stage runs again, which may write what it returned before."""
+        for queue in self._unread:
+            queue.settle()
 
     def backward(self, microbatch: int) -> None:
         """``B``: both halves at once."""
@@ -307,7 +321,7 @@ class StageRunner:
             run_backward(roots, gradients)
         for box, payload in zip(self.gradients_out, live.inputs, strict=True):
             is_one = isinstance(payload, torch.Tensor)
-            box.put(microbatch, gradient_of(payload) if is_one else map_tensors(payload, gradient_of))
+            box.put(microbatch, _taken(payload) if is_one else map_tensors(payload, _taken))
         for queue in self._lending:
             queue.give_back(microbatch)
         self._forget(live.part, microbatch)
@@ -394,6 +408,13 @@ class StageRunner:
             roots += starts[0]
             gradients += starts[1]
         return roots, gradients
+
+
+def _taken(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient to send back for a received tensor, which a stage may hold on to."""
+    gradient = gradient_of(tensor)
+    tensor.grad = None
+    return gradient
 
 
 def _differentiated(tensor: torch.Tensor | None) -> bool:

@@ -1,0 +1,224 @@
+"""Payloads that are not read yet, in memory that their stage may write again.
+
+A stage may return the same memory for every microbatch: a preallocated output, or the static one of a captured graph. A
+message is read later, on a device in the order of its stream, and a stage on the same rank reads when its turn comes.
+
+- A tensor without a graph is copied before its stage runs again, where something else holds its memory as well.
+- One with a graph is not, since the graph holds many outputs for the backward. Its version says whether it was written.
+- A second payload at the place of a first one that is not read is an error, whatever wrote it: the first one's tensor
+  lives, so no new tensor can be there.
+
+Nothing here holds the memory of a message after its send: the communicator does until it has read it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from attrs import define, field
+
+from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.payloads import map_tensors, unpacked
+from pipegrid.transport.edge import Direction, Edge
+
+# There is no public way to ask; without this one, all are copied. Pinned by test_schedules_unread.
+_holders = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
+_ALONE = 2  # the one tensor, and torch's Python object of the storage
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_NOTHING = torch.empty(0)
+
+
+class Mark(NamedTuple):
+    """What an unread tensor is known by.
+
+    Attributes:
+        version: of the tensor with a graph; None without.
+        address: of its memory; 0 where the same may come again, unchanged.
+        probe: has the version of the tensor with a graph, and no memory.
+    """
+
+    version: int | None
+    address: int
+    probe: torch.Tensor | None = None
+
+
+_COPIED = Mark(None, 0)
+Marks: TypeAlias = Mark | list[Mark]
+Payload: TypeAlias = Any
+Aliased: TypeAlias = tuple[Payload, Marks]
+
+
+@define(eq=False)
+class Unread:
+    """The unread payloads of one edge and direction, by microbatch.
+
+    ``local``: a stage on the same rank reads them.
+    """
+
+    edge: Edge
+    direction: Direction
+    local: bool = False
+    num_slices: int = 1
+    _kept: dict[int, Aliased] = field(factory=dict, init=False)  # until their send
+    _left: dict[int, Marks] = field(factory=dict, init=False)  # from then on until its end
+    _places: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = field(factory=dict, init=False)  # by address
+
+    def begin(self) -> None:
+        """Drop the state of an earlier step."""
+        self._kept.clear()
+        self._left.clear()
+        self._places.clear()
+
+    def put(self, microbatch: int, payload: Payload, aliased: Aliased | None = None) -> None:
+        """Keep what a stage has returned; ``aliased``: `without_graph` of it, where several edges carry it.
+
+        Raises:
+            StageOutputError: an unread payload is in the same memory.
+        """
+        if aliased is None or self.local:
+            aliased = without_graph(payload, local=self.local)
+        kept, marks = self._kept[microbatch] = aliased
+        if isinstance(marks, list):
+            for tensor, mark in zip(_tensors(kept), marks, strict=True):
+                self._place(microbatch, tensor, mark.address, payload)
+        elif marks.address:
+            self._place(microbatch, kept, marks.address, payload)
+
+    def _place(self, microbatch: int, tensor: torch.Tensor, address: int, payload: Payload) -> None:
+        place = self._places.get(address)
+        if place is not None and place[0] != microbatch and place[1]() is not None and _may_change(payload, address):
+            raise self._written(place[0])
+        if address:
+            self._places[address] = microbatch, weakref.ref(tensor)
+
+    def settle(self) -> None:
+        """The stage runs again: copy what it may write."""
+        for microbatch, (payload, marks) in self._kept.items():
+            self._kept[microbatch] = self._own(microbatch, payload, marks)
+
+    def take(self, microbatch: int) -> Payload:
+        """The payload of ``microbatch`` for its send, or for the stage on the same rank; once.
+
+        Raises:
+            StageOutputError: it was written since its stage returned it.
+        """
+        payload, marks = self._own(microbatch, *self._kept.pop(microbatch))
+        if self.local:
+            self._forget(marks)
+            return unpacked(_as_leaf(payload, marks))
+        if marks is not _COPIED:
+            self._left[microbatch] = marks
+        return payload
+
+    def end(self, microbatch: int) -> None:
+        """The message of ``microbatch`` has left, or what depends on it has come back: it was read.
+
+        Raises:
+            StageOutputError: it was written before that.
+        """
+        marks = self._left.pop(microbatch, _COPIED)
+        if marks is _COPIED:
+            return
+        for mark in marks if isinstance(marks, list) else (marks,):
+            self._require_version(microbatch, mark)
+        self._forget(marks)
+
+    def _own(self, microbatch: int, payload: Payload, marks: Marks) -> Aliased:
+        if not isinstance(marks, list):
+            if marks.version is not None:
+                self._require_version(microbatch, marks)
+            elif marks is not _COPIED and is_shared(payload):
+                self._forget(marks)
+                return payload.clone(), _COPIED
+            return payload, marks
+        found: list[Mark] = []
+        each = iter(marks)
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            owned, mark = self._own(microbatch, tensor, next(each))
+            found.append(mark)  # type: ignore[arg-type]  # of one tensor
+            return owned  # type: ignore[no-any-return]
+
+        return map_tensors(payload, own), found
+
+    def _require_version(self, microbatch: int, mark: Mark) -> None:
+        if mark.probe is not None and mark.probe._version != mark.version:  # noqa: SLF001 -- see `_alias`
+            raise self._written(microbatch)
+
+    def _forget(self, marks: Marks) -> None:
+        for mark in marks if isinstance(marks, list) else (marks,):
+            self._places.pop(mark.address, None)
+
+    def _written(self, microbatch: int) -> StageOutputError:
+        forward = self.direction is Direction.FORWARD
+        name = microbatch if self.num_slices == 1 else "{}.{}".format(*divmod(microbatch, self.num_slices))
+        return StageOutputError(
+            f"stage {self.edge.source if forward else self.edge.destination} wrote again into "
+            f"{'its output' if forward else 'the gradient of its input'} of microbatch {name} before edge {self.edge} "
+            "had carried it; return a tensor of its own for each microbatch, such as output.clone()"
+        )
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anything but ``tensor`` holds its memory: another tensor, a view, a graph."""
+    return _holders is None or _holders(tensor.untyped_storage()._cdata) > _ALONE  # noqa: SLF001
+
+
+def without_graph(payload: Payload, *, local: bool = False) -> Aliased:
+    """The tensors as ones of their own, so that the memory's holders can be counted; and what they are known by."""
+    if isinstance(payload, torch.Tensor):
+        return _alias(payload, local=local)
+    marks: list[Mark] = []
+
+    def alias(tensor: torch.Tensor) -> torch.Tensor:
+        found, mark = _alias(tensor, local=local)
+        marks.append(mark)
+        return found
+
+    return map_tensors(payload, alias), marks
+
+
+def _alias(tensor: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, Mark]:
+    if tensor.requires_grad:
+        probe = tensor.detach()  # has the tensor's own version
+        mark = Mark(tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr(), probe)  # noqa: SLF001 -- the documented way to ask for changes in place
+        if local:  # the graph of the other stage compares versions from then on
+            return probe, mark
+        alias = tensor.detach() if type(tensor) not in _PLAIN else tensor.data
+        probe.data = _NOTHING
+        return alias, mark
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return tensor, _COPIED  # left to the communicator's checks
+    return tensor.data, Mark(None, tensor.data_ptr())
+
+
+def _as_leaf(payload: Payload, marks: Marks) -> Payload:
+    """The payload for a stage on the same rank: what had a graph gets a gradient of its own."""
+    if not isinstance(marks, list):
+        return payload if marks.version is None else payload.requires_grad_()
+    each = iter(marks)
+    return map_tensors(payload, lambda tensor: _as_leaf(tensor, next(each)))
+
+
+def _may_change(payload: Payload, address: int) -> bool:
+    """Whether memory that comes a second time is none of a parameter's, of which a view has a graph."""
+    for tensor in _tensors(payload):
+        if tensor.data_ptr() == address:
+            base = tensor._base  # noqa: SLF001 -- the documented way to ask for it
+            if base is None or base.grad_fn is not None or not base.requires_grad:
+                return True
+    return False
+
+
+def _tensors(payload: Payload) -> list[torch.Tensor]:
+    """The tensors in the order of `map_tensors`."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(payload, note)
+    return found

@@ -96,6 +96,61 @@ def test_partial_sums_of_unlike_tensors_are_an_error_before_they_meet(ranks, pay
     bridge.destroy()
 
 
+DTYPES = [
+    torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float64,
+    torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def of_any_bytes(shape, dtype):
+    """A tensor of random bytes."""
+    size = torch.empty(shape, dtype=dtype).nbytes
+    high = 2 if dtype is torch.bool else 256
+    data = torch.randint(0, high, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return data.view(dtype).view(shape)
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.ranks(5)
+def test_copies_complete_in_any_dtype(ranks, copies):
+    """From two source lanes to two or three copies: boxes of unequal sizes, bit for bit."""
+    bridge = BridgeCommunicator(
+        grid(dp=2),
+        grid(2, tp=copies),
+        payload={"x": Axes("b", "h", gradient=False)},
+        backward=False,
+        shapes="variable",
+        config=CONFIG,
+    )
+    for dtype in DTYPES:
+        whole = of_any_bytes((6, 3), dtype)
+        if ranks.rank < 2:
+            bridge.isend_forward({"x": whole[3 * ranks.rank :][:3].to(ranks.device)}).wait()
+        elif ranks.rank < 2 + copies:
+            received = bridge.irecv_forward().result()["x"]
+            assert received.dtype is dtype
+            assert torch.equal(as_bytes(received.cpu()), as_bytes(whole)), dtype
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_partial_sums_of_a_dtype_that_is_not_added_up_are_an_error_by_name(ranks):
+    bridge = BridgeCommunicator(grid(cp=2), grid(2), src_placements={"cp": Partial()}, config=CONFIG)
+    if ranks.rank < 2:
+        for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2):
+            with pytest.raises(ShapeError, match=f"src>dest: partial sums of {dtype} are not added up by backends"):
+                bridge.isend_forward(torch.zeros(2, 2, 2).to(dtype))
+        bridge.send_forward(torch.ones(2, 2, 2))
+    else:
+        assert torch.equal(bridge.recv_forward().cpu(), torch.full((2, 2, 2), 2.0))
+    bridge.destroy()
+
+
 @pytest.mark.ranks(3, backend="gloo")  # whose completions start by themselves; else the plan's thread starts them
 def test_copies_complete_though_one_is_slow_to_ask(ranks):
     bridge = BridgeCommunicator(grid(dp=1), grid(1, tp=2), config=CONFIG)

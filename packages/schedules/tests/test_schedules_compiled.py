@@ -142,6 +142,21 @@ def test_dropout_in_a_region_has_one_mask_for_both_halves():
     require_equal(*pair(Drops), torch.randn(3, WIDTH, dtype=torch.float64))
 
 
+class Checkpointed(Block):
+    """Draws inside what is computed again."""
+
+    def forward(self, x):
+        def run(x):
+            return x + nn.functional.dropout(self.down(nn.functional.dropout(x, 0.3)), 0.5)
+
+        return checkpoint(run, x, use_reentrant=False) + nn.functional.dropout(x, 0.5)
+
+
+def test_dropout_in_a_checkpoint_in_a_region_is_drawn_again_alike():
+    for rows in (3, 5):
+        require_equal(*pair(Checkpointed), torch.randn(rows, WIDTH, dtype=torch.float64))
+
+
 class Turned(Block):
     """Returns a view of what it has computed."""
 

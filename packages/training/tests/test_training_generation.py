@@ -85,7 +85,8 @@ def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
     assert all(stage.training and stage.memories is None for stage in stages)
     for number, tokens in enumerate(found):
         batch = prompts(coords["dp"], number)
-        expected = of_hugging_face(whole, batch, sampling, number, eos_token_id=end, pad_token_id=0)
+        of_job = coords["dp"] * microbatches + number
+        expected = of_hugging_face(whole, batch, sampling, of_job, eos_token_id=end, pad_token_id=0)
         assert torch.equal(tokens, expected)
         assert len(tokens.unique()) > 2
     communicator.destroy()
@@ -96,6 +97,19 @@ def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
 @pytest.mark.parametrize(("name", "schedule", "sampling"), CASES)
 def test_tokens_are_those_of_one_process(ranks, name, schedule, sampling):
     require_the_same(ranks, name, schedule, sampling)
+
+
+def test_every_microbatch_of_the_job_draws_for_itself():
+    """Equal logits on two data lanes of two microbatches; equal lanes draw alike."""
+    logits, device = torch.zeros(64, WORDS), torch.device("cpu")
+    sampling = Sampling(seed=5)
+    drawn = [
+        sampling.draw(logits, generator)
+        for lane in (0, 1, 1)
+        for generator in sampling.generators(2, device, lane=lane)
+    ]
+    assert len({tuple(tokens.tolist()) for tokens in drawn[:4]}) == 4
+    assert all(torch.equal(one, other) for one, other in zip(drawn[2:4], drawn[4:], strict=True))
 
 
 @pytest.mark.nightly

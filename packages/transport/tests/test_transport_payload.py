@@ -145,6 +145,17 @@ class TestCarried:
         assert wire.data_ptr() == tensor.data_ptr()
         assert carried([torch.ones((), dtype=torch.complex64)], NOTHING)[0].numel() == 8
 
+    @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn])
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_the_number_of_rows_decides_nothing(self, rows, dtype):
+        """One element may have any stride, and is contiguous."""
+        batch = torch.ones(rows, 2).to(dtype)
+        column = batch[:, 1] if rows == 1 else batch[:, 1].contiguous()
+        assert column.is_contiguous()
+        (wire,) = carried([column], NOTHING)
+        assert wire.data_ptr() == column.data_ptr()
+        assert bytes(wire.tolist()) == rows * bytes(torch.ones(1).to(dtype).view(torch.uint8).tolist())
+
     @pytest.mark.parametrize("tensors", [[], [torch.zeros(0)], [torch.zeros(0, 3), torch.zeros(2, 0)]])
     def test_a_message_of_no_bytes_goes_as_one(self, tensors):
         assert list(carried(tensors, NOTHING)) == [NOTHING]

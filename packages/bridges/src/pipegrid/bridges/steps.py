@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.collectives import gather_flat
+from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Box, Completion
 
 
@@ -37,6 +38,19 @@ def unpack(packed: torch.Tensor, boxes: Sequence[Box], out: torch.Tensor) -> Non
     for box in boxes:
         out[box.slices].copy_(packed[offset : offset + box.numel].view(box.shape))
         offset += box.numel
+
+
+# Dtypes that backends add up; tensors of all others travel, as bytes.
+_SUMMED = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+})  # fmt: skip
+
+
+def require_summed(dtype: torch.dtype, name: str) -> None:
+    """Raise ShapeError for partial sums, on the edge ``name``, of a dtype that backends do not add up."""
+    if dtype not in _SUMMED:
+        raise ShapeError(f"{name}: partial sums of {dtype} are not added up by backends; send another dtype")
 
 
 def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:

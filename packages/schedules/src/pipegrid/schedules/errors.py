@@ -67,7 +67,10 @@ class RuntimeArgumentError(TypeError):
 
 
 class StageOutputError(ValueError):
-    """A forward returned outputs that the outgoing edges cannot carry, or of other shapes than announced."""
+    """A forward returned outputs that the outgoing edges cannot carry, or of other shapes than announced.
+
+    Also: a stage wrote into what it returned for a microbatch before that was read.
+    """
 
 
 class StageInputError(ValueError):

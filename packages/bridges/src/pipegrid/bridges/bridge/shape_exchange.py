@@ -14,6 +14,7 @@ from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import LaneTotalsError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
+from pipegrid.bridges.steps import require_summed
 from pipegrid.topology import lane_bounds, lane_sizes
 from pipegrid.topology.fields import Index, checked_fields, shown
 
@@ -178,10 +179,12 @@ class ShapeExchange:
         """Raise unless a source rank may send this.
 
         Raises:
-            ShapeError: the shape is not the declared one.
+            ShapeError: the shape is not the declared one, or partial sums are of a dtype that is not added up.
             LaneTotalsError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
         """
         src, dst, axes, rank = self.wiring.src, self.wiring.dst, self.wiring.axes, self.wiring.rank
+        if self.wiring.reductions:
+            require_summed(getattr(torch, announced.dtype), self.name)
         batch, size, lane = batch_axis(axes), lane_size(src, axes, announced), src.lane_of(rank)
         weights = src.lane_weights or (1,) * src.num_lanes
         whole: list[int | None] = list(size.extents)

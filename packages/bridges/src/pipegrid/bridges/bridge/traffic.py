@@ -19,7 +19,7 @@ from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, gather_flat
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
-from pipegrid.bridges.steps import Completing, pack, start_completions, start_sum, unpack
+from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction
@@ -168,6 +168,7 @@ class EdgeTraffic:
     def summed(self, part: RankPart, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
         """``tensor``, or its sum over the ranks that hold partial sums of it."""
         for ranks in part.reductions:
+            require_summed(tensor.dtype, self.name)
             tensor, work = start_sum(tensor, self.groups[self.wiring.reduction_group(ranks, direction)])
             self.waits.wait(work, ranks, task="the partial sums of ranks {} and of this one were not added up")
         return tensor

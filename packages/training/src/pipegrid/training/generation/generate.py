@@ -56,7 +56,8 @@ def generate(
         num_microbatches: M.
         max_new_tokens: passes, the first included; fewer where all rows have ended.
         p2p_communicator: with ``variable_seq_lengths=True``: a prompt and a token have other shapes.
-        pg_collection: this rank's groups, by module where there are several; the ``pp`` group carries tokens.
+        pg_collection: this rank's groups, by module where there are several; the ``pp`` group carries tokens, and the
+            rank in the ``dp`` group is the data lane, by which `Sampling` draws.
         module: whose tokens; None is the last of the graph.
         schedule: of both kinds of step.
         sampling: how to draw; None takes the greatest logit.
@@ -100,6 +101,7 @@ def generate(
         texts = _Texts(
             stages=own,
             group=group,
+            lane=0 if (dp := getattr(_groups_of(pg_collection, name), "dp", None)) is None else dp.rank(),
             device=next(own[0].parameters()).device,
             microbatches=num_microbatches,
             sampling=sampling,
@@ -136,12 +138,15 @@ def _stages_of(model: Any, name: str, communicator: Any) -> list[Stage]:
     return stages
 
 
+def _groups_of(pg_collection: Any, name: str) -> Any:
+    return pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
+
+
 def _pipeline_group(pg_collection: Any, name: str, own: Sequence[Stage]) -> dist.ProcessGroup | None:
     """The group over which the last stage sends tokens to the others; None where this rank has all stages."""
     if not own or len(own) == own[0].assignment.num_stages:
         return None
-    groups = pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
-    group: dist.ProcessGroup | None = getattr(groups, "pp", None)
+    group: dist.ProcessGroup | None = getattr(_groups_of(pg_collection, name), "pp", None)
     if group is None:
         raise GenerationError(
             f"pg_collection has no pp group of module {name!r}, over which its last stage sends tokens to the others; "
@@ -198,6 +203,7 @@ class _Texts:
 
     stages: Sequence[Stage]
     group: dist.ProcessGroup | None
+    lane: int
     device: torch.device
     microbatches: int
     sampling: Sampling | None
@@ -213,7 +219,7 @@ class _Texts:
         self._columns = [[] for _ in range(self.microbatches)]
         self._ends = torch.tensor(self.ends, dtype=torch.long, device=self.device)
         if self.sampling is not None:
-            self._generators = self.sampling.generators(self.microbatches, self.device)
+            self._generators = self.sampling.generators(self.microbatches, self.device, lane=self.lane)
 
     def forward_step(self, numbers: Iterator[int], stage: Stage) -> tuple[Any, None]:
         """Forward of the last token of each row."""

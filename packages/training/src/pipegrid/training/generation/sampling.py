@@ -14,14 +14,15 @@ from pipegrid.training.errors import GenerationError
 class Sampling:
     """How a token is drawn, in the order of Hugging Face: temperature, ``top_k``, ``top_p``, then one draw per row.
 
-    Microbatch ``m`` has a generator of its own with the seed ``seed + m``, so its tokens are those that ``generate`` of
-    Hugging Face draws for its rows after ``torch.manual_seed(seed + m)``.
+    Microbatch ``m`` of ``M`` of data lane ``d`` (the rank in the ``dp`` group) is number ``n = d * M + m`` of the job.
+    It has a generator of its own with the seed ``seed + n``, so its tokens are those that ``generate`` of Hugging Face
+    draws for its rows after ``torch.manual_seed(seed + n)``. The tp, cp and pp ranks of a lane draw alike.
 
     Attributes:
         temperature: divides the logits.
         top_k: of each row, tokens below its ``top_k`` greatest are left out.
         top_p: of each row, the least likely tokens that hold less than ``1 - top_p`` together are left out.
-        seed: of the first microbatch.
+        seed: of the first microbatch of the job.
     """
 
     temperature: Amount = 1.0
@@ -35,9 +36,10 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise GenerationError(f"top_p is {self.top_p}; it is a probability above 0, at most 1")
 
-    def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
-        """One generator for each microbatch."""
-        return [torch.Generator(device).manual_seed(self.seed + number) for number in range(count)]
+    def generators(self, count: int, device: torch.device, *, lane: int = 0) -> list[torch.Generator]:
+        """One generator for each of the ``count`` microbatches of a data lane."""
+        first = self.seed + lane * count
+        return [torch.Generator(device).manual_seed(first + number) for number in range(count)]
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """The tokens of ``logits`` ``[batch, words]``."""

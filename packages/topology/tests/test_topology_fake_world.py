@@ -22,6 +22,7 @@ from pipegrid.topology import (
     RoleError,
     UnknownDimensionError,
     UnknownViewError,
+    control_store,
     create_grid_groups,
     create_groups,
     destroy_groups,
@@ -125,6 +126,27 @@ def test_one_options_object_serves_many_groups():
     create_groups([GroupSpec((4, 5), "tp"), GroupSpec((5, 6), "dp")], pg_options=Options())
     assert Options.copies == real_groups() == 2
     create_groups([GroupSpec((1, 5), "pp")], pg_options=FakeProcessGroup.Options())
+
+
+def test_a_fake_group_has_no_timeout_to_set():
+    (group,) = create_groups(
+        [GroupSpec((4, 5), "lane")], timeout=timedelta(hours=9), creation_timeout=timedelta(seconds=9)
+    ).values()
+    assert alive(group)
+
+
+def test_groups_with_peers_are_an_error_as_none_exist():
+    with pytest.raises(GroupSpecError, match=r"group 'lane' has backend 'gloo', but .* a dry run"):
+        create_groups([GroupSpec((4, 5), "lane")], backend="gloo")
+    assert real_groups() == 0
+
+
+def test_the_control_store_is_the_ranks_own():
+    """torch's FakeStore has no operation at all."""
+    store = control_store("monitor")
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert not control_store("monitor").check(["key"])
 
 
 # HyperCommGrid

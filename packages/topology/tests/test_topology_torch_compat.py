@@ -145,6 +145,47 @@ def test_a_timeout_for_creation_and_one_for_operations():
         dist.destroy_process_group()
 
 
+class Nccl2:
+    """Bound as `ProcessGroupNCCL2` of torch 2.15 is: the timeout is the group's to set."""
+
+    def __init__(self):
+        self.timeouts = []
+
+    def set_timeout(self, timeout):
+        self.timeouts.append(timeout)
+
+
+class Old:
+    """As torch 2.11 binds a group and its backend."""
+
+    _device_types = (torch.device("cuda"),)
+
+    def __init__(self):
+        self.timeouts = []
+
+    def _get_backend(self, device):
+        assert device.type == "cuda"
+        return self
+
+    def _set_default_timeout(self, timeout):
+        self.timeouts.append(timeout)
+
+
+@pytest.mark.parametrize("kind", [Nccl2, Old])
+def test_a_timeout_is_set_by_what_the_backend_binds(monkeypatch, kind):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    group = kind()
+    compat.set_timeout(group, timedelta(days=7))
+    assert group.timeouts == [timedelta(days=7)]
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="a build of torch 2.15 or newer with CUDA")
+def test_nccl2_has_the_public_name_alone():
+    assert hasattr(dist.ProcessGroupNCCL2, "set_timeout")
+    assert not hasattr(dist.ProcessGroupNCCL2, "_set_default_timeout")
+    assert dist.ProcessGroupNCCL2.Options is dist.ProcessGroupNCCL.Options
+
+
 class Config:
     def __init__(self, ctas):
         self.max_ctas = ctas

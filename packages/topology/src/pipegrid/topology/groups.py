@@ -180,6 +180,7 @@ def create_each(
     for spec, _ in ordered:
         if max(spec.ranks) >= world_size:
             raise GroupSpecError(f"group {spec.label!r} has rank {max(spec.ranks)}, the world has {world_size} ranks")
+    _require_peers(ordered)
     made: dict[tuple[GroupSpec, str], ProcessGroup] = {}
     shared: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
     try:
@@ -196,6 +197,18 @@ def create_each(
         destroy_groups(made.values())
         raise
     return made
+
+
+def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:
+    """Raise for a group whose backend needs, in a dry run, ranks and a store that do not exist."""
+    from pipegrid.topology import torch_compat as compat
+
+    for spec, options in wanted if compat.is_dry() else ():
+        if not compat.is_fake(options.backend):
+            raise GroupSpecError(
+                f"group {spec.label!r} has backend {options.backend!r}, but the default group's is 'fake', a dry run: "
+                "no other rank exists. Leave the backend to the default group"
+            )
 
 
 def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
@@ -261,6 +274,7 @@ def control_store(label: str) -> Store:
 
     Every rank that gives ``label`` sees the same keys; another label is another key space, so give each attempt of a
     job its own. The store has a connection of its own: a thread may use it while others wait on the default store.
+    In a dry run (backend ``fake``) no other rank exists: the store is new with each call, and of this process alone.
     """
     require_default_group()
     from pipegrid.topology import torch_compat as compat

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import HashStore, ProcessGroup, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipegrid.topology.errors import GroupSpecError
@@ -29,8 +29,8 @@ def default_store() -> Any:
 
 
 def own_store(prefix: str) -> Store:
-    """The default store's keys under ``prefix``, over a connection of its own."""
-    return PrefixStore(prefix, default_store().clone())
+    """The default store's keys under ``prefix``, over a connection of its own; in a dry run, a new store."""
+    return PrefixStore(prefix, HashStore() if is_dry() else default_store().clone())
 
 
 def resolve_backend(backend: str | None) -> str:
@@ -60,6 +60,11 @@ def accelerator_of(served: Mapping[str, str]) -> str | None:
 def is_fake(backend: str) -> bool:
     """Whether groups of this backend communicate with no one (torch's stand-in for tests and benchmarks)."""
     return set(backends_by_device(backend).values()) == {"fake"}
+
+
+def is_dry() -> bool:
+    """Whether the default group is fake: this rank is the only one that exists."""
+    return is_fake(dist.get_backend_config())
 
 
 def resolve_timeout(backend: str, timeout: timedelta | None) -> timedelta:
@@ -141,14 +146,24 @@ def make_group(
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}  # noqa: SLF001
     made: ProcessGroup = group
     if timeout != creation_timeout:
-        _set_timeout(made, timeout)
+        set_timeout(made, timeout)
     return made
 
 
-def _set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the timeout of the group's operations."""
-    for device in group._device_types:  # noqa: SLF001
-        group._get_backend(device)._set_default_timeout(timeout)  # noqa: SLF001
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of the group's operations, on all its devices; of a fake group, which has none, nothing."""
+    if is_fake(dist.get_backend_config(group)):
+        return
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+    else:  # torch before 2.12
+        for device in group._device_types:  # noqa: SLF001
+            backend_of(group, device)._set_default_timeout(timeout)  # noqa: SLF001
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The object that serves the group's tensors of the device."""
+    return group._get_backend(device)  # noqa: SLF001
 
 
 # Torch writes these into an options object when a group is created: they identify the group, not its options.

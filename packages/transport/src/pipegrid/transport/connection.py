@@ -48,7 +48,7 @@ class Connection:
 
     Attributes:
         mover: moves their payloads.
-        wire: moves headers and end notices; None where both ends are one rank.
+        wire: moves headers and end notices; None where both ends are one rank, and in a dry run.
         group: the process group of the payloads; None where both ends are one rank.
         receive_stream: receives are posted under it, so that a transfer waits for its buffer and for no computing; None
             is the caller's stream.

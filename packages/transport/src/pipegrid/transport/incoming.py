@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from pipegrid.transport.backends import Ticket
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import P2PMismatchError
+from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.handle import ReceiveTransfer
-from pipegrid.transport.message import ShapeContract, Signature, decode
+from pipegrid.transport.message import ShapeContract, Signature, TensorSpec, decode
 from pipegrid.transport.payload import (
     ExpectedShape,
     PlainMessage,
@@ -35,7 +36,8 @@ class Incoming:
     Args:
         peer: the global rank of the source.
         index: the lane's index on its wire.
-        wire: brings headers; None where both ends are one rank.
+        wire: brings headers; None where both ends are one rank, and in a dry run, where a receive has the
+            shapes that its caller gives.
 
     Attributes:
         contract: what has been announced.
@@ -68,6 +70,7 @@ class Incoming:
         self._one_by_one = config.communicators == "separate" and not config.strict and wire is not None
         self._spec, self._peer, self._device, self._tally = spec, peer, device, tally
         self._index, self._wire = index, wire
+        self._dry, self._pipeline_dtype = wire is None and not spec.is_local, config.pipeline_dtype
         self._buffers: dict[tuple[Signature, tuple[bool, ...], ExpectedShape | None], ReceiveBuffers] = {}
         # Receives ahead, of shapes given up since: nothing is sent to them, and gloo cannot take them back.
         self._given_up: list[Any] = []
@@ -81,12 +84,30 @@ class Incoming:
         if self.plain is not None and transfer.expected is None and not self.deferred:
             self._fill(transfer, self.plain[1])
             return
+        if self._dry and transfer.expected is not None and self.contract.standing is None:
+            self.contract.announce([self._given(transfer.expected)], standing=self.contract.stands)
         signature = None if self.deferred else self.contract.receive()
         if signature is not None:
             self._prepare(transfer, signature)
             return
+        if self._dry:
+            raise P2PUsageError(
+                f"rank {self._spec.destination} receives on lane {self._spec} in a dry run, where no rank announces "
+                f"shapes; give tensor_shape to the communicator, or shapes to the receive"
+            )
         self.deferred.append(transfer)
         self._expect_header()
+
+    def _given(self, expected: ExpectedShape) -> Signature:
+        """The message that a receive of a dry run gets."""
+        if self._pipeline_dtype is None:
+            raise P2PUsageError(f"a receive on lane {self._spec} in a dry run needs pipeline_dtype; it is None")
+        dtype = str(self._pipeline_dtype).removeprefix("torch.")
+        tensors = [TensorSpec(dtype, shape) for shape in expected.shapes if shape is not None]
+        if expected.single:
+            return Signature(0, tensors)
+        numbers = itertools.count()
+        return Signature(("list", tuple(None if one is None else next(numbers) for one in expected.shapes)), tensors)
 
     def _expect_header(self) -> None:
         if (

@@ -25,13 +25,16 @@ from pipegrid.topology import (
     destroy_groups,
 )
 from pipegrid.topology.rendezvous import meet
+from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.backends import (
+    DryMover,
     GlooMover,
     LocalMover,
     Loop,
     Mover,
     NcclMover,
     StagedMover,
+    kind_of,
     lift_timeout,
     nccl_options,
     one_loop,
@@ -105,7 +108,8 @@ def open_lanes(
     lanes: dict[LaneSpec, Lane] = {}
     connector = _Connector(here, backend=backend, device=place, config=settings)
     try:
-        connections = connector.connect([spec for spec in mine if not spec.is_local])
+        remote = [spec for spec in mine if not spec.is_local]
+        connections = connector.connect(remote) if kind_of(backend).peers else connector.stand_alone(remote)
         for spec in mine:
             connection = Connection(LocalMover(place)) if spec.is_local else connections[spec]
             lane = Lane(
@@ -145,15 +149,28 @@ def resolve_device(
     """The backend that moves payloads, and the device where they live, from the backends of the group."""
     offered = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if device is None:
-        gpu = current_device() if (backend or offered.get("cuda")) == "nccl" else None
+        kind = kind_of(backend or offered.get("cuda", "none"))
+        gpu = current_device() if kind.in_streams and "cuda" in kind.devices else None
         device = gpu or torch.device("cpu")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = current_device() or device
     backend = backend or offered.get(device.type, "none")
-    served = ("cpu", "cuda") if backend == "gloo" else dist.Backend.backend_capability.get(backend, ())
-    if device.type not in served or not dist.is_backend_available(backend):
+    kind = kind_of(backend)
+    if device.type not in kind.devices or not dist.is_backend_available(backend):
         raise P2PConfigError(f"backend {backend!r} does not move tensors of {device}; the group offers {offered}")
+    if kind.peers and is_dry():
+        raise P2PConfigError(
+            f"backend {backend!r} would wait for other ranks, but the default group's is 'fake', a dry run: they do "
+            f"not exist. Leave the backend to the default group"
+        )
+    bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
+    if kind.in_streams and bound is not None and bound.type == device.type and bound != device:
+        raise P2PConfigError(
+            f"backend {backend!r} would move tensors of {device}, but the default process group is bound to {bound}, "
+            f"where its groups connect; call torch.cuda.set_device before init_process_group, with the device of its "
+            f"device_id or, where none is given, of LOCAL_RANK"
+        )
     return backend, device
 
 
@@ -167,12 +184,13 @@ class _Connector:
     def __init__(self, rank: int, *, backend: str, device: torch.device, config: P2PConfig) -> None:
         self.groups: list[Any] = []
         self._rank, self._device, self._config = rank, device, config
-        self._on_device = backend != "gloo" and not config.staged
+        self._on_device = kind_of(backend).in_streams and not config.staged
         self._staged = not self._on_device and (config.staged or device.type != "cpu")
-        self._backend = backend if self._on_device else "gloo"
+        self._backend = "gloo" if config.staged and kind_of(backend).peers else backend
         # What one communicator moves both ways is one batch, which comes after the computing of what it sends.
         beside = (self._on_device or self._staged) and config.communicators == "separate"
         self._receive_stream = new_stream(device) if beside else None
+        self._aside = new_stream(device) if kind_of(self._backend).keeps_sends else None
         self._timeout = timedelta(seconds=config.open_deadline)
         self._calls = StoreCalls(config.open_deadline)
 
@@ -195,6 +213,14 @@ class _Connector:
                     found |= self._connect_pair(between)
         finally:
             self._calls.end()
+        return found
+
+    def stand_alone(self, lanes: Sequence[LaneSpec]) -> dict[LaneSpec, Connection]:
+        """A connection for each of these lanes in a dry run, where no other rank exists."""
+        found: dict[LaneSpec, Connection] = {}
+        for bundle in _bundles(lanes, self._config):
+            (group,) = self._create([_group_spec(bundle, "data")], self._backend, None).values()
+            found.update(dict.fromkeys(bundle, Connection(DryMover(), group=group)))
         return found
 
     def _compare(self, pair: tuple[int, int], lanes: Sequence[LaneSpec]) -> None:
@@ -236,7 +262,7 @@ class _Connector:
             mover: Mover
             if self._on_device:
                 lift_timeout(group)
-                mover = NcclMover(group, peer, self._device)
+                mover = NcclMover(group, peer, self._device, kind_of(self._backend, group), self._aside)
             else:
                 mover = GlooMover(loop.take_backend(group), peer, len(lanes))
                 mover = StagedMover(mover, self._device) if self._staged else mover

@@ -224,7 +224,6 @@ class LaneTransfers:
         transfer.waited = True
         try:
             transfer.ticket.order()
-            transfer.ticket.done()  # raises, if it has failed by now
         except RuntimeError as error:
             self.explain(error, transfer)
         else:

@@ -20,6 +20,8 @@ from pipegrid.training.generation.memory import Memory, cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.stages import Stage
+from pipegrid.transport.backends import NcclTicket
+from pipegrid.transport.streams import has_streams
 
 _TOKENS_SECONDS = 300.0  # for the stages to exchange tokens, where the communicator has no deadline
 
@@ -257,7 +259,11 @@ class _Texts:
         if self.group is not None:
             work = dist.all_reduce(tokens, group=self.group, async_op=True)  # zeros elsewhere
             try:
-                work.wait(timedelta(seconds=self.deadline))
+                if has_streams(tokens.device):  # a wait with a timeout would end the group past it, and the process
+                    NcclTicket((work,)).hold(timedelta(seconds=self.deadline))
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=self.deadline))
             except RuntimeError as error:
                 raise GenerationError(f"stages did not exchange tokens within {self.deadline:g} s: {error}") from error
         return tokens

@@ -28,7 +28,10 @@ class Ticket(Protocol):
         ...
 
     def order(self) -> None:
-        """Order the current stream after the message; where the mover is not ``streams``, after `hold`."""
+        """Order the current stream after the message; where the mover is not ``streams``, after `hold`.
+
+        Raises what the message has failed with by then.
+        """
         ...
 
 

@@ -19,47 +19,48 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from pipegrid.topology.torch_compat import set_timeout
 from pipegrid.transport.backends.base import Operation
+from pipegrid.transport.backends.kinds import BackendKind
 from pipegrid.transport.errors import P2PUsageError, text_of
+from pipegrid.transport.streams import working_on
 from pipegrid.transport.wait_lock import BackgroundThread
 
 _POLL_SECONDS = 0.0001
 _WATCHDOG = timedelta(days=7)
 
 
-def nccl_options(backend: str, max_ctas: int | None) -> Any:
-    """Options of a lane's NCCL group: a stream of high priority, and few thread blocks; None for other backends."""
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-    return options
-
-
 def lift_timeout(group: Any) -> None:
     """Put the timeout of a group's works, which was its creation's, far beyond the deadlines of lanes."""
-    if hasattr(group, "set_timeout"):
-        group.set_timeout(_WATCHDOG)
-    else:  # torch before 2.12
-        dist.distributed_c10d._set_pg_timeout(_WATCHDOG, group)  # noqa: SLF001
+    set_timeout(group, _WATCHDOG)
 
 
 class NcclTicket:
-    """See `Ticket`: all messages of a batch share its work."""
+    """See `Ticket`: all messages of a batch share its work.
 
-    __slots__ = ("_works",)
+    Args:
+        works: of the backend.
+        kind: of the backend; None is one whose works say after a wait whether they failed, and keep no tensors.
+        aside: the stream under which works are waited for only to have them drop their tensors; None is the current.
+    """
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    __slots__ = ("_aside", "_keeps", "_raises", "_works")
+
+    def __init__(
+        self, works: Sequence[Any], kind: BackendKind | None = None, aside: torch.Stream | None = None
+    ) -> None:
+        self._works, self._aside = works, aside
+        self._raises = kind is not None and kind.waits == "orders_and_raises"
+        self._keeps = kind is not None and kind.keeps_sends
 
     def order(self) -> None:
-        """See `Ticket.order`."""
+        """See `Ticket.order`. Where a wait raises what is known, asking again would cost two more driver calls."""
         for work in self._works:
             work.wait()
+        self._keeps = False
+        if not self._raises:
+            self.done()
 
     def done(self) -> bool:
         """See `Ticket.done`. A failed work is completed as well, so its error is asked for."""
@@ -67,6 +68,11 @@ class NcclTicket:
             if not work.is_completed():
                 return False
             _raise_failure(work)
+        if self._keeps:  # an idle group keeps what it sent until a wait; of a completed work that orders nothing
+            self._keeps = False
+            with working_on(self._aside):
+                for work in self._works:
+                    work.wait()
         return True
 
     def hold(self, timeout: timedelta) -> None:
@@ -99,15 +105,20 @@ class NcclMover:
         group: the process group.
         peer: the other rank, as rank in the group.
         device: where tensors live.
+        kind: of the group's backend.
+        aside: see `NcclTicket`.
     """
 
     streams = True
     polled = True
 
-    def __init__(self, group: Any, peer: int, device: torch.device) -> None:
+    def __init__(
+        self, group: Any, peer: int, device: torch.device, kind: BackendKind, aside: torch.Stream | None
+    ) -> None:
         self._group = group
         self._peer = peer
         self._device = device
+        self._kind, self._aside = kind, aside
 
     def start(self, operations: Sequence[Operation]) -> Sequence[NcclTicket]:
         """See `Mover.start`.
@@ -131,7 +142,7 @@ class NcclMover:
                     works.append(verb([tensor], peer, 0))  # noqa: PERF401 -- a comprehension is a frame more
         finally:
             whole = group._end_coalescing(self._device)  # noqa: SLF001
-        ticket = NcclTicket(works if whole is None else (whole,))
+        ticket = NcclTicket(works if whole is None else (whole,), self._kind, self._aside)
         return [ticket] * len(operations)
 
     def abort(self) -> None:

@@ -24,6 +24,7 @@ from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.topology.torch_compat import is_dry
 
 _FINISHERS = ("a finalize_model_grads_func", "reduce_gradients", "what wraps the model")
 _WAYS = tuple(f"{losses} losses and {finisher}" for losses in ("mean", "per-token") for finisher in _FINISHERS)
@@ -73,8 +74,10 @@ class GradientPolicy:
         """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
-        all-reduce per module, before the first step.
+        all-reduce per module, before the first step. None in a dry run, where no other data lane exists.
         """
+        if dist.is_initialized() and is_dry():
+            return
         for name, stage in {name: stage for stage, name in self.names.items()}.items():
             group = None if pg_collection is None else lanes_group(pg_collection, name)
             if group is None or group.size() == 1:

@@ -1,0 +1,115 @@
+"""Kinds of backends: a record for each name that torch gives a backend, and the only place that names one.
+
+Facts of torch 2.11 to 2.15. In 2.15 the name ``nccl`` builds `ProcessGroupNCCL2`, unless ``TORCH_DIST_USE_NCCL2=0`` was
+in the environment at import: so it is resolved by the class that torch made, never by version.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from pipegrid.topology.torch_compat import backend_of
+
+NCCL = "nccl"
+
+
+@frozen
+class OrderModel:
+    """Which messages of a group come in the order of their launches.
+
+    Attributes:
+        batched: batches; a group is one line.
+        lone: messages outside of a batch: on the group's line, or on one of the pair of ranks, which nothing orders
+            against the group's.
+    """
+
+    batched: Literal["group"] = "group"
+    lone: Literal["group", "pair"] = "group"
+
+
+@frozen(kw_only=True)
+class BackendKind:
+    """What differs between backends.
+
+    Attributes:
+        name: of the backend.
+        devices: the types of device that it serves.
+        options: whether it takes NCCL's options.
+        order: which messages come in order.
+        waits: a wait of a work orders the current stream; orders it and raises an error that is known by then; or holds
+            the host.
+        keeps_sends: an idle group holds sent tensors until their work was waited for.
+        connects: at the first operation, or when the group is made.
+        ends_process: seconds from an error to the end of the process by torch's watchdog; None where it has none.
+        peers: whether there are other ranks: torch's ``fake`` has none, and its operations do nothing.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    options: bool = False
+    order: OrderModel = OrderModel()
+    waits: Literal["orders", "orders_and_raises", "holds"]
+    keeps_sends: bool = False
+    connects: Literal["lazy", "eager"]
+    ends_process: float | None = None
+    peers: bool = True
+
+    @property
+    def in_streams(self) -> bool:
+        """Whether messages complete in stream order, so that a wait need not hold the host."""
+        return self.waits != "holds"
+
+
+_LEGACY = BackendKind(
+    name="nccl-legacy", devices=("cuda",), options=True, waits="orders", connects="lazy", ends_process=60.0
+)
+_NCCL2 = BackendKind(
+    name="nccl2",
+    devices=("cuda",),
+    options=True,
+    waits="orders_and_raises",
+    keeps_sends=True,
+    connects="eager",
+    ends_process=16.0,
+)
+_LAZY = attrs.evolve(_NCCL2, name="nccl-lazy", order=OrderModel(lone="pair"))
+_GLOO = BackendKind(name="gloo", devices=("cpu", "cuda"), waits="holds", connects="eager")
+_KINDS = {
+    **{kind.name: kind for kind in (_LEGACY, _NCCL2, _LAZY, _GLOO)},
+    "fake": BackendKind(name="fake", devices=("cpu", "cuda"), waits="holds", connects="lazy", peers=False),
+}
+
+
+def kind_of(backend: str, group: Any = None) -> BackendKind:
+    """The kind of a backend.
+
+    Args:
+        backend: its name. One that is not known here and serves an accelerator is of the strictest kind: as nccl2, but
+            a wait need not raise.
+        group: one that was made with it; None for ``nccl`` is the strictest of what torch may make.
+    """
+    if backend == NCCL:
+        legacy = getattr(dist, "ProcessGroupNCCL", None)
+        made = None if group is None else backend_of(group, torch.device("cuda"))
+        return attrs.evolve(_LEGACY if legacy is not None and isinstance(made, legacy) else _NCCL2, name=backend)
+    if backend in _KINDS:
+        return _KINDS[backend]
+    devices = tuple(dist.Backend.backend_capability.get(backend, ()))
+    like = _NCCL2 if any(device != "cpu" for device in devices) else _LEGACY
+    return attrs.evolve(like, name=backend, devices=devices, options=False, waits="orders")
+
+
+def nccl_options(backend: str, max_ctas: int | None) -> Any:
+    """Options of a lane's group: a stream of high priority, and few thread blocks; None where it takes none."""
+    if not kind_of(backend).options:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options

@@ -1,0 +1,190 @@
+"""Backends by kind: what torch's names mean, resolved by what torch made."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.transport import P2PConfigError, open_lanes, opening
+from pipegrid.transport.backends import NcclTicket, kind_of, nccl_options
+from pipegrid.transport.opening import resolve_device
+
+SOURCES = Path(__file__).parents[2]
+NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
+
+
+class Old:
+    """In the place of `ProcessGroupNCCL`, which needs a build with CUDA; its options are those of all three."""
+
+    class Options:
+        def __init__(self):
+            self.is_high_priority_stream, self.config = False, SimpleNamespace(max_ctas=None)
+
+
+class New:
+    """In the place of `ProcessGroupNCCL2`."""
+
+
+def made(backend):
+    return SimpleNamespace(_get_backend=lambda device: backend)
+
+
+@pytest.fixture(autouse=True)
+def _classes(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Old, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", New, raising=False)
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is current, and backends that serve it, as far as devices are resolved."""
+    monkeypatch.setattr(opening, "current_device", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+
+
+def test_nccl_is_what_torch_made():
+    old, new = kind_of("nccl", made(Old())), kind_of("nccl", made(New()))
+    assert (old.waits, old.keeps_sends, old.connects) == ("orders", False, "lazy")
+    assert (new.waits, new.keeps_sends, new.connects) == ("orders_and_raises", True, "eager")
+    assert kind_of("nccl") == new, "without a group, the strictest"
+
+
+def test_names_of_their_own():
+    assert kind_of("nccl-legacy").ends_process == 60
+    assert kind_of("nccl2").order.lone == "group"
+    assert kind_of("nccl-lazy").order.lone == "pair"
+    assert not kind_of("gloo").in_streams
+    assert not kind_of("fake").peers
+
+
+@pytest.mark.parametrize(("devices", "keeps", "ends"), [(["cuda"], True, 16), (["cpu"], False, 60)])
+def test_an_unknown_backend_is_as_nccl2_where_it_serves_an_accelerator(monkeypatch, devices, keeps, ends):
+    monkeypatch.setitem(dist.Backend.backend_capability, "somebodys", devices)
+    kind = kind_of("somebodys")
+    assert (kind.name, kind.devices, kind.options, kind.waits) == ("somebodys", tuple(devices), False, "orders")
+    assert (kind.keeps_sends, kind.ends_process) == (keeps, ends)
+
+
+@pytest.mark.parametrize("name", NCCL_NAMES)
+def test_all_of_nccl_has_a_stream_of_high_priority_and_few_thread_blocks(name):
+    options = nccl_options(name, 4)
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == 4
+    assert nccl_options("gloo", 4) is None
+
+
+@pytest.mark.parametrize("name", NCCL_NAMES)
+def test_lanes_beside_nccl_of_any_name_are_on_the_gpu(world, monkeypatch, gpu, name):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: f"cpu:gloo,cuda:{name}")
+    assert resolve_device(None, None) == (name, torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("name", NCCL_NAMES)
+def test_a_backend_of_which_torch_has_made_no_group_yet(world, monkeypatch, gpu, name):
+    """torch 2.15 notes the devices of nccl2 and its like at their first group."""
+    monkeypatch.delitem(dist.Backend.backend_capability, name, raising=False)
+    assert resolve_device(name, None) == (name, torch.device("cuda", 1))
+    with pytest.raises(P2PConfigError, match=r"does not move tensors of cpu"):
+        resolve_device(name, "cpu")
+
+
+def test_a_default_group_on_another_gpu_is_an_error_that_names_both(world, gpu):
+    """As nccl2 binds it, by LOCAL_RANK, where the program has chosen another GPU since."""
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    with pytest.raises(P2PConfigError, match=r"tensors of cuda:1.*bound to cuda:0.*set_device.*LOCAL_RANK"):
+        open_lanes([], backend="nccl")
+    with pytest.raises(P2PConfigError, match=r"tensors of cuda:3.*bound to cuda:0"):
+        open_lanes([], backend="nccl", device="cuda:3")
+    assert resolve_device("nccl", "cuda:0") == ("nccl", torch.device("cuda", 0))
+    assert resolve_device("gloo", "cuda:1") == ("gloo", torch.device("cuda", 1))
+
+
+class Work:
+    """Counts the calls that reach the driver on a GPU."""
+
+    def __init__(self):
+        self.calls = []
+
+    def wait(self):
+        self.calls.append("wait")
+
+    def is_completed(self):
+        self.calls.append("is_completed")
+        return True
+
+    def get_future_result(self):
+        self.calls.append("get_future_result")
+        return SimpleNamespace(done=lambda: False)
+
+
+def test_a_wait_that_raises_is_not_followed_by_a_question():
+    for name, calls in (
+        ("nccl2", ["wait"]),
+        ("nccl-lazy", ["wait"]),
+        ("nccl-legacy", ["wait", "is_completed", "get_future_result"]),
+    ):
+        work = Work()
+        NcclTicket((work,), kind_of(name)).order()
+        assert work.calls == calls
+
+
+def test_a_send_that_is_polled_and_never_waited_for_lets_its_tensors_go_once():
+    for name, waits in (("nccl2", 1), ("nccl-legacy", 0)):
+        polled, ordered = Work(), Work()
+        ticket = NcclTicket((polled,), kind_of(name))
+        assert ticket.done()
+        assert ticket.done()
+        assert polled.calls.count("wait") == waits
+        ticket = NcclTicket((ordered,), kind_of(name))
+        ticket.order()
+        ticket.done()
+        assert ordered.calls.count("wait") == 1
+
+
+def strings(source):
+    """The string literals of one line."""
+    return re.findall(r"[\"']([^\"']*)[\"']", source)
+
+
+def test_one_file_alone_knows_the_names_of_nccl():
+    """Others ask `kind_of`. A file that writes a program for its user, or a test world, may name what it asks for."""
+    allowed = {"kinds.py", "script.py", "world.py", "settings.py"}
+    found = [
+        f"{path.name}:{number}"
+        for path in SOURCES.glob("*/src/**/*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if path.name not in allowed and "``" not in line and set(strings(line)) & set(NCCL_NAMES)
+    ]
+    assert found == []
+
+
+def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
+    """Past it, nccl2 takes the group of a device for failed, and torch's watchdog ends the process."""
+    cpu_only = {
+        "bridges/collectives.py": "branch without streams",
+        "schedules/gradients/all_reduce.py": "branch without streams",
+        "schedules/monitor/monitor.py": "a work of a device comes with the device's progress, or polled",
+        "training/generation/generate.py": "branch without streams",
+        "training/restart/neighbours.py": "gloo's group",
+        "transport/backends/gloo.py": "gloo's payloads",
+        "transport/connection.py": "end notices, over gloo",
+        "transport/transfers.py": "headers, over gloo",
+        "transport/wire.py": "gloo's control channel",
+    }
+    pattern = re.compile(r"(?:\bwork\w*|works\.popleft\(\))\.(?:wait|synchronize)\(\s*[^)\s]")
+    found = {
+        path.as_posix().rpartition("/pipegrid/")[2]
+        for path in SOURCES.glob("*/src/**/*.py")
+        if pattern.search(path.read_text()) and "testing" not in path.parts
+    }
+    assert found == set(cpu_only)

@@ -1,6 +1,6 @@
 """Lanes against a bare isend/irecv pair: latency and bandwidth, messages and host waits.
 
-    python tools/bench/p2p.py [--runs 5] [--pairs N] [--receives-ahead 1] [--backend nccl]
+    python tools/bench/p2p.py [--runs 5] [--pairs N] [--receives-ahead 1] [--backend nccl] [--seconds N]
 
 Two ranks on this machine. Latency is a ping-pong of one message; bandwidth streams messages of which several are under
 way, one way, and is over when the last one is acknowledged. Each figure is a ratio, lane to bare, and the bound for it
@@ -13,16 +13,19 @@ pairs the median. Where the system puts a process and its threads lasts as long 
 so the pairs come from several runs, each in processes of its own. The quartiles beside the median say how sure it is,
 and the same ratio of means what interruptions add: it has no bound, as it depends on the machine.
 
-Both sides do the same work. Both wait for sends as well as for receives, with a timeout, as training does. Both
-receive into buffers that are there already (the lane: into slots that were released), or both into fresh ones (the
-lane: without releases; the blocking verbs of `P2PCommunicator`: always). The lane checks what it is given, keeps its
-order and deadlines, and hands out the payload. What new memory costs by itself, mostly page faults, is the bare side
+Both sides do the same work. Both wait for sends as well as for receives, with a timeout, as training does; on a GPU
+both order the stream after them, as a wait with a timeout would poll there, a millisecond a hop. Both receive into
+buffers that are there already (the lane: into slots that were released), or both into fresh ones (the lane: without
+releases; the blocking verbs of `P2PCommunicator`: always). The lane checks what it is given, keeps its order and
+deadlines, and hands out the payload. What new memory costs by itself, mostly page faults, is the bare side
 with fresh buffers against the bare side without: that depends on the machine, and has no bound.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import statistics
 import time
@@ -76,7 +79,8 @@ class Bare:
         self.name = "bare fresh" if fresh else "bare"
         self.buffers = [torch.empty_like(data) for _ in range(WINDOW)]
         self.token = torch.zeros(1, device=data.device)
-        self.timeout = timedelta(seconds=TIMEOUT)
+        # On a GPU a wait with a timeout holds the host.
+        self.timeouts = () if data.device.type == "cuda" else (timedelta(seconds=TIMEOUT),)
 
     def _send(self, tensor: torch.Tensor, group: Any) -> Any:
         return dist.isend(tensor, group=group, group_dst=1 - self.rank)
@@ -88,11 +92,11 @@ class Bare:
     def ping_pong(self) -> None:
         """One message there and one back."""
         if self.rank == 0:
-            self._send(self.data, self.out).wait(self.timeout)
-            self._receive(self.buffers[0], self.back).wait(self.timeout)
+            self._send(self.data, self.out).wait(*self.timeouts)
+            self._receive(self.buffers[0], self.back).wait(*self.timeouts)
         else:
-            self._receive(self.buffers[0], self.out).wait(self.timeout)
-            self._send(self.data, self.back).wait(self.timeout)
+            self._receive(self.buffers[0], self.out).wait(*self.timeouts)
+            self._send(self.data, self.back).wait(*self.timeouts)
 
     def stream(self) -> None:
         """A window of messages there, and a token back."""
@@ -102,9 +106,9 @@ class Bare:
         else:
             works = [self._receive(buffer, self.out) for buffer in self.buffers]
         for work in works:
-            work.wait(self.timeout)
+            work.wait(*self.timeouts)
         if self.rank != 0:
-            self._send(self.token, self.back).wait(self.timeout)
+            self._send(self.token, self.back).wait(*self.timeouts)
 
 
 class Ours:
@@ -252,8 +256,27 @@ def _measure(rank: int, device: torch.device, size: int, options: argparse.Names
             there, back = (stage.lane(Edge(0, 1), direction).group for direction in Direction)
             floor = Bare(rank, there, back, data, fresh=True)
             figures = [_compare(floor, Verbs(rank, stage, data), "ping_pong", options)]
-        figures += [_compare(*pair, verb, options) for verb in ("ping_pong", "stream") for pair in sides]
+        _progress(figures[-1])
+        for verb, pair in itertools.product(("ping_pong", "stream"), sides):
+            if not _has_time(options, device):
+                break
+            figures.append(_compare(*pair, verb, options))
+            _progress(figures[-1])
         return figures, _count(ours, exchanges=10)
+
+
+def _has_time(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether another comparison may begin; the same on both ranks."""
+    left = torch.tensor([time.monotonic() < options.until], dtype=torch.uint8, device=device)
+    dist.broadcast(left, 0)
+    return bool(left.item())
+
+
+def _progress(figure: Figure) -> None:
+    """One line on what was just compared: a run that is cut short has said something."""
+    if dist.get_rank() == 0:
+        ratio = statistics.median(figure.ratios(statistics.median))
+        print(f"  {figure.verb} {figure.size} B, {figure.name} to {figure.floor}: {ratio:.3f} in this run", flush=True)
 
 
 @contextmanager
@@ -268,7 +291,10 @@ def _over(backend: str, rank: int, ranks: int, store: Any) -> Iterator[None]:
 
 def _run(report: Callable[[Any], None], options: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if options.backend == "nccl" else torch.device("cpu")
-    measured = [_measure(dist.get_rank(), device, size, options) for size in options.sizes]
+    measured = []
+    for size in options.sizes:
+        if not measured or _has_time(options, device):
+            measured.append(_measure(dist.get_rank(), device, size, options))
     if dist.get_rank() == 0:
         report(measured)
 
@@ -291,7 +317,9 @@ def main() -> int:
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), default="gloo", help="nccl needs two GPUs, or one and NCCL 2.31.2"
     )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no comparison begins later")
     options = parser.parse_args()
+    options.until = time.monotonic() + options.seconds
     if options.quick:
         options.runs, options.pairs, options.sizes = 1, 2, SIZES[:1]
     fewest = min(options.pairs or PAIRS[size] for size in options.sizes)
@@ -305,12 +333,13 @@ def main() -> int:
         f"receives_ahead={options.receives_ahead}, median [quartiles] of all pairs of {options.runs} runs",
         flush=True,
     )
-    runs = [_one_run(options) for _ in range(options.runs)]
+    runs = [_one_run(options) for number in range(options.runs) if number == 0 or time.monotonic() < options.until]
     good = True
-    for sizes in zip(*runs, strict=True):
-        for figures in zip(*(figures for figures, _ in sizes), strict=True):
-            good &= _report(figures)
-        for line in sizes[0][1]:
+    for sizes in itertools.zip_longest(*runs):  # those that ran out of time have fewer
+        there = [size for size in sizes if size is not None]
+        for figures in itertools.zip_longest(*(figures for figures, _ in there)):
+            good &= _report([figure for figure in figures if figure is not None])
+        for line in there[0][1]:
             print(f"  {line}")
     return 0 if good or options.quick else 1
 

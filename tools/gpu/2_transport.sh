@@ -3,6 +3,6 @@
 . "$(dirname "$0")/common.sh"
 select=()
 [ -z "$DRY_RUN" ] || select=(--collect-only -q)
-run 540 "$PYTHON" -m pytest "${plugin[@]}" -m "not nightly" packages/transport/tests/test_transport_gpu.py \
+run 540 "$PYTHON" -m pytest "${pytest[@]}" packages/transport/tests/test_transport_gpu.py \
     packages/transport/tests/test_transport_device_groups.py -k "gpu or (nccl and not fake)" "${select[@]}"
 finish

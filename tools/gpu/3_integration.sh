@@ -3,12 +3,10 @@
 # NCCL among ranks that share a GPU takes milliseconds for each hop: deadlines are generous.
 . "$(dirname "$0")/common.sh"
 BACKEND=${BACKEND:-nccl}
-[ -z "$DRY_RUN" ] || BACKEND=fake_nccl
-tests() { run "$1" "$PYTHON" -m pytest "${plugin[@]}" -m "not nightly" --backend "$BACKEND" --deadline 300 "${@:2}"; }
 if [ $# = 0 ]; then
-    tests 220 integration_tests/test_pipeline_steps.py -k "two_real_ranks${DRY_RUN:+ and 2-2}"
+    tests 220 "$BACKEND" integration_tests/test_pipeline_steps.py -k "two_real_ranks${DRY_RUN:+ and 2-2}"
     [ -z "$DRY_RUN" ] || finish
     set -- integration_tests/test_pipeline_steps.py integration_tests/test_unequal_lanes.py -k "not two_real_ranks"
 fi
-tests 320 "$@"
+tests 320 "$BACKEND" "$@"
 finish

@@ -4,8 +4,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 DRY_RUN=${DRY_RUN:-}
 OUT=${OUT:-runs/gpu}
+# What one script leaves for the next: not OUT, which may be an empty folder for each of them.
+KEPT=${KEPT:-runs/gpu}
 PYTHON=${PYTHON:-python3}
-mkdir -p "$OUT"
+mkdir -p "$OUT" "$KEPT"
 
 for source in packages/*/src; do
     PYTHONPATH="$PWD/$source${PYTHONPATH:+:$PYTHONPATH}"
@@ -26,20 +28,22 @@ if [ -n "${CARRIED:-}" ]; then
 fi
 export PYTHONPATH PYTHONUNBUFFERED=1
 
-# The plugin by name only where its entry point is not installed: pytest cannot load it twice.
-installed='from importlib.metadata import entry_points as found; exit("pipegrid-testing" not in found(group="pytest11").names)'
-plugin=()
-"$PYTHON" -c "$installed" || plugin=(-p pipegrid.testing.plugin)
+# The machine's own pytest plugins stay out, and what they or its libraries warn of is no error.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+pytest=(-p pipegrid.testing.plugin -W default -m "not nightly")
 
 # Several ranks on one GPU; harmless where each has its own. Few CTAs, so that the ranks' kernels fit beside each other.
 export NCCL_MULTI_RANK_GPU_ENABLE=${NCCL_MULTI_RANK_GPU_ENABLE:-1} NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-1}
 # The transport setting that 1_facts.sh found to work, such as NCCL_P2P_DISABLE=1.
-if [ -f "$OUT/transport.env" ]; then
-    set -a
-    # shellcheck disable=SC1091
-    . "$OUT/transport.env"
-    set +a
-fi
+use_transport() {
+    if [ -f "$KEPT/transport.env" ]; then
+        set -a
+        # shellcheck disable=SC1091
+        . "$KEPT/transport.env"
+        set +a
+    fi
+}
+[ -n "${MEASURES_TRANSPORT:-}" ] || use_transport
 
 if [ -n "$DRY_RUN" ]; then
     export CUDA_VISIBLE_DEVICES=
@@ -56,6 +60,12 @@ run() {
     local status=0
     LD_PRELOAD="${NCCL_PRELOAD:-}" timeout "$seconds" "$@" 2>&1 | tee -a "$OUT/$(basename "$0" .sh).log" || status=$?
     [ "$status" = 0 ] || { echo "== ended with status $status"; FAILED=1; }
+}
+# tests SECONDS BACKEND ARGUMENT...: pytest over a backend; a dry run has the fake NCCL for NCCL.
+tests() {
+    local backend=$2
+    [ -z "$DRY_RUN" ] || [ "$backend" != nccl ] || backend=fake_nccl
+    run "$1" "$PYTHON" -m pytest "${pytest[@]}" --backend "$backend" --deadline 300 "${@:3}"
 }
 FAILED=0
 finish() { exit "$FAILED"; }

@@ -29,15 +29,22 @@ def test_a_script_is_valid_shell_documented_and_bounded(script):
         ("1_facts.sh", "exchange 4 of 1 MB"),
         ("2_transport.sh", "test_two_ranks_over_nccl"),
         pytest.param("4_ratios.sh", "overlap/after", marks=pytest.mark.nightly),
+        ("0_staged.sh", "3 passed"),
+        ("1_facts.sh", "split backwards (ZB-H1)"),
         ("3_integration.sh", "3 passed"),
-        ("5_one_rank.sh", "split backwards (ZB-H1)"),
         ("6_trace.sh", "1f1b-computing-stream-rank-1.json"),
     ],
 )
 def test_a_dry_run_measures_something(tmp_path, script, printed):
     done = subprocess.run(
         ["bash", str(ROOT / "tools/gpu" / script)],
-        env={**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable},
+        env={
+            **os.environ,
+            "DRY_RUN": "1",
+            "OUT": str(tmp_path),
+            "KEPT": str(tmp_path / "kept"),
+            "PYTHON": sys.executable,
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -68,3 +75,48 @@ def test_the_tests_that_the_page_on_gpus_names_exist():
         known |= set(re.findall(r"def (test_\w+)\(", path.read_text()))
     assert len(named) > 20
     assert named <= known
+
+
+def test_the_transport_that_works_outlives_the_folder_of_results(tmp_path):
+    """Which is a new one for each script, where results are brought home from another machine."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "transport.env").write_text("NCCL_P2P_DISABLE=1\nNCCL_SOCKET_IFNAME=lo\n")
+    source = f'. "{ROOT}/tools/gpu/common.sh"; echo "$NCCL_P2P_DISABLE $NCCL_SOCKET_IFNAME"'
+    done = subprocess.run(
+        ["bash", "-c", source],
+        env={**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path / "new"), "KEPT": str(kept)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "1 lo\n"
+
+
+def test_the_machines_own_plugins_and_warnings_do_not_stop_the_tests(tmp_path):
+    """A plugin that warns as soon as it is loaded, as those of other projects on the machine do."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/loud_plugin.py").write_text("import warnings\nwarnings.warn('old', DeprecationWarning)\n")
+    info = tmp_path / "other/loud-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[pytest11]\nloud = loud_plugin\n")
+    (tmp_path / "test_loud.py").write_text("import warnings\ndef test_loud():\n    warnings.warn('mine')\n")
+    source = f'. "{ROOT}/tools/gpu/common.sh"; "$PYTHON" -m pytest "${{pytest[@]}}" -c pyproject.toml {tmp_path}'
+    done = subprocess.run(
+        ["bash", "-c", source],
+        env={
+            **os.environ,
+            "DRY_RUN": "1",
+            "OUT": str(tmp_path / "out"),
+            "KEPT": str(tmp_path / "kept"),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(tmp_path / "other"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    assert "loud" not in re.sub(r".*test_loud.*", "", done.stdout)

@@ -291,7 +291,7 @@ def _over(backend: str, rank: int, ranks: int, store: Any) -> Iterator[None]:
 
 def _run(report: Callable[[Any], None], options: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if options.backend == "nccl" else torch.device("cpu")
-    measured = []
+    measured: list[tuple[list[Figure], list[str]]] = []
     for size in options.sizes:
         if not measured or _has_time(options, device):
             measured.append(_measure(dist.get_rank(), device, size, options))

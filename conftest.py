@@ -1,6 +1,8 @@
-"""Settings of hypothesis for the tests of every package."""
+"""For the tests of every package: settings of hypothesis, and what the fake NCCL stands for."""
 
 from importlib.util import find_spec
+
+import pytest
 
 # The contract session has tests without properties, and no hypothesis.
 if find_spec("hypothesis") is not None:
@@ -9,3 +11,18 @@ if find_spec("hypothesis") is not None:
     # Time never decides a test: on a fresh machine the first text drawn builds a table for a second.
     settings.register_profile("pipegrid", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("pipegrid")
+
+
+@pytest.fixture(autouse=True)
+def _fake_nccl2_is_known_as_nccl2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes over the fake NCCL in its mode nccl2 have that kind: else it is a backend that nobody knows."""
+    if request.node.get_closest_marker("ranks") is None or find_spec("pipegrid.transport") is None:
+        return
+    device = request.getfixturevalue("ranks").fake_device
+    if device is not None and device.nccl2 is not None:
+        import attrs
+
+        from pipegrid.transport.backends import kinds
+
+        kind = attrs.evolve(kinds.kind_of("nccl2"), name="fake_nccl", devices=("cpu",), options=False)
+        monkeypatch.setitem(kinds._KINDS, "fake_nccl", kind)  # noqa: SLF001 -- as torch made it

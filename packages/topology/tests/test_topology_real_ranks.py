@@ -260,3 +260,12 @@ def test_groups_keep_the_order_of_their_ranks_and_carry_point_to_point_traffic(r
     for lane, value, work in transfers:
         work.wait()
         assert value.item() == len(lane.label)
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")
+def test_a_timeout_of_operations_beside_that_of_creation_over_nccl2(ranks):
+    """Which binds no `_set_default_timeout`."""
+    spec = GroupSpec((0, 1), "lane")
+    (group,) = create_groups([spec], timeout=timedelta(hours=9), creation_timeout=timedelta(seconds=20)).values()
+    assert group.timeout == 9 * 3600
+    ranks.barrier()

@@ -1,6 +1,7 @@
 """Backends by kind: what torch's names mean, resolved by what torch made."""
 
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from pipegrid.transport import P2PConfigError, open_lanes, opening
 from pipegrid.transport.backends import NcclTicket, kind_of, nccl_options
 from pipegrid.transport.opening import resolve_device
+
+from .two_ranks import THERE, config, until
 
 SOURCES = Path(__file__).parents[2]
 NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
@@ -149,6 +152,21 @@ def test_a_send_that_is_polled_and_never_waited_for_lets_its_tensors_go_once():
         ticket.order()
         ticket.done()
         assert ordered.calls.count("wait") == 1
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")
+def test_an_idle_lane_keeps_no_send_that_nobody_waits_for(ranks):
+    with open_lanes([THERE], config=config(), standing={THERE: torch.ones(4)}) as lanes:
+        if ranks.rank == 0:
+            sent = torch.ones(4)
+            gone = weakref.ref(sent)
+            handle = lanes[THERE].isend(sent)
+            del sent
+            until(handle.is_completed)
+            until(lambda: gone() is None)
+        else:
+            assert lanes[THERE].irecv().result().tolist() == [1] * 4
+        ranks.barrier()
 
 
 def strings(source):

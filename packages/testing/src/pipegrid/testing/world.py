@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from pipegrid.testing.fake_nccl import FakeDevice, register
+from pipegrid.testing.fake_nccl import FakeDevice, Nccl2Rules, register
 from pipegrid.testing.messages import Channel, Job
 from pipegrid.testing.ranks import Ranks
 
@@ -42,8 +42,10 @@ def make_world(job: Job, channel: Channel) -> Ranks:
     device = device_of(job)
     directory = Path(job.directory)
     store = FileStore(str(directory / "store"), job.world_size)
-    fake_device = FakeDevice(serial=job.fake_nccl == "serial") if job.backend == "fake_nccl" else None
-    if fake_device is not None:
+    fake_device = None
+    if job.backend == "fake_nccl":
+        nccl2 = Nccl2Rules() if job.fake_nccl == "nccl2" else None
+        fake_device = FakeDevice(serial=job.fake_nccl == "serial", nccl2=nccl2)
         register(fake_device)
     backend = _BACKENDS.get(job.backend, job.backend)
     dist.init_process_group(backend, store=PrefixStore("world", store), rank=job.rank, world_size=job.world_size)

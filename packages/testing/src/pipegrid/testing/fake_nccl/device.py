@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attrs import define, field, frozen
 from torch import Tensor
@@ -30,6 +30,9 @@ from pipegrid.testing.fake_nccl.memory import Clock
 from pipegrid.testing.fake_nccl.player import DONE, PATIENCE_SECONDS, Player, Signal
 from pipegrid.testing.fake_nccl.streams import Streams
 from pipegrid.testing.fake_nccl.virtual import VirtualStream
+
+if TYPE_CHECKING:
+    from pipegrid.testing.fake_nccl.nccl2 import Nccl2Rules
 
 What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "reached"]
 _WATCHDOG_SECONDS = 0.05
@@ -174,7 +177,10 @@ class FakeDevice:
         waits_hold: a work's ``wait()`` holds the host until its entry has ended or was aborted, so that CPU code that
             follows comes after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
 
+        nccl2: groups keep the rules of torch 2.15's ``nccl``, with these settings; None: those of ``nccl-legacy``.
+
     Attributes:
+        closing: set when the test ends.
         history: every launch and every mark on this rank, in order.
         timeline: launches and marks, and the starts and ends of entries between them, in order.
         streams: virtual streams for the code under test; see `Streams`.
@@ -182,8 +188,10 @@ class FakeDevice:
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
     """
 
-    def __init__(self, *, serial: bool = False, waits_hold: bool = True) -> None:
+    def __init__(self, *, serial: bool = False, waits_hold: bool = True, nccl2: Nccl2Rules | None = None) -> None:
         self.serial = serial
+        self.nccl2 = nccl2
+        self.closing = threading.Event()
         self.waits_hold = waits_hold
         self.reports_peer_errors = False
         self.history: list[Launch | Mark] = []
@@ -252,10 +260,11 @@ class FakeDevice:
             after.when_done(lambda: self._advance(line))
         return entry
 
-    def order(self, entry: Entry) -> None:
-        """Order the current stream after an entry, which keeps its tensors no longer."""
+    def order(self, entry: Entry, *, relies: bool = True) -> None:
+        """Order the current stream after an entry, which keeps its tensors no longer: it ``relies`` on the order."""
         with self._lock:
-            self.streams.let_go(entry.stream, entry.clock)
+            if relies:
+                self.streams.let_go(entry.stream, entry.clock)
             entry.kept.clear()
             self.streams.order(
                 self.streams.current_stream(), entry.clock, entry.signal, lambda: self._note("awaited", entry.launch)
@@ -318,6 +327,7 @@ class FakeDevice:
 
     def close(self) -> None:
         """End every entry and every thread. For the end of a test."""
+        self.closing.set()
         error = RuntimeError("the test ended")
         groups = {entry.launch.group for entry in self.unfinished()}
         for entry in self.unfinished():

@@ -35,9 +35,15 @@ _WRITES_FIRST = frozenset(
 
 def register(device: FakeDevice) -> str:
     """Make ``fake_nccl`` a backend of this process, whose groups launch on ``device``; the backend's name."""
-    dist.Backend.register_backend(
-        BACKEND, lambda options, chosen: FakeGroup(device, options, chosen), extended_api=True, devices=["cpu"]
-    )
+
+    def make(options: Any, chosen: Any) -> FakeGroup:
+        if device.nccl2 is None:
+            return FakeGroup(device, options, chosen)
+        from pipegrid.testing.fake_nccl.nccl2 import Nccl2Group  # its base is here
+
+        return Nccl2Group(device, options, chosen, device.nccl2)
+
+    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
     return BACKEND
 
 
@@ -55,8 +61,8 @@ class _Transfer:
 class FakeWork(WorkBase):  # type: ignore[misc]
     """The work of one entry, with the behaviour of NCCL's.
 
-    `is_completed` is true for an entry that failed, too; then `exception` returns the error. `wait` raises nothing:
-    NCCL's raises an error that is known by then, which a wait that comes too soon misses. Its two forms: see
+    `is_completed` is true for an entry that failed, too; then `exception` returns the error. `wait` raises nothing,
+    as that of nccl-legacy; nccl2's raises an error that is known by then (`nccl2.Nccl2Work`). Its two forms: see
     `FakeDevice`. With a timeout it holds the host in both, and raises past the timeout or what the entry failed with.
     """
 
@@ -293,7 +299,11 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         if self.aborted:
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._here} of group {self._name}")
         entry = self.device.launch(self._name, kind, operations, run, self.timeout, reads=reads, writes=writes)
-        return FakeWork(entry, self.device, holds=holds or self.device.waits_hold)
+        return self._work_of(entry, reads, holds=holds or self.device.waits_hold)
+
+    def _work_of(self, entry: Entry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
+        del reads
+        return FakeWork(entry, self.device, holds=holds)
 
     def abort(self) -> None:
         """End the group's entries with an error, then wait for the whole device."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pipegrid.testing.fake_nccl.device import FakeDevice, Launch, Mark, Moment, Operation
-from pipegrid.testing.fake_nccl.group import FakeGroup, FakeWork, register
+from pipegrid.testing.fake_nccl.group import FakeGroup, FakeWork
 from pipegrid.testing.fake_nccl.late import LateRun
 from pipegrid.testing.fake_nccl.nccl2 import Nccl2Group, Nccl2Rules
+from pipegrid.testing.fake_nccl.backend import register
 from pipegrid.testing.fake_nccl.streams import HostSync, Streams
 from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
 

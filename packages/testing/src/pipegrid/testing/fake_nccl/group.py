@@ -33,20 +33,6 @@ _WRITES_FIRST = frozenset(
 )
 
 
-def register(device: FakeDevice) -> str:
-    """Make ``fake_nccl`` a backend of this process, whose groups launch on ``device``; the backend's name."""
-
-    def make(options: Any, chosen: Any) -> FakeGroup:
-        if device.nccl2 is None:
-            return FakeGroup(device, options, chosen)
-        from pipegrid.testing.fake_nccl.nccl2 import Nccl2Group  # its base is here
-
-        return Nccl2Group(device, options, chosen, device.nccl2)
-
-    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
-    return BACKEND
-
-
 @define(eq=False)
 class _Transfer:
     """One send or receive of a batch."""

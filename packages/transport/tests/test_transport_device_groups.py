@@ -1,7 +1,9 @@
 """Groups that complete in stream order, held on a CPU by the fake NCCL of pipegrid-testing."""
 
+import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,8 @@ from pipegrid.transport import (
 )
 from pipegrid.transport import lane as lane_module
 from pipegrid.transport.backends import NcclTicket
+from pipegrid.transport.wait_lock import BackgroundThread
+from pipegrid.transport.wire import Wire
 
 from .two_ranks import DEADLINE, THERE, config, on_device_groups, until
 
@@ -40,6 +44,34 @@ def test_close_loses_nothing_that_was_sent(ranks, backend):
         time.sleep(0.3)  # the sender is in close()
         assert received.result().eq(3.0).all()
         lanes.close()
+
+
+class OverForty:
+    """A work of gloo on a clock that passes 40 days in each wait of a thread beside the program."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self, timeout):
+        if isinstance(threading.current_thread(), BackgroundThread) and timeout < timedelta(days=40):
+            raise RuntimeError(f"Timed out waiting {timeout} for recv operation to complete")
+        return self.work.wait(timeout)
+
+
+@pytest.mark.parametrize("shapes", ["agreed", "header"])
+@two_ranks
+def test_lanes_outlive_forty_days(ranks, monkeypatch, shapes):
+    receive = Wire._receive
+    monkeypatch.setattr(Wire, "_receive", lambda self, *given: OverForty(receive(self, *given)))
+    with open_lanes([THERE], config=config(shapes=shapes)) as lanes:
+        for n in range(3):
+            if ranks.rank == 0:
+                lanes[THERE].isend(torch.full((4,), float(n))).wait()
+            else:
+                received = lanes[THERE].irecv()
+                received.is_completed()  # the lane's own thread waits for the header from here on
+                assert received.result().tolist() == [n] * 4
+            ranks.barrier()
 
 
 @two_ranks

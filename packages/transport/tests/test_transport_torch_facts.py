@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.transport.wire import FOREVER
+
 SOON = timedelta(seconds=0.3)
 LATE = timedelta(seconds=20)
 # A process that is killed with something unread in its socket makes the kernel say "reset" for "closed".
@@ -228,3 +230,19 @@ def test_a_received_note_can_be_read_after_the_connection_is_closed(ranks):
             data.wait(LATE)
         note.wait(timedelta(milliseconds=50))
         assert buffer.tolist() == [7.0] * 4
+
+
+@over_gloo
+def test_a_wait_of_a_hundred_years_is_one(ranks):
+    # Gloo adds the bound to the date in nanoseconds: 270 years overflow, and the wait misses its message.
+    buffer = torch.zeros(4)
+    if ranks.rank == 0:
+        ranks.barrier()
+        time.sleep(0.3)  # the other side waits
+        send(torch.full((4,), 7.0), 1).wait(FOREVER)
+    else:
+        work = receive(buffer, 0)
+        ranks.barrier()
+        work.wait(FOREVER)
+        assert buffer.tolist() == [7.0] * 4
+    assert FOREVER > timedelta(days=20_000)

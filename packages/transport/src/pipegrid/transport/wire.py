@@ -22,14 +22,18 @@ Work = Any
 _HEADER_BYTES = 512
 _LENGTH_BYTES = 4
 _NOTICE_BYTES = 2048
-_FOREVER = timedelta(days=1)
 _HEADER, _NOTICE, CONTROL_TAGS = 0, 1, 2
 NEVER_SENT = 2**30
+FOREVER = timedelta(days=36_500)
+"""The bound of a wait that only the other side ends, as every wait of gloo has a bound and closes its pair past it.
+
+A hundred years: gloo adds the bound to the date in nanoseconds, which 64 bits hold until the year 2262.
+"""
 
 
 def timedelta_of(seconds: float | None) -> timedelta:
     """A timeout for torch, which has none for "no timeout"."""
-    return _FOREVER if seconds is None else max(timedelta(seconds=seconds), timedelta(milliseconds=1))
+    return FOREVER if seconds is None else max(timedelta(seconds=seconds), timedelta(milliseconds=1))
 
 
 @define(eq=False)
@@ -118,7 +122,7 @@ class Wire:
             RuntimeError: the connection was closed.
         """
         self._watched = True
-        self._notice.wait(_FOREVER)
+        self._notice.wait(FOREVER)
 
     def end_notice(self) -> tuple[str, str] | None:
         """Kind and text of the other side's end notice; None before it came. Only on an end: may cut the connection."""

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.transport.wire import FOREVER
 
 _WORD_BYTES: Final = 512
-_FOREVER: Final = timedelta(days=365)
 _SOON: Final = timedelta(seconds=2)
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _WORD, _NEVER_SENT = 0, 1  # tags
@@ -81,7 +81,7 @@ class Neighbours:
 
     def _watch(self, work: Any, word: torch.Tensor) -> None:
         try:
-            work.wait(_FOREVER)
+            work.wait(FOREVER)
             failure = bytes(word.tolist()).rstrip(b"\0").decode(errors="ignore")
         except RuntimeError:
             failure = f"rank {self._rank} lost rank {self._next}: its process has ended without a word"

@@ -26,14 +26,14 @@ from pipegrid.transport.backends.kinds import BackendKind
 from pipegrid.transport.errors import P2PUsageError, text_of
 from pipegrid.transport.streams import working_on
 from pipegrid.transport.wait_lock import BackgroundThread
+from pipegrid.transport.wire import FOREVER
 
 _POLL_SECONDS = 0.0001
-_WATCHDOG = timedelta(days=7)
 
 
 def lift_timeout(group: Any) -> None:
     """Put the timeout of a group's works, which was its creation's, far beyond the deadlines of lanes."""
-    set_timeout(group, _WATCHDOG)
+    set_timeout(group, FOREVER)
 
 
 class NcclTicket:

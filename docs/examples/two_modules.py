@@ -48,4 +48,5 @@ for step in range(20):
     optimizer.zero_grad()
     if losses and step % 5 == 0:
         print(f"step {step}: loss {sum(losses) / 8:.4f}, gradient norm {norm:.4f}")
+pipe.destroy()
 dist.destroy_process_group()

@@ -246,6 +246,28 @@ def test_an_entry_whose_peer_is_gone_runs_on_and_is_completed_with_an_error_wher
         ranks.barrier()
 
 
+@STREAMS
+def test_a_destroy_waits_for_the_other_member_or_for_an_abort(ranks):
+    met, left = dist.new_group([0, 1]), dist.new_group([0, 1])
+    late = 0.3
+    if ranks.rank == 0:
+        time.sleep(late)
+        met.shutdown()
+    else:
+        began = time.monotonic()
+        met.shutdown()
+        assert time.monotonic() - began > late / 2
+        destroying = threading.Thread(target=left.shutdown, daemon=True)
+        destroying.start()
+        destroying.join(late)
+        assert destroying.is_alive()
+        left.abort()
+        destroying.join(10)
+        assert not destroying.is_alive()
+        left.shutdown()  # after an abort it meets no one
+    ranks.barrier()
+
+
 BROKEN = """
 import time
 from datetime import timedelta
@@ -291,6 +313,13 @@ def test_an_entry_is_too_old(ranks):
         assert not work.is_success()
     ranks.barrier()
 
+def test_aborts_what_it_destroyed(ranks):
+    group = dist.new_group([0, 1])
+    group.shutdown()
+    if ranks.rank == 0:
+        group.abort()
+    ranks.barrier()
+
 def test_keeps_the_rules(ranks):
     dist.all_reduce(torch.ones(1))
 
@@ -325,6 +354,7 @@ def broken(session):
             "test_an_entry_is_too_old",
             "was ended by the watchdog: not done after the group's timeout of 0.3 s",
         ),
+        ("test_aborts_what_it_destroyed", "after its destroy; ncclCommAbort would free its communicator twice"),
     ],
 )
 def test_a_broken_rule_fails_the_test(broken, name, text):

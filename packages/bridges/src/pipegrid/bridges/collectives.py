@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.errors import CompletionError
-from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
 from pipegrid.transport.backends import NcclTicket, lift_timeout
 from pipegrid.transport.collectives import PendingCollectives, abort_together
 from pipegrid.transport.streams import has_streams
@@ -170,11 +170,21 @@ def gather_flat(
 
 
 def close_groups(
-    groups: Mapping[GroupSpec, dist.ProcessGroup], *, stuck: bool, beside: Callable[[], None] = lambda: None
+    groups: Mapping[GroupSpec, dist.ProcessGroup],
+    *,
+    failed: bool,
+    seconds: float,
+    beside: Callable[[], None] = lambda: None,
 ) -> None:
-    """Destroy groups after ``beside``; a stuck collective is aborted meanwhile, as a destroy would wait for it."""
-    abort_groups(groups.values() if stuck else (), beside=beside)
-    destroy_groups(groups)
+    """Destroy groups after ``beside``, with their other members, within ``seconds``; abort them if ``failed``.
+
+    A destroy would wait for a collective that is stuck, and for a member that is gone.
+    """
+    abort_groups(groups.values() if failed else (), beside=beside)
+    if failed:
+        discard_groups(groups)
+    else:
+        destroy_groups(groups, seconds=seconds)
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup], *, beside: Callable[[], None] = lambda: None) -> None:

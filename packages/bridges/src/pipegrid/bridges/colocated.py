@@ -303,7 +303,7 @@ class ColocatedBridgeCommunicator:
         if not self._destroyed:
             self._destroyed = True
             self._waits.end("destroyed")
-            close_groups(self._groups, stuck=self._waits.stuck)
+            close_groups(self._groups, failed=self._waits.stuck, seconds=self._waits.deadline)
             self._groups, self.gather_pg = {}, None
 
     def _require_alive(self) -> None:

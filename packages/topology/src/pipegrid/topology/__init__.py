@@ -10,6 +10,7 @@ from __future__ import annotations
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
 from pipegrid.topology.data_lanes import data_lane, lane_bounds as lane_bounds, lane_samples, lane_sizes as lane_sizes
 from pipegrid.topology.describe import describe
+from pipegrid.topology.ending import abort_group as abort_group, destroy_groups, discard_groups as discard_groups
 from pipegrid.topology.errors import (
     CoordinateError as CoordinateError,
     GridShapeError as GridShapeError,
@@ -33,7 +34,6 @@ from pipegrid.topology.groups import (
     control_store,
     create_groups,
     creation_order as creation_order,
-    destroy_groups,
 )
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
 from pipegrid.topology.placement import place

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
+from pipegrid.topology.ending import destroy_groups
 from pipegrid.topology.errors import GroupMissingError
 from pipegrid.topology.grid import GroupRequest
-from pipegrid.topology.groups import GroupOptions, GroupSpec, create_each, destroy_groups
+from pipegrid.topology.groups import GroupOptions, GroupSpec, create_each
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

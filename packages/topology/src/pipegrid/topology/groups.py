@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GroupSpecError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.rendezvous import meet
@@ -154,7 +155,7 @@ def create_groups(
         WorldSizeUnknownError: there is no default process group.
         GroupSpecError: a rank past the world, or no such backend.
         GroupCreationTimeoutError: some members did not come, or did not connect, before the deadline. The groups
-            that this call had created are destroyed again.
+            that this call had created are gone again.
     """
     options = group_options(
         backend=backend,
@@ -194,7 +195,7 @@ def create_each(
                 shared[spec.ranks, options.text] = group
             made[spec, options.text] = group
     except BaseException:
-        destroy_groups(made.values())
+        discard_groups(made.values())
         raise
     return made
 
@@ -247,7 +248,7 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
             # A member that went on and destroyed the group would cut off those that still connect to it.
             meet_members(f"{name}#{sequence}/connected", "connect")
         except BaseException:
-            destroy_groups([group])
+            discard_groups([group])
             raise
     return group
 
@@ -258,15 +259,6 @@ def _name(spec: GroupSpec, options: GroupOptions) -> str:
     text = f"{','.join(map(str, spec.ranks))}|{options.text}|{spec.label}"
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     return f"pipegrid/{len(spec.ranks)}r{min(spec.ranks)}-{max(spec.ranks)}/{digest}{own}"
-
-
-def destroy_groups(groups: Mapping[GroupSpec, ProcessGroup] | Iterable[ProcessGroup]) -> None:
-    """Destroy each group once, latest first. Groups that no longer exist are left alone."""
-    from pipegrid.topology import torch_compat as compat
-
-    listed = list(groups.values() if isinstance(groups, Mapping) else groups)
-    for group in reversed(listed):
-        compat.destroy(group)
 
 
 def control_store(label: str) -> Store:

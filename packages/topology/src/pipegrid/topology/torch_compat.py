@@ -8,8 +8,10 @@ each other under different names. `_new_process_group_helper`, which `new_group`
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -85,10 +87,23 @@ def is_name_taken(name: str) -> bool:
     return name in _c10d._world.pg_names.values()  # noqa: SLF001
 
 
-def destroy(group: ProcessGroup) -> None:
-    """Destroy the group, unless it is gone already."""
-    if is_alive(group):
-        dist.destroy_process_group(group)
+def is_destroying() -> bool:
+    """Whether some thread is in torch's `destroy_process_group`: what it has ended is alive until it returns."""
+    code = dist.destroy_process_group.__code__
+    frames: list[FrameType | None] = list(sys._current_frames().values())  # noqa: SLF001 -- public, in spite of its name
+    while frames:
+        frame = frames.pop()
+        if frame is not None:
+            if frame.f_code is code:
+                return True
+            frames.append(frame.f_back)
+    return False
+
+
+def meets_at_its_end(group: ProcessGroup) -> bool:
+    """Whether the group's destruction may wait for its members, as NCCL's does; gloo's and torch's fake do not."""
+    names = [part.rsplit(":", 1)[-1] for part in dist.get_backend_config(group).split(",")]
+    return not all(name.startswith("gloo") or name in ("fake", dist.Backend.UNDEFINED) for name in names)
 
 
 def connecting_device(served: Mapping[str, str], bound: torch.device | None) -> torch.device | None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attrs import define, field
 
+from pipegrid.topology import abort_group
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -62,7 +64,9 @@ def abort_together(
     groups: Iterable[ProcessGroup], *, beside: Callable[[], None] = lambda: None, seconds: float = 2.0
 ) -> None:
     """Abort all ``groups``, each in a thread, while ``beside`` runs; wait for at most ``seconds``."""
-    threads = [threading.Thread(target=group.abort, name="pipegrid-abort", daemon=True) for group in groups]
+    threads = [
+        threading.Thread(target=abort_group, args=(group,), name="pipegrid-abort", daemon=True) for group in groups
+    ]
     for thread in threads:
         thread.start()
     beside()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from attrs import define, field
 from torch.distributed import ProcessGroup
 
+from pipegrid.topology.torch_compat import is_destroying
 from pipegrid.transport.backends import Mover
 from pipegrid.transport.errors import P2PError, P2PLaneDeadError, relayed, text_of
 from pipegrid.transport.spec import LaneSpec
@@ -53,6 +54,8 @@ class Connection:
         receive_stream: receives are posted under it, so that a transfer waits for its buffer and for no computing; None
             is the caller's stream.
         lanes: this rank's ends.
+        aborting: the thread that aborts the group.
+        told: the other side knows of the end.
     """
 
     mover: Mover
@@ -61,6 +64,14 @@ class Connection:
     receive_stream: torch.Stream | None = None
     lanes: list[Any] = field(factory=list)
     aborting: BackgroundThread | None = None
+    told: bool = False
+
+    def tell_closed(self) -> None:
+        """Tell the other side, which has not ended the lanes, that this one closes them."""
+        if self.wire is not None:
+            self.told = True
+            text = ", ".join(f"lane {lane.spec} was closed on rank {lane.rank}" for lane in self.lanes)
+            self.wire.post_end_notice("closed", text)
 
 
 class End(NamedTuple):
@@ -102,8 +113,8 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
     ]
     if kind != "lost":
         limit = time.monotonic() + _TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS)
-        wired = [(connection.wire, text) for connection, text in connections.values() if connection.wire is not None]
-        for work in [wire.post_end_notice(kind, text) for wire, text in wired]:
+        untold = [(one.wire, text) for one, text in connections.values() if one.wire is not None and not one.told]
+        for work in [wire.post_end_notice(kind, text) for wire, text in untold]:
             _finish(work, limit)
     for connection, _ in connections.values():
         if connection.wire is not None:
@@ -127,6 +138,8 @@ def _abort(connection: Connection) -> None:
     if not mover.streams:
         mover.abort()
         return
+    if is_destroying() and not any(lane.queue for lane in connection.lanes):
+        return  # the other side has ended its groups and left, and torch ends those of this side
     connection.aborting = BackgroundThread(target=mover.abort, name="pipegrid-abort", daemon=True)
     connection.aborting.start()
 

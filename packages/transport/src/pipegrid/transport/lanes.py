@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Self
 
-from pipegrid.topology import control_store, destroy_groups
+from pipegrid.topology import control_store, destroy_groups, discard_groups
 from pipegrid.transport.batch import Submitter
 from pipegrid.transport.connection import Connection, End, abort_lanes, await_aborts, end_together
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
@@ -27,6 +27,7 @@ _DROPPED = (
     "as its lanes are used, and close() it then"
 )
 _EXIT_SECONDS = 10.0  # for transfers on a device, where the process ends without close()
+_COLLECTOR_SECONDS = 1.0  # that the garbage collector waits for the end of lanes
 _TICK_SECONDS = 0.05
 _CONNECT_SECONDS = 60.0
 _STREAMED_TICK_SECONDS = 0.002
@@ -46,10 +47,11 @@ class Lanes(dict[LaneSpec, Lane]):
         ends = tuple(lane.transfers for lane in self.values())
         watchers = _watch(ends)
         self._parts = os.getpid(), ends, _Progress(ends, submitter), watchers, groups
+        self._failed = False
         self._handshakes: dict[int, PeerHandshake] = {}
         self._calls = StoreCalls(ends[0].config.deadline if ends else 1.0)
         # Also at exit: threads that wait in the backend must not outlive the interpreter.
-        self._finalizer = weakref.finalize(self, _close, *self._parts, _EXIT_SECONDS, _DROPPED)
+        self._finalizer = weakref.finalize(self, _drop, *self._parts)
 
     def batch(self, *, together: bool = True, by_lane: bool = False) -> AbstractContextManager[None]:
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
@@ -120,17 +122,24 @@ class Lanes(dict[LaneSpec, Lane]):
         seconds = max(self._calls.seconds, _CONNECT_SECONDS)
         return self._calls.call("while connecting to it", lambda: control_store("neighbours"), seconds=seconds)
 
-    def close(self) -> None:
-        """Wait for transfers that are ordered on a device, then end the lanes and free their groups.
+    @property
+    def failed(self) -> bool:
+        """Whether a lane ended by a failure, here or on its other side, and not by `close`."""
+        return self._failed or any(map(_has_failed, self._parts[1] if self._finalizer.alive else ()))
 
-        A transfer over gloo that no caller waited for fails. A second call does nothing.
+    def close(self) -> None:
+        """Wait for transfers that are ordered on a device, then end the lanes and destroy their groups.
+
+        A transfer over gloo that no caller waited for fails. NCCL's groups are destroyed by both sides together: a side
+        whose other side does not come within the deadline aborts them. A second call does nothing.
         """
         self._close(seconds=math.inf)
 
     def _close(self, *, seconds: float) -> None:
         self._calls.end()
+        self._failed = self.failed
         if self._finalizer.detach() is not None:
-            _close(*self._parts, seconds, "")
+            _close(*self._parts, seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +168,26 @@ def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
     return watchers
 
 
+def _has_failed(lane: LaneTransfers) -> bool:
+    notice = lane.wire.end_notice() if lane.wire is not None and lane.wire.has_end_notice() else None
+    return lane.error is not None or (notice is not None and notice[0] != "closed")
+
+
+def _drop(process: int, ends: Sequence[LaneTransfers], *parts: Any) -> None:
+    """End lanes that nothing holds any more, or at the interpreter's exit.
+
+    The garbage collector runs in any thread, also in one that holds the lock of a lane: a thread of their own ends
+    them, and is waited for a moment. Threads that wait in the backend must not outlive the interpreter.
+    """
+    given = process, ends, *parts, _EXIT_SECONDS, _DROPPED
+    if os.getpid() == process and threading.main_thread().is_alive():
+        thread = BackgroundThread(target=_close, args=given, name="pipegrid-dropped", daemon=True)
+        thread.start()
+        thread.join(_COLLECTOR_SECONDS)
+    else:
+        _close(*given)
+
+
 def _close(
     process: int,
     ends: Sequence[LaneTransfers],
@@ -166,16 +195,23 @@ def _close(
     watchers: Sequence[BackgroundThread],
     groups: Sequence[Any],
     seconds: float,
-    why: str,
+    dropped: str = "",
 ) -> None:
-    """End lanes; wait at most ``seconds``, and no longer than the deadline, for transfers that a device has."""
+    """End lanes; wait at most ``seconds``, and no longer than the deadline, for transfers that a device has.
+
+    Groups are destroyed by all their members together: those of lanes that failed, or were ``dropped``, are aborted.
+    """
     if os.getpid() != process:  # a forked child has neither the threads nor the connections
         return
-    limit = time.monotonic() + min(seconds, max((lane.config.deadline for lane in ends), default=0.0))
+    deadline = max((lane.config.deadline for lane in ends), default=0.0)
+    limit = time.monotonic() + min(seconds, deadline)
     for lane in ends:
         lane.drain(limit)
     progress.stop()
-    texts = [f"lane {lane.spec} was closed on rank {lane.rank}{why}" for lane in ends]
+    if not dropped:
+        _close_together(ends, watchers, limit)
+    aborted = {id(lane.connection.group) for lane in ends if dropped or _has_failed(lane) or not _is_closed(lane)}
+    texts = [f"lane {lane.spec} was closed on rank {lane.rank}{dropped}" for lane in ends]
     end_together(
         [End(lane, P2PLaneDeadError(text), text) for lane, text in zip(ends, texts, strict=True)], kind="closed"
     )
@@ -183,8 +219,29 @@ def _close(
         lane.join()
     for watcher in watchers:
         watcher.join()
-    await_aborts({id(lane.connection): lane.connection for lane in ends}.values())
-    destroy_groups(groups)
+    connections = {id(lane.connection): lane.connection for lane in ends}.values()
+    await_aborts(connections)
+    aborted |= {id(connection.group) for connection in connections if connection.aborting is not None}
+    discard_groups([group for group in groups if id(group) in aborted])
+    destroy_groups([group for group in groups if id(group) not in aborted], seconds=deadline)
+
+
+def _close_together(ends: Sequence[LaneTransfers], watchers: Sequence[BackgroundThread], limit: float) -> None:
+    """Meet the other sides of device lanes that have not failed, which close them as well, until ``limit``.
+
+    The destroy of a device group holds a member until the others come to it. So each side says first that it comes.
+    """
+    for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
+        if not any(map(_has_failed, connection.lanes)):
+            connection.tell_closed()
+    for watcher in watchers:
+        if watcher is not threading.current_thread():
+            watcher.join(max(0.0, limit - time.monotonic()))
+
+
+def _is_closed(lane: LaneTransfers) -> bool:
+    """Whether both sides have closed the lane, or have nothing to destroy together."""
+    return not lane.mover.streams or lane.wire is None or lane.wire.has_end_notice()
 
 
 class _Progress:

@@ -22,7 +22,7 @@ from pipegrid.topology import (
     GroupStoreError,
     control_store,
     create_groups,
-    destroy_groups,
+    discard_groups,
 )
 from pipegrid.topology.rendezvous import meet
 from pipegrid.topology.torch_compat import is_dry
@@ -126,7 +126,7 @@ def open_lanes(
                 _prove(lane, connection.wire, len(connection.lanes) - 1, fixed.get(spec), said)
             lanes[spec] = lane
     except BaseException:
-        destroy_groups(connector.groups)
+        discard_groups(connector.groups)
         raise
     return Lanes(lanes, submitter=submitter, groups=connector.groups)
 

@@ -35,7 +35,7 @@ from pipegrid.bridges.reshard import (
     axis_names,
     is_in,
 )
-from pipegrid.topology import destroy_groups
+from pipegrid.topology import discard_groups
 from pipegrid.topology.fields import checked, shown
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction
@@ -205,7 +205,7 @@ class BridgeCommunicator:
 
     def _open(self, backend: str) -> None:
         with ExitStack() as undo:  # after an error of the lanes the bridge has no groups either
-            undo.callback(destroy_groups, self._groups)
+            undo.callback(discard_groups, self._groups)
             lanes = open_lanes(
                 self.lane_specs, config=self.lane_config, backend=backend, device=self.device, declared=self.declared
             )
@@ -337,9 +337,12 @@ class BridgeCommunicator:
         return self._groups.values()
 
     @property
-    def stuck_groups(self) -> Iterable[dist.ProcessGroup]:
-        """The groups of completions, where one may be under way that never ends unless it is aborted."""
-        return self._groups.values() if self._traffic.waits.stuck else ()
+    def failed_groups(self) -> Iterable[dist.ProcessGroup]:
+        """The groups of completions, where one may be stuck or a lane has failed: to abort, not to destroy."""
+        return self._groups.values() if self._has_failed() else ()
+
+    def _has_failed(self) -> bool:
+        return self._traffic.waits.stuck or (self._traffic.lanes is not None and self._traffic.lanes.failed)
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
@@ -347,7 +350,8 @@ class BridgeCommunicator:
             self._destroyed = True
             self._traffic.waits.end("destroyed")
             beside = self.lanes.close if self._owns_lanes else (lambda: None)
-            close_groups(self._groups, stuck=self._traffic.waits.stuck, beside=beside)
+            waits = self._traffic.waits
+            close_groups(self._groups, failed=self._has_failed(), seconds=waits.deadline, beside=beside)
 
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives of the block together, at its end."""

@@ -433,8 +433,8 @@ class MultiModulePipelineCommunicator:
         """Close all lanes and destroy all groups. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
-            stuck = [group for bridge in self.bridge_comms for group in bridge.stuck_groups]
-            abort_groups(stuck, beside=self.lanes.close)
+            failed = [group for bridge in self.bridge_comms for group in bridge.failed_groups]
+            abort_groups(failed, beside=self.lanes.close)
             for bridge in self.bridge_comms:
                 bridge.destroy()
 

@@ -242,8 +242,8 @@ class VTPCommunicator:
         if not self._ended:
             self._ended = True
             self._end_completions("closed")
-            stuck = any(one.traffic.waits.stuck for one in self._traffic.values())
-            close_groups(self._groups, stuck=stuck, beside=self.lanes.close)
+            failed = self.lanes.failed or any(one.traffic.waits.stuck for one in self._traffic.values())
+            close_groups(self._groups, failed=failed, seconds=self.config.deadline, beside=self.lanes.close)
 
     def _end_completions(self, reason: str) -> None:
         for one in self._traffic.values():

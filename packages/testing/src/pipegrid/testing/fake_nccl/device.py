@@ -291,6 +291,11 @@ class FakeDevice:
                 run.player.stop()
                 streams.late, self.waits_hold = None, waits_hold
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has ended its threads."""
+        return self._closed.is_set()
+
     def forget(self) -> None:
         """Drop the record of what was launched and reached so far: for a long test that looks at its memory."""
         with self._lock:

@@ -18,6 +18,7 @@ from attrs import define
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import Entry, FakeDevice, MismatchError, Operation
+from pipegrid.testing.fake_nccl.ending import Ending
 from pipegrid.testing.fake_nccl.torch_compat import GroupBase, WorkBase, tree_map
 
 BACKEND = "fake_nccl"
@@ -120,6 +121,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self.device = device
         self.options = chosen
         self._name: str = options.group_id
+        self._end = Ending(self._name, options, device)
         self.timeout: float = options.timeout.total_seconds()
         self.aborted = False
         # The devices that the group was connected to before its first use.
@@ -293,12 +295,15 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the group's entries with an error, then wait for the whole device."""
+        self._end.abort()
         self.aborted = True
         self.device.abort(self._name, dist.DistBackendError(f"group {self._name} was aborted"))
 
     def shutdown(self) -> None:
-        """Wait for the whole device; the group takes no entries from then on."""
-        self.device.drain()
+        """Wait for the whole device and for the other members; the group takes no entries from then on."""
+        if not self.aborted:
+            self.device.drain()
+            self._end.meet()
         self.aborted = True
 
     def _cut(self) -> None:

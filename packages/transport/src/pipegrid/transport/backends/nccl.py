@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from pipegrid.topology import abort_group
 from pipegrid.topology.torch_compat import set_timeout
 from pipegrid.transport.backends.base import Operation
 from pipegrid.transport.backends.kinds import BackendKind
@@ -147,4 +148,4 @@ class NcclMover:
 
     def abort(self) -> None:
         """See `Mover.abort`."""
-        self._group.abort()
+        abort_group(self._group)

@@ -1,0 +1,45 @@
+"""The end of a group of the fake NCCL: a destroy meets the other members, and leaves nothing that can be aborted."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from pipegrid.testing.fake_nccl.device import FakeDevice
+
+_LOOK_SECONDS = 0.005
+
+
+class Ending:
+    """The end of one rank's communicator of a group.
+
+    ``ncclCommDestroy`` may wait for the members on its node, without a deadline; here it always does. ``ncclCommAbort``
+    from another thread ends that wait; after it, the communicator's memory is free, and an abort a violation.
+    """
+
+    def __init__(self, name: str, options: Any, device: FakeDevice) -> None:
+        self._name, self._rank, self._size = name, options.group_rank, options.group_size
+        self._store = dist.PrefixStore("fake_nccl/end", options.store)  # type: ignore[attr-defined]  # public, untyped
+        self._device = device
+        self._aborted = threading.Event()
+        self._destroyed = False
+
+    def meet(self) -> None:
+        """Wait until all members destroy the group, or an abort, or the end of the test."""
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store has left, with all others here
+            self._store.set(str(self._rank), "1")
+            while self._size > 1 and not self._store.check([str(rank) for rank in range(self._size)]):
+                if self._aborted.wait(_LOOK_SECONDS) or self._device.closed:
+                    return
+        self._destroyed = True
+
+    def abort(self) -> None:
+        """Note an abort."""
+        if self._destroyed:
+            self._device.violations.append(
+                f"abort() of group {self._name} after its destroy; ncclCommAbort would free its communicator twice"
+            )
+        self._aborted.set()

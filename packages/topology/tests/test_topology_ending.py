@@ -7,7 +7,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pipegrid.topology import GroupSpec, abort_group, create_groups, destroy_groups, discard_groups, torch_compat
+from pipegrid.topology import (
+    GroupCreationTimeoutError,
+    GroupSpec,
+    abort_group,
+    create_groups,
+    destroy_groups,
+    discard_groups,
+    torch_compat,
+)
 
 SECONDS = 30.0
 two_ranks = pytest.mark.ranks(2, backend="fake_nccl")  # whose destroy meets the other member, as NCCL's does
@@ -72,3 +80,28 @@ def test_a_destroy_under_way_is_seen_from_another_thread(ranks):
     else:
         thread.join(SECONDS)
         assert not torch_compat.is_destroying()
+
+
+@pytest.mark.ranks(3, backend="fake_nccl")
+def test_a_member_that_dies_while_the_backend_connects_does_not_hold_the_others(ranks, monkeypatch):
+    helper, dead = torch_compat._c10d._new_process_group_helper, threading.Event()
+
+    def hangs(*given, **options):
+        if ranks.rank != 2:  # rank 2 is connected; it has lost nobody yet
+            dead.wait()
+        return helper(*given, **options)
+
+    monkeypatch.setattr(torch_compat._c10d, "_new_process_group_helper", hangs)
+    monkeypatch.setattr(torch_compat, "_is_of_device", lambda backend: ranks.rank != 2)
+    bound = dist.group.WORLD.bound_device_id
+    began = time.monotonic()
+    with pytest.raises(GroupCreationTimeoutError) as raised:
+        create_groups([GroupSpec((0, 1, 2), "a")], timeout=timedelta(seconds=1))
+    assert time.monotonic() - began < SECONDS / 2
+    assert dist.group.WORLD.bound_device_id == bound
+    if ranks.rank != 2:
+        assert f"rank {ranks.rank} waited 1 s for the backend to connect group 'a' of ranks [0, 1, 2]" in str(
+            raised.value
+        )
+    dead.set()
+    ranks.barrier()

@@ -13,8 +13,9 @@ from attrs import define, field
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
-from pipegrid.transport.backends import NcclTicket, lift_timeout
+from pipegrid.transport.backends import NcclTicket, lift_timeout, nccl_options
 from pipegrid.transport.collectives import PendingCollectives, abort_together
+from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.streams import has_streams
 from pipegrid.transport.transfers import BACKSTOP_SECONDS
 
@@ -24,15 +25,24 @@ _POLL_SECONDS = 0.0001
 
 
 def own_groups(
-    specs: Iterable[GroupSpec], *, backend: str | None, deadline: float, timeout: timedelta | None = None
+    specs: Iterable[GroupSpec],
+    *,
+    backend: str | None,
+    deadline: float,
+    timeout: timedelta | None = None,
+    max_ctas: int | None = P2PConfig().max_ctas,
 ) -> dict[GroupSpec, dist.ProcessGroup]:
     """Create and connect groups for waits of ``deadline`` seconds; ``timeout`` is the groups' own, by default longer.
+
+    On NCCL they have the options of lanes: a stream of high priority, and at most ``max_ctas`` thread blocks.
 
     Past a group's own timeout gloo fails a collective as if a rank had died, and torch's watchdog ends a process with a
     device: the error of the deadline must come first.
     """
     own = timeout or timedelta(seconds=deadline + BACKSTOP_SECONDS)
-    groups = create_groups(specs, backend=backend, timeout=own)
+    backend = backend or dist.get_backend_config()
+    moving = dict(part.split(":") for part in backend.split(",")).get("cuda", "") if ":" in backend else backend
+    groups = create_groups(specs, backend=backend, timeout=own, pg_options=nccl_options(moving, max_ctas))
     for group in groups.values():
         if timeout is None and dist.get_backend(group) != "gloo":
             lift_timeout(group)

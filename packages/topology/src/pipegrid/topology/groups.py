@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.topology.bounded_calls import SilentStoreError
 from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GroupSpecError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
-from pipegrid.topology.rendezvous import meet
+from pipegrid.topology.rendezvous import meet, not_connected
 from pipegrid.topology.world import require_default_group
 
 if TYPE_CHECKING:
@@ -234,19 +235,30 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
         sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
     else:
         sequence = meet_members(name, "come")
-    group = compat.make_group(
-        ranks=spec.ranks,
-        name=f"{name}#{sequence}",
-        backend=options.backend,
-        timeout=options.timeout,
-        creation_timeout=options.creation_timeout,
-        pg_options=options.pg_options,
-        group_desc=options.group_desc or spec.label,
-    )
+    connected = f"{name}#{sequence}/connected"
+    try:
+        group = compat.make_group(
+            ranks=spec.ranks,
+            name=f"{name}#{sequence}",
+            backend=options.backend,
+            timeout=options.timeout,
+            creation_timeout=options.creation_timeout,
+            pg_options=options.pg_options,
+            group_desc=options.group_desc or spec.label,
+        )
+    except SilentStoreError:
+        raise not_connected(
+            compat.default_store(),
+            connected,
+            ranks=spec.ranks,
+            rank=rank,
+            label=spec.label,
+            timeout=options.creation_timeout,
+        ) from None
     if len(spec.ranks) > 1 and not alone:
         try:
             # A member that went on and destroyed the group would cut off those that still connect to it.
-            meet_members(f"{name}#{sequence}/connected", "connect")
+            meet_members(connected, "connect")
         except BaseException:
             discard_groups([group])
             raise

@@ -108,3 +108,24 @@ def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, t
         store.add(f"{here}/count", 1)
         store.wait([f"{here}/complete"], timeout)
     return sequence
+
+
+def not_connected(
+    store: Store, key: str, *, ranks: Sequence[int], rank: int, label: str, timeout: timedelta
+) -> GroupCreationTimeoutError:
+    """The error for a group whose members all came and did not all connect; those that did have met under ``key``."""
+    calls = BoundedCalls(f"pipegrid meeting {label}", patience=0.0)
+
+    def look() -> list[int]:
+        return [other for other in ranks if store.check([f"{key}/0/arrived/{other}"])]
+
+    try:
+        found = calls.run(look, seconds=_GRACE)
+        said = f"ranks {_abbreviated(found)} have connected" if found else "none has connected"
+    except RuntimeError:
+        said = "the store does not answer"
+    return GroupCreationTimeoutError(
+        f"rank {rank} waited {timeout.total_seconds():g} s for the backend to connect group {label!r} of ranks "
+        f"{_abbreviated(ranks)}; all of them had come, {said}. A rank that has died, or hangs in its driver, holds up "
+        "the others there; look at the output of each"
+    )

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.errors import GroupSpecError
 
 _c10d: Any = distributed_c10d
@@ -102,7 +103,11 @@ def is_destroying() -> bool:
 
 def meets_at_its_end(group: ProcessGroup) -> bool:
     """Whether the group's destruction may wait for its members, as NCCL's does; gloo's and torch's fake do not."""
-    names = [part.rsplit(":", 1)[-1] for part in dist.get_backend_config(group).split(",")]
+    return _is_of_device(dist.get_backend_config(group))
+
+
+def _is_of_device(backend: str) -> bool:
+    names = [part.rsplit(":", 1)[-1] for part in backend.split(",")]
     return not all(name.startswith("gloo") or name in ("fake", dist.Backend.UNDEFINED) for name in names)
 
 
@@ -131,6 +136,10 @@ def make_group(
     """Create and connect the group ``name`` of ``ranks``, in group-rank order, this process among them.
 
     Only the members call this. Torch's public functions find the group like any other.
+
+    Raises:
+        SilentStoreError: a group of a device was not connected within its creation's timeout; the thread that connects
+            it is left behind. NCCL waits for a member that has died for as long as it takes.
     """
     default = _c10d._get_default_group()  # noqa: SLF001
     ranks = list(ranks)
@@ -141,10 +150,11 @@ def make_group(
     # With a device bound to the default group torch splits its NCCL communicator, which every rank of the
     # world must take part in. Unbound, the members connect a communicator of their own.
     bound = default.bound_device_id
-    device = connecting_device(backends_by_device(backend), bound)
-    default.bound_device_id = None
-    try:
-        group, _ = _c10d._new_process_group_helper(  # noqa: SLF001
+    # A group of one rank has no one to connect to.
+    device = connecting_device(backends_by_device(backend), bound) if len(ranks) > 1 else None
+
+    def connect() -> ProcessGroup:
+        made: ProcessGroup = _c10d._new_process_group_helper(  # noqa: SLF001
             len(ranks),
             ranks.index(default.rank()),
             ranks,
@@ -155,14 +165,28 @@ def make_group(
             timeout=creation_timeout,
             device_id=device,
             group_desc=group_desc,
-        )
+        )[0]
+        return made
+
+    def connect_beside() -> ProcessGroup:
+        if device is not None:  # the current device is one of each thread
+            torch.get_device_module(device.type).set_device(device)
+        return connect()
+
+    default.bound_device_id = None
+    calls = BoundedCalls("pipegrid-connect")
+    try:
+        if len(ranks) > 1 and _is_of_device(backend):
+            group = calls.run(connect_beside, seconds=creation_timeout.total_seconds())
+        else:
+            group = connect()
     finally:
+        calls.close()
         default.bound_device_id = bound
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}  # noqa: SLF001
-    made: ProcessGroup = group
     if timeout != creation_timeout:
-        set_timeout(made, timeout)
-    return made
+        set_timeout(group, timeout)
+    return group
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

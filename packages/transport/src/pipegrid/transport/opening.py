@@ -55,7 +55,7 @@ from pipegrid.transport.lane import Lane
 from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.message import Signature
 from pipegrid.transport.payload import flatten, signature_of
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import current_device, new_stream
 from pipegrid.transport.wire import Wire, timedelta_of
 
@@ -110,7 +110,7 @@ def open_lanes(
     try:
         remote = [spec for spec in mine if not spec.is_local]
         connections = connector.connect(remote) if kind_of(backend).peers else connector.stand_alone(remote)
-        for spec in mine:
+        for spec in sorted(mine, key=lambda spec: opening_key(spec.pair)):
             connection = Connection(LocalMover(place)) if spec.is_local else connections[spec]
             lane = Lane(
                 spec,
@@ -128,7 +128,7 @@ def open_lanes(
     except BaseException:
         discard_groups(connector.groups)
         raise
-    return Lanes(lanes, submitter=submitter, groups=connector.groups)
+    return Lanes({spec: lanes[spec] for spec in mine}, submitter=submitter, groups=connector.groups)
 
 
 def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> list[LaneSpec]:
@@ -195,7 +195,7 @@ class _Connector:
         self._calls = StoreCalls(config.open_deadline)
 
     def connect(self, lanes: Sequence[LaneSpec]) -> dict[LaneSpec, Connection]:
-        """A connection for each of these lanes: one pair of ranks after the other, as `creation_order` has them."""
+        """A connection for each of these lanes: one pair of ranks after the other, in the order of `opening_key`."""
         bundles = _bundles(lanes, self._config)
         if self._on_device and len(bundles) > _MOST_STREAMS:
             warnings.warn(
@@ -206,7 +206,7 @@ class _Connector:
             )
         found: dict[LaneSpec, Connection] = {}
         try:
-            for pair in sorted({lane.pair for lane in lanes}):
+            for pair in sorted({lane.pair for lane in lanes}, key=opening_key):
                 between = {_group_spec(bundle, "data"): bundle for bundle in bundles if bundle[0].pair == pair}
                 with _meeting(between, self._rank, self._config.open_deadline):
                     self._compare(pair, [lane for lane in lanes if lane.pair == pair])

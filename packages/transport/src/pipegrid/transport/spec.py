@@ -23,8 +23,7 @@ def _label(value: Any) -> str:
 class LaneSpec:
     """Traffic from global rank ``source`` to ``destination``; ``label`` tells apart lanes of the same ranks.
 
-    The order of lane specs is the order in which every rank opens its lanes. The label is part of the names of groups
-    and threads and of every error.
+    The label is part of the names of groups and threads and of every error.
     """
 
     source: Index
@@ -43,6 +42,22 @@ class LaneSpec:
     def pair(self) -> tuple[int, int]:
         """Both ranks, ascending: the key of a shared communicator."""
         return min(self.source, self.destination), max(self.source, self.destination)
+
+
+def opening_key(pair: tuple[int, int]) -> tuple[int, int, int]:
+    """The place of a pair of ranks in the one order in which all ranks open their lanes.
+
+    A key of the pair alone, and another for each pair: every rank, whichever lanes it knows, connects its pairs in a
+    restriction of one total order, which cannot deadlock (`pipegrid.topology.groups.creation_order`).
+
+    Pairs come by distance, and those of one distance ``d`` in two rounds: ``a // d`` is even for one end of a pair
+    and odd for the other, so no rank is in two pairs of a round. A chain of ranks, of any stride, opens in two rounds,
+    and the way from its last rank to its first is a third. Where all ranks of two sides meet, a rank waits for at most
+    two rounds for each distance that occurs.
+    """
+    first, second = pair
+    distance = second - first
+    return distance, first // distance % 2 if distance else 0, first
 
 
 @frozen(kw_only=True)

@@ -186,7 +186,7 @@ class BridgeCommunicator:
         )
         self.exchange = self._new_exchange(wiring, choice, shape)
         self._groups = self._traffic.groups = own_groups(
-            self._wiring.group_specs, backend=backend, deadline=settings.deadline
+            self._wiring.group_specs, backend=backend, deadline=settings.deadline, max_ctas=settings.max_ctas
         )
         self._owns_lanes, self._destroyed = open, False
         if open:

@@ -127,7 +127,8 @@ class VTPCommunicator:
         with ExitStack() as undo:  # after an error of the groups there are no lanes either
             undo.callback(self.lanes.close)
             specs = [spec for edge in edges for spec in edge.wiring.group_specs]
-            self._groups = own_groups(specs, backend=backend, deadline=self.config.deadline)
+            deadline, ctas = self.config.deadline, self.config.max_ctas
+            self._groups = own_groups(specs, backend=backend, deadline=deadline, max_ctas=ctas)
             undo.pop_all()
         for edge in edges:
             edge.attach(self.lanes)

@@ -44,7 +44,7 @@ RUNNING = {
     ),
     *("accumulate_in_main_grad", "clip_grad_norm_", "forward_backward_no_pipelining"),
     *("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving"),
-    *("get_forward_backward_func", "output_linear", "reduce_gradients", "tie_parameters", "zero_main_grads"),
+    *("get_forward_backward_func", "output_linear", "reduce_gradients", "tie_parameters", "warm_up", "zero_main_grads"),
 }
 # What the seeds name, and what has been importable from the package: found in its folder on use.
 FURTHER = {

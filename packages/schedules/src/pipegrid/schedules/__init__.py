@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         ProfilerRanges as ProfilerRanges,
         Slice as Slice,
         Stage as Stage,
+        warm_up,
     )
 
 __all__ = [
@@ -163,6 +164,7 @@ __all__ = [
     "v_half",
     "v_min",
     "verify",
+    "warm_up",
     "write_perfetto",
     "write_svg",
     "zero_bubble_h1",
@@ -193,7 +195,8 @@ _LAZY = {
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
     "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
     "monitor": "DisagreementError MonitorError",
-    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage position_of",
+    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage position_of "
+    "warm_up",
     "autograd": "SplitBackwardError",
 }
 

@@ -2,9 +2,10 @@
 
 from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
-from pipegrid.schedules.monitor.monitor import JobFailedError, Monitor, MonitorError, Report
+from pipegrid.schedules.monitor.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor, MonitorError, Report
 
 __all__ = [
+    "FIRST_STEP_SECONDS",
     "Control",
     "ControlStore",
     "DisagreementError",

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
 
 _FIRST_DEADLINE = 60.0
+FIRST_STEP_SECONDS = 1800.0
+"""A first step on an accelerator: kernels are loaded and compiled and communicators connect, stage after stage."""
 # Between two looks at this rank's own place. Local, so it may be short.
 _LOOK_SECONDS = 0.1
 # Seconds that a look or a failing rank waits for one call of the store, and for the final positions of the others.
@@ -103,7 +105,8 @@ class Monitor:
         deadline: seconds that a rank may spend at one step of its plan, waiting included; None leaves deadlines to the
             transfers.
         first_deadline: the same for the first step of each plan, in which ranks compile, allocate and connect, and for
-            the wait of all ranks for each other before it. None: 60 seconds, or ``deadline`` if that is longer.
+            the wait of all ranks for each other before it. None: 60 seconds, with an accelerator as ``device`` 30
+            minutes, or ``deadline`` if that is longer.
         interval: seconds between two looks at the store.
         device: on CUDA, the device's own progress counts as well as the host's.
 
@@ -135,7 +138,8 @@ class Monitor:
         if rank not in everyone:
             raise MonitorError(f"rank {rank} is not among the ranks {list(everyone)}: give all ranks that run steps")
         self.rank, self.deadline = rank, deadline
-        self.first_deadline = max(_FIRST_DEADLINE, deadline or 0.0) if first_deadline is None else first_deadline
+        least = _FIRST_DEADLINE if device is None or device.type == "cpu" else FIRST_STEP_SECONDS
+        self.first_deadline = max(least, deadline or 0.0) if first_deadline is None else first_deadline
         self.interval = interval
         self.progress = None if device is None else progress_of(device)
         self._calls = BoundedCalls()

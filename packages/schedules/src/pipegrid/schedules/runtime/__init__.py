@@ -6,6 +6,7 @@ from pipegrid.schedules.runtime.preflight import position_of
 from pipegrid.schedules.runtime.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.slices import Slice
 from pipegrid.schedules.runtime.stage import Forwarded, SlicedStage, Stage
+from pipegrid.schedules.runtime.warm_up import warm_up
 
 __all__ = [
     "Forwarded",
@@ -23,4 +24,5 @@ __all__ = [
     "map_tensors",
     "position_of",
     "tensors_of",
+    "warm_up",
 ]

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.schedules.errors import RuntimeArgumentError
-from pipegrid.schedules.monitor import DisagreementError, device_collectives
+from pipegrid.schedules.monitor import FIRST_STEP_SECONDS, DisagreementError, device_collectives
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
 from pipegrid.schedules.runtime.hooks import Hook
@@ -28,15 +28,18 @@ from pipegrid.schedules.runtime.preflight import (
     require_stages,
 )
 from pipegrid.schedules.runtime.program import BoundPosition, Call, Program
+from pipegrid.schedules.runtime.warm_up import warm_up_stages
 from pipegrid.schedules.simulate import simulate, unit_costs
 from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Seconds, checked, instance
+from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor, Report
     from pipegrid.schedules.plan import Plan
     from pipegrid.schedules.runtime.stage import Stage
-    from pipegrid.transport.protocol import PipelineCommunicator
+    from pipegrid.transport.edge import Edge
+    from pipegrid.transport.protocol import Payload, PipelineCommunicator
 
 _Stages = Annotated[Any, instance(Mapping, "a dict of this rank's stages by global number")]
 _Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(action)")]
@@ -205,6 +208,23 @@ class PipelineRuntime:
             self._wrappers_checked = True
         self._run(self._program, grad=True, start=start, finish=finish, agree=agree)
 
+    def warm_up(self, payloads: Mapping[Edge, Payload] | None = None) -> None:
+        """Run a forward and a backward of each stage of this rank, without a message; before the first step.
+
+        All ranks call it at about the same time: kernels are loaded, and stages compiled, side by side, and not one
+        stage after the other in the first step. Gradients, buffers of modules and random number generators are as
+        before; see `pipegrid.schedules.warm_up`. A stage's forward is called for microbatch 0, so one that reads an
+        iterator takes an item.
+
+        Args:
+            payloads: what the stages receive, by edge: tensors of the shapes of a step, of any values.
+
+        Raises:
+            RuntimeArgumentError: no payload for an edge to a stage of this rank; or a plan with slices or sharded
+                stages, for which `pipegrid.schedules.warm_up` takes a forward of the caller's own.
+        """
+        warm_up_stages(self.plan, self._bound, self._stages, payloads or {})
+
     def eval(self) -> None:
         """Run only the plan's forwards and their communication, without gradients.
 
@@ -289,12 +309,19 @@ class PipelineRuntime:
             self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
 
     def _allow_compilation(self, program: Program) -> None:
-        """Where stages are compiled, messages of the first step have at least 600 s: neighbours compile meanwhile."""
+        """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes.
+
+        Neighbours compile meanwhile, load their kernels and connect.
+        """
         left = [each for each in self._cold if each is not program]
         first, self._cold = len(left) < len(self._cold), left
-        patient = first and any(compiled_modules(getattr(stage, "model", None)) for stage in self._stages.values())
+        models = [getattr(stage, "model", None) for stage in self._stages.values()]
+        least = _COMPILATION if any(map(compiled_modules, models)) else 0.0
+        if has_streams(getattr(self._communicator, "device", None) or torch.device("cpu")):
+            least = FIRST_STEP_SECONDS
+        patient = first and least > 0
         if patient or self._patient:
-            patience = max(self._deadline or deadline_of(self._communicator), _COMPILATION)
+            patience = max(self._deadline or deadline_of(self._communicator), least)
             self._bound.set_deadline(patience if patient else self._deadline)
             self._patient = patient
 

@@ -140,6 +140,11 @@ class StageRunner:
         self._resume = getattr(self.stage, "resume", None)
         self._unread = tuple(box.unread for box in (*self.leaving, *self.gradients_out))
 
+    @property
+    def incoming(self) -> tuple[tuple[Edge, Callable[[int], Payload], bool], ...]:
+        """Per incoming edge the function that takes its payload, and whether a gradient goes back along it."""
+        return self._inputs
+
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
         self.training = training and self.trains

@@ -18,18 +18,17 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class SharedGroup:
-    """A real group and the number of grids that hold it; the last one to release it destroys it."""
+    """A real group and the number of grids that hold it; it is destroyed with the last one."""
 
     group: ProcessGroup
     ranks: tuple[int, ...]
     options: str
     holders: int = 0
 
-    def release(self) -> None:
-        """One holder less."""
+    def release(self) -> bool:
+        """One holder less; whether that was the last one."""
         self.holders -= 1
-        if self.holders == 0:
-            destroy_groups([self.group])
+        return self.holders == 0
 
 
 @define(eq=False)
@@ -73,11 +72,10 @@ class GridGroups:
         self.hold(request, SharedGroup(group, tuple(ranks), "adopted", holders=1))
 
     def destroy(self) -> None:
-        """Release every group, latest first."""
+        """Release every group, and destroy those that no other grid holds, latest first."""
         held = self.real
         self._groups.clear()
-        for shared in reversed(held):
-            shared.release()
+        destroy_groups([shared.group for shared in held if shared.release()])
 
 
 def create_held(

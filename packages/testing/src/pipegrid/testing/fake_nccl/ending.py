@@ -16,8 +16,9 @@ _LOOK_SECONDS = 0.005
 class Ending:
     """The end of one rank's communicator of a group.
 
-    ``ncclCommDestroy`` may wait for the members on its node, without a deadline; here it always does. ``ncclCommAbort``
-    from another thread ends that wait; after it, the communicator's memory is free, and an abort a violation.
+    ``ncclCommDestroy`` may wait for the members on its node, without a deadline; here it always does, until each has
+    come to a destroy or to an abort. ``ncclCommAbort`` from another thread ends that wait; after it, the communicator's
+    memory is free, and an abort a violation.
     """
 
     def __init__(self, name: str, options: Any, device: FakeDevice) -> None:
@@ -43,3 +44,5 @@ class Ending:
                 f"abort() of group {self._name} after its destroy; ncclCommAbort would free its communicator twice"
             )
         self._aborted.set()
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._store.set(str(self._rank), "1")

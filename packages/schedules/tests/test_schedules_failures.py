@@ -343,10 +343,10 @@ def test_a_real_reduction_ends_when_a_rank_of_it_has_failed(ranks):
 
 
 class DeviceWork:
-    """A work of a device, as NCCL has it, and its group: a failed one counts as completed."""
+    """A work of a device, as NCCL has it: a failed one counts as completed."""
 
     def __init__(self, *, ended, error=None):
-        self.ended, self.error, self.aborted = ended, error, threading.Event()
+        self.ended, self.error = ended, error
 
     def is_completed(self):
         return self.ended
@@ -356,9 +356,6 @@ class DeviceWork:
 
     def exception(self):
         return self.error
-
-    def abort(self):
-        self.aborted.set()
 
 
 def test_a_reduction_that_failed_on_the_device_fails_the_check():
@@ -385,21 +382,12 @@ def test_a_completion_that_fails_after_a_step_fails_the_check():
     bridge = Bridge()
     runtime = PipelineRuntime(PLAN, {0: Stage()}, bridge)
     runtime.step()
-    bridge.waits.pending.add([0, 1], DeviceWork(ended=True))
+    bridge.waits.pending.add([0, 1], DeviceWork(ended=True), None)
     runtime.check()
-    bridge.waits.pending.add([0, 1], DeviceWork(ended=True, error=RuntimeError("connection lost")))
+    bridge.waits.pending.add([0, 1], DeviceWork(ended=True, error=RuntimeError("connection lost")), None)
     for _ in range(2):
         with pytest.raises(PipelineError, match="CompletionError: .*connection lost"):
             runtime.check()
-
-
-def test_a_step_that_fails_aborts_the_reductions_that_have_not_ended():
-    ended, stuck = DeviceWork(ended=True), DeviceWork(ended=False)
-    for work in (ended, stuck, stuck):
-        device_collectives.add("a reduction of gradients", work, group=work)
-    failed(PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad sample")))}, None))
-    assert stuck.aborted.wait(20)
-    assert not ended.aborted.is_set()
 
 
 def test_a_monitor_without_the_device_holds_the_host_without_a_timeout_of_nccls(store, monkeypatch):

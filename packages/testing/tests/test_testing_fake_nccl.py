@@ -207,7 +207,6 @@ def test_aborts_one_by_one_hang_and_concurrent_ones_do_not(ranks):
         first.start()
         first.join(0.5)
         assert first.is_alive()
-        assert works[0].is_completed()
         together([group.abort for group in groups[1:]])
         first.join(10)
         assert not first.is_alive()
@@ -269,6 +268,7 @@ def test_a_destroy_waits_for_the_other_member_or_for_an_abort(ranks):
 
 
 BROKEN = """
+import threading
 import time
 from datetime import timedelta
 
@@ -320,6 +320,36 @@ def test_aborts_what_it_destroyed(ranks):
         group.abort()
     ranks.barrier()
 
+@pytest.mark.parametrize("look", ["work", "event"])
+def test_a_poll_while_an_abort_waits_for_another_group(ranks, look):
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    if ranks.rank == 0:
+        works, streams = [group.recv([torch.zeros(2)], 1, 0) for group in groups], ranks.fake_device.streams
+        while not all(entry.started for entry in ranks.fake_device.unfinished()):
+            time.sleep(0.01)
+        first = threading.Thread(target=groups[0].abort)
+        first.start()
+        first.join(0.3)
+        works[1].is_completed() if look == "work" else streams.current_stream().record_event().query()
+        groups[1].abort()
+        first.join()
+        works[1].is_completed()
+    ranks.barrier()
+
+def test_a_group_is_destroyed_in_the_middle(ranks):
+    group = dist.new_group([0, 1])
+    if ranks.rank == 0:
+        group.recv([torch.zeros(2)], 1, 0)
+        destroying = threading.Thread(target=group.shutdown)
+        destroying.start()
+        destroying.join(0.3)
+        ranks.barrier()
+        destroying.join()
+    else:
+        ranks.barrier()
+        group.send([torch.zeros(2)], 0, 0).wait()
+    ranks.barrier()
+
 def test_keeps_the_rules(ranks):
     dist.all_reduce(torch.ones(1))
 
@@ -355,6 +385,14 @@ def broken(session):
             "was ended by the watchdog: not done after the group's timeout of 0.3 s",
         ),
         ("test_aborts_what_it_destroyed", "after its destroy; ncclCommAbort would free its communicator twice"),
+        *(
+            (
+                f"test_a_poll_while_an_abort_waits_for_another_group[{look}]",
+                "thread MainThread polled the device while the abort of group 1 waited for entry 1 (p2p: recv 8 bytes",
+            )
+            for look in ("work", "event")
+        ),
+        ("test_a_group_is_destroyed_in_the_middle", "was destroyed with entry 0 (p2p: recv 8 bytes, rank 1)"),
     ],
 )
 def test_a_broken_rule_fails_the_test(broken, name, text):

@@ -13,8 +13,10 @@ from attrs import define, field
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
+from pipegrid.transport import aborts
+from pipegrid.transport.aborts import GroupAbortedError, device_aborts
 from pipegrid.transport.backends import NcclTicket, lift_timeout, nccl_options
-from pipegrid.transport.collectives import PendingCollectives, abort_together
+from pipegrid.transport.collectives import PendingCollectives
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.streams import has_streams
 from pipegrid.transport.transfers import BACKSTOP_SECONDS
@@ -22,6 +24,7 @@ from pipegrid.transport.transfers import BACKSTOP_SECONDS
 _LOOK_SECONDS = 0.05  # how often a wait of the host looks whether its communicator has ended
 
 _POLL_SECONDS = 0.0001
+_ABORT_SECONDS = 2.0
 
 
 def own_groups(
@@ -82,13 +85,21 @@ class CollectiveWaits:
         self.ended = self.ended or reason
 
     def wait(
-        self, work: Any, ranks: Sequence[int], *, end: float | None = None, host: bool = False, task: str | None = None
+        self,
+        work: Any,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        *,
+        end: float | None = None,
+        host: bool = False,
+        task: str | None = None,
     ) -> None:
         """Return when the collective among ``ranks`` is done (on CUDA: when the current stream is ordered after it).
 
         Args:
             work: of the collective; None where it was done at once.
             ranks: that take part.
+            group: theirs; None is the default one.
             host: hold the host on CUDA as well: the caller reads the result, and a read has no deadline.
             end: when the wait fails, in `time.monotonic` seconds; None is after the deadline.
             task: of this collective, where it is another than the communicator's.
@@ -106,7 +117,7 @@ class CollectiveWaits:
             # Streams order themselves. A wait of the host is cut in short ones, to see the end of the communicator.
             in_streams = has_streams(self.device)
             done = _polled_within if in_streams else _done_within
-            while (host or not in_streams) and not done(work, min(_LOOK_SECONDS, end - time.monotonic())):
+            while (host or not in_streams) and not done(work, group, min(_LOOK_SECONDS, end - time.monotonic())):
                 if self.ended is not None:
                     raise self.error(ranks, f"the communicator was ended here: {self.ended}", task)
                 if time.monotonic() >= end:
@@ -114,7 +125,8 @@ class CollectiveWaits:
                     raise self.error(ranks, late, task)
             work.wait()
             if in_streams:
-                self.pending.add(ranks, work)
+                self.pending.add(ranks, work, group)
+                device_aborts.require_not_aborted(group)
             if self.ended is not None:  # NCCL calls an aborted collective done: its stream goes on, without the data
                 raise self.error(ranks, f"the communicator was ended here: {self.ended}", task)
         except RuntimeError as error:
@@ -134,7 +146,9 @@ class CollectiveWaits:
             raise self._error_of_lost(ranks, error) from error
 
     def _error_of_lost(self, ranks: Sequence[int], error: Exception, task: str | None = None) -> CompletionError:
-        return self.error(ranks, f"a rank died, or its connection was closed ({_first_line(error)})", task)
+        aborted = isinstance(error, GroupAbortedError)
+        what = "the communicator was ended here" if aborted else "a rank died, or its connection was closed"
+        return self.error(ranks, f"{what} ({_first_line(error)})", task)
 
     def error(self, ranks: Sequence[int], cause: str, task: str | None = None) -> CompletionError:
         """The error of a collective among ``ranks``."""
@@ -145,18 +159,19 @@ class CollectiveWaits:
         return CompletionError(f"rank {self.rank}, {self.name}: {(task or self.task).format(others)}: {cause}{lane}")
 
 
-def _done_within(work: Any, seconds: float) -> bool:
+def _done_within(work: Any, group: dist.ProcessGroup | None, seconds: float) -> bool:
+    del group
     try:
         # A collective's wait that times out leaves it as it is, unlike that of a transfer between two ranks.
         work.wait(timedelta(seconds=max(seconds, 1e-3)))
     except RuntimeError:
-        return bool(work.is_completed())
+        return device_aborts.poll(work.is_completed)
     return True
 
 
-def _polled_within(work: Any, seconds: float) -> bool:
+def _polled_within(work: Any, group: dist.ProcessGroup | None, seconds: float) -> bool:
     """As `_done_within`, by polling: on a device a wait with a timeout would end the communicator past it."""
-    limit, ticket = time.monotonic() + seconds, NcclTicket((work,))
+    limit, ticket = time.monotonic() + seconds, NcclTicket((work,), group)
     while not ticket.done():
         if time.monotonic() >= limit:
             return False
@@ -190,16 +205,22 @@ def close_groups(
 
     A destroy would wait for a collective that is stuck, and for a member that is gone.
     """
-    abort_groups(groups.values() if failed else (), beside=beside)
+    abort_groups(groups.values() if failed else (), "it was closed", beside=beside)
     if failed:
         discard_groups(groups)
     else:
         destroy_groups(groups, seconds=seconds)
 
 
-def abort_groups(groups: Iterable[dist.ProcessGroup], *, beside: Callable[[], None] = lambda: None) -> None:
+def abort_groups(
+    groups: Iterable[dist.ProcessGroup], reason: str, *, beside: Callable[[], None] = lambda: None
+) -> None:
     """End the collectives under way in all ``groups`` at once, while ``beside`` runs; wait for 2 s at most.
 
     Waits over gloo are short ones, which look for themselves whether their communicator has ended.
     """
-    abort_together([group for group in groups if dist.get_backend(group) != "gloo"], beside=beside)
+    begun = aborts.abort_groups(groups, reason)
+    beside()
+    limit = time.monotonic() + _ABORT_SECONDS
+    for one in begun:
+        one.ended.wait(max(0.0, limit - time.monotonic()))

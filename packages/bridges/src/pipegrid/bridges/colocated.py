@@ -296,7 +296,7 @@ class ColocatedBridgeCommunicator:
     def abort(self, reason: str) -> None:
         """End exchanges under way on this rank, now or later, with ``reason``: for a rank that fails elsewhere."""
         self._waits.end(reason)
-        abort_groups(self._groups.values())
+        abort_groups(self._groups.values(), reason)
 
     def destroy(self) -> None:
         """Destroy this communicator's groups. Idempotent."""
@@ -317,7 +317,7 @@ class ColocatedBridgeCommunicator:
         mine = f"shape {tuple(tensor.shape)} of {tensor.dtype}, dim_mapping {self.dim_mapping}"
         own = torch.tensor([*mine.encode()[:_TEXT].ljust(_TEXT)], dtype=torch.uint8, device=tensor.device)
         every = own.new_empty(len(ranks) * _TEXT)
-        self._waits.wait(gather_flat(every, own, group, async_op=True), ranks, host=True)
+        self._waits.wait(gather_flat(every, own, group, async_op=True), ranks, group, host=True)
         for rank, row in zip(ranks, every.view(-1, _TEXT).tolist(), strict=True):
             if row != own.tolist():
                 there = bytes(row).decode(errors="replace").rstrip()
@@ -328,9 +328,10 @@ class ColocatedBridgeCommunicator:
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.gather_pg is not None
-        waits, ranks = self._waits, dist.get_process_group_ranks(self.gather_pg)
+        waits, group = self._waits, self.gather_pg
+        ranks = dist.get_process_group_ranks(group)
         return _all_gather_along_batch_dim(
-            tensor, self.gather_pg, self.dim_mapping[BATCH], wait=lambda work: waits.wait(work, ranks)
+            tensor, group, self.dim_mapping[BATCH], wait=lambda work: waits.wait(work, ranks, group)
         )
 
     def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -364,12 +365,12 @@ class ColocatedBridgeCommunicator:
         group = self._group("messages")
         sizes = [piece.numel() for piece in given]
         work = dist.all_to_all_single(arrived, torch.cat(given), taken, sizes, group=group, async_op=True)
-        self._waits.wait(work, ranks)
+        self._waits.wait(work, ranks, group)
         for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
             unpack(piece, part.receives.get(peer, ()), out)
         completing = start_completions(part.completions, out, self._completion_group, rank=self._rank, dtype=dtype)
         for step, made in zip(part.completions, completing, strict=True):
-            self._waits.wait(made.work, step.ranks)
+            self._waits.wait(made.work, step.ranks, made.group)
             made.write()
         return out
 

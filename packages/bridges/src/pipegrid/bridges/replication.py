@@ -69,7 +69,7 @@ class ReplicationCheck:
     def _reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         """The largest of each element over the group, in place; the host waits for it."""
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        self.waits.wait(work, dist.get_process_group_ranks(group), host=True)
+        self.waits.wait(work, dist.get_process_group_ranks(group), group, host=True)
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pipegrid.bridges.collectives import gather_flat
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Box, Completion
+from pipegrid.transport.aborts import device_aborts
 
 
 def pack(tensor: torch.Tensor, boxes: Sequence[Box], dtype: torch.dtype) -> torch.Tensor:
@@ -86,6 +87,7 @@ class Completing:
 
     Attributes:
         work: of the collective; None where it was done at once.
+        group: of its ranks.
         buffer: what comes from the others, until it is copied.
         memory: what the collective reads and writes.
     """
@@ -94,6 +96,7 @@ class Completing:
         self, step: Completion, out: torch.Tensor, group: dist.ProcessGroup, *, rank: int, dtype: torch.dtype
     ) -> None:
         self._step, self._out, self._rank = step, out, rank
+        self.group = group
         self._sizes = sizes = [sum(box.numel for box in boxes) for boxes in step.boxes]
         width = max(sizes)
         mine = step.ranks.index(rank)
@@ -113,7 +116,7 @@ class Completing:
 
     def is_completed(self) -> bool:
         """Whether the collective is done."""
-        return self.work is None or self.work.is_completed()
+        return self.work is None or device_aborts.poll(self.work.is_completed)
 
     def write(self) -> None:
         """Write the others' boxes, once the collective is done. Once."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -81,6 +82,33 @@ def resolve_timeout(backend: str, timeout: timedelta | None) -> timedelta:
 def is_alive(group: ProcessGroup) -> bool:
     """Whether torch still knows the group: neither it nor the world has been destroyed."""
     return group in _c10d._world.pg_map  # noqa: SLF001
+
+
+def living_groups() -> list[ProcessGroup]:
+    """All process groups of this process, also those of the program; torch has no public list of them."""
+    return list(_c10d._world.pg_map)  # noqa: SLF001
+
+
+def aborts_of(groups: Iterable[ProcessGroup], host_backends: Collection[str]) -> dict[ProcessGroup, Callable[[], None]]:
+    """Of each living group of ``groups`` with a backend beside ``host_backends``: what aborts those backends.
+
+    A group of several backends, such as ``cpu:gloo,cuda:nccl``, keeps those of the host.
+    """
+    found: dict[ProcessGroup, Callable[[], None]] = {}
+    for group in groups:
+        if not is_alive(group):
+            continue
+        parts = [part.split(":") for part in dist.get_backend_config(group).split(",")]
+        kinds = {name: kind for kind, name in parts if name not in host_backends}
+        backends = [group._get_backend(torch.device(kind)) for kind in kinds.values()]  # noqa: SLF001
+        if backends:
+            found[group] = partial(_abort_all, backends)
+    return found
+
+
+def _abort_all(backends: Iterable[Any]) -> None:
+    for backend in backends:
+        backend.abort()
 
 
 def is_name_taken(name: str) -> bool:

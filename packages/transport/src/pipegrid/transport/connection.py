@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -10,10 +12,10 @@ from attrs import define, field
 from torch.distributed import ProcessGroup
 
 from pipegrid.topology.torch_compat import is_destroying
+from pipegrid.transport.aborts import Abort, device_aborts
 from pipegrid.transport.backends import Mover
 from pipegrid.transport.errors import P2PError, P2PLaneDeadError, relayed, text_of
 from pipegrid.transport.spec import LaneSpec
-from pipegrid.transport.wait_lock import BackgroundThread
 from pipegrid.transport.wire import Wire, timedelta_of
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Connection:
         receive_stream: receives are posted under it, so that a transfer waits for its buffer and for no computing; None
             is the caller's stream.
         lanes: this rank's ends.
-        aborting: the thread that aborts the group.
+        aborting: the abort of a device group, once it has begun.
         told: the other side knows of the end.
     """
 
@@ -63,8 +65,9 @@ class Connection:
     group: ProcessGroup | None = None
     receive_stream: torch.Stream | None = None
     lanes: list[Any] = field(factory=list)
-    aborting: BackgroundThread | None = None
+    aborting: Abort | None = None
     told: bool = False
+    _held: deque[torch.Tensor] = field(factory=deque, init=False)
 
     def tell_closed(self) -> None:
         """Tell the other side, which has not ended the lanes, that this one closes them."""
@@ -72,6 +75,28 @@ class Connection:
             self.told = True
             text = ", ".join(f"lane {lane.spec} was closed on rank {lane.rank}" for lane in self.lanes)
             self.wire.post_end_notice("closed", text)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Hold tensors of transfers that failed: the device may write to them until the abort has returned."""
+        if self.mover.streams:
+            self._held.extend(tensors)
+            self._hand_over()
+
+    def abort(self, cause: str) -> None:
+        """Begin to abort the messages under way."""
+        if not self.mover.streams:
+            self.mover.abort()
+            return
+        if is_destroying() and not any(lane.queue for lane in self.lanes):
+            return  # the other side has ended its groups and left, and torch ends those of this side
+        key = self.mover if self.group is None else self.group
+        (self.aborting,) = device_aborts.start({key: self.mover.abort}, cause)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self.aborting is not None and self._held:
+            with contextlib.suppress(IndexError):  # another thread took it
+                self.aborting.keep(self._held.popleft())
 
 
 class End(NamedTuple):
@@ -93,10 +118,11 @@ def abort_lanes(lanes: Sequence[LaneEnd], reason: str) -> None:
 def end_together(ends: Sequence[End], *, kind: str) -> None:
     """End lanes; ``kind`` goes to their other sides.
 
-    All other sides get the error, then all connections are cut, then all groups aborted at the same time. On a device
-    an abort waits for kernels of groups that are not aborted yet, of other lanes or of the caller: nothing here waits
-    for aborts, so that every waiter has its error at once; see `await_aborts`. Each part is bounded. The other lanes of
-    a communicator end with the first cause on it.
+    All other sides are told, and all device groups aborted at the same time, before anything is waited for: torch's
+    watchdog may end the process seconds after an error that no abort came before. Then all connections are cut. On a
+    device an abort waits for kernels of groups that are not aborted yet, of other lanes or of the caller: nothing here
+    waits for aborts, so that every waiter has its error at once; see `await_aborts`. Each part is bounded. The other
+    lanes of a communicator end with the first cause on it.
     """
     over: list[tuple[LaneEnd, P2PError]] = []
     connections: dict[int, tuple[Connection, str]] = {}
@@ -111,16 +137,24 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
         for one, _ in connections.values()
         if kind != "closed" or not one.mover.streams or any(lane.queue for lane in one.lanes)
     ]
-    if kind != "lost":
-        limit = time.monotonic() + _TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS)
-        untold = [(one.wire, text) for one, text in connections.values() if one.wire is not None and not one.told]
-        for work in [wire.post_end_notice(kind, text) for wire, text in untold]:
-            _finish(work, limit)
+    limit = time.monotonic() + _TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS)
+    telling = [
+        connection.wire.post_end_notice(kind, text)
+        for connection, text in connections.values()
+        # A device group may be lost while its wire, another connection, is not.
+        if connection.wire is not None and not connection.told and (kind != "lost" or connection.mover.streams)
+    ]
+    for connection in busy:
+        if connection.mover.streams:
+            connection.abort(connections[id(connection)][1])
+    for work in telling:
+        _finish(work, limit)
     for connection, _ in connections.values():
         if connection.wire is not None:
             connection.wire.cut()
     for connection in busy:
-        _abort(connection)
+        if not connection.mover.streams:
+            connection.abort(connections[id(connection)][1])
     for lane, error in over:
         lane.finish(error)
 
@@ -133,20 +167,9 @@ def _finish(work: Any, limit: float) -> None:
             return
 
 
-def _abort(connection: Connection) -> None:
-    mover = connection.mover
-    if not mover.streams:
-        mover.abort()
-        return
-    if is_destroying() and not any(lane.queue for lane in connection.lanes):
-        return  # the other side has ended its groups and left, and torch ends those of this side
-    connection.aborting = BackgroundThread(target=mover.abort, name="pipegrid-abort", daemon=True)
-    connection.aborting.start()
-
-
 def await_aborts(connections: Iterable[Connection]) -> None:
     """Return when the aborts under way have ended, which on a device wait for its kernels, or after 5 s."""
     limit = time.monotonic() + _ABORT_SECONDS
     for connection in connections:
         if connection.aborting is not None:
-            connection.aborting.join(max(0.0, limit - time.monotonic()))
+            connection.aborting.ended.wait(max(0.0, limit - time.monotonic()))

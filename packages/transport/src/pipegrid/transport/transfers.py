@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from pipegrid.transport.aborts import device_aborts
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.connection import Connection, End, end_together
 from pipegrid.transport.errors import (
@@ -450,9 +451,14 @@ class LaneTransfers:
     def explain(self, error: RuntimeError, transfer: Transfer | None) -> None:
         """Find out why the backend failed, and end the lane with that."""
         if self.error is None:
-            found = self._cause_of(error, transfer)
+            abort = device_aborts.of(self.connection.group)
+            if abort is None:
+                found, kind = self._cause_of(error, transfer), "lost"
+            else:  # of a failure elsewhere on this rank, which the other side is to learn
+                text = relayed(abort.cause, f"lane {self.spec} was aborted on rank {self.rank}")
+                found, kind = P2PLaneDeadError(text), "aborted"
             found.__cause__ = error
-            self.fail(found, kind="lost")
+            self.fail(found, kind=kind)
         if transfer is not None:
             self._ended(transfer, _FAILED, self.error)
 
@@ -491,6 +497,8 @@ class LaneTransfers:
                 self.queue.remove(transfer)  # both ends of the lane are in one queue
             transfer.error = error
             transfer.state = state
+            if state is _FAILED:
+                self.connection.keep(transfer.tensors)
             if transfer.sending:
                 transfer.tensors = ()
             self._wait_lock.notify()

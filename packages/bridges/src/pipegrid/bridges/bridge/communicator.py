@@ -329,7 +329,7 @@ class BridgeCommunicator:
 
     def abort(self, reason: str) -> None:
         """End lanes and completions at once, and tell the other side why."""
-        abort_groups(self.end(reason), beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
+        abort_groups(self.end(reason), reason, beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
 
     def end(self, reason: str) -> Iterable[dist.ProcessGroup]:
         """Fail completions with ``reason``, those under way and later ones; returns their groups, to abort."""

@@ -124,7 +124,7 @@ class LandingQueue:
         """
         end = time.monotonic() + (self.waits.deadline if seconds is None else seconds)
         for step in completing:
-            self.waits.wait(step.work, self.copies, end=end)
+            self.waits.wait(step.work, self.copies, step.group, end=end)
             with torch.no_grad():
                 step.write()
 

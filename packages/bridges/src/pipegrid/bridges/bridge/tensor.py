@@ -184,7 +184,7 @@ class TensorExchange:
                 leader,
                 group,
                 traffic.device,
-                lambda work: traffic.waits.wait(work, copies, host=True),
+                lambda work: traffic.waits.wait(work, copies, group, host=True),
             )
         except RuntimeError as error:
             raise CompletionError(

@@ -156,8 +156,9 @@ class EdgeTraffic:
         for ranks in self.wiring.reductions:
             own = torch.tensor([zlib.crc32(announced.encode())], device=self.device)
             every = own.new_empty(len(ranks))
-            work = gather_flat(every, own, self.groups[self.wiring.reduction_group(ranks, _FORWARD)], async_op=True)
-            self.waits.wait(work, ranks, host=True, task="ranks {} did not say what their partial sums are of")
+            group = self.groups[self.wiring.reduction_group(ranks, _FORWARD)]
+            work = gather_flat(every, own, group, async_op=True)
+            self.waits.wait(work, ranks, group, host=True, task="ranks {} did not say what their partial sums are of")
             others = [rank for rank, found in zip(ranks, every.tolist(), strict=True) if found != own.item()]
             if others:
                 raise ShapeError(
@@ -169,8 +170,9 @@ class EdgeTraffic:
         """``tensor``, or its sum over the ranks that hold partial sums of it."""
         for ranks in part.reductions:
             require_summed(tensor.dtype, self.name)
-            tensor, work = start_sum(tensor, self.groups[self.wiring.reduction_group(ranks, direction)])
-            self.waits.wait(work, ranks, task="the partial sums of ranks {} and of this one were not added up")
+            group = self.groups[self.wiring.reduction_group(ranks, direction)]
+            tensor, work = start_sum(tensor, group)
+            self.waits.wait(work, ranks, group, task="the partial sums of ranks {} and of this one were not added up")
         return tensor
 
     def receive_whole(self, part: RankPart, direction: Direction, *, requires_grad: bool) -> WholeReceive | None:

@@ -427,14 +427,14 @@ class MultiModulePipelineCommunicator:
     def abort(self, reason: str) -> None:
         """End all lanes and completions at once and tell the other sides why."""
         groups = [group for bridge in self.bridge_comms for group in bridge.end(reason)]
-        abort_groups(groups, beside=lambda: self.lanes.abort(reason))
+        abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason))
 
     def destroy(self) -> None:
         """Close all lanes and destroy all groups. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
             failed = [group for bridge in self.bridge_comms for group in bridge.failed_groups]
-            abort_groups(failed, beside=self.lanes.close)
+            abort_groups(failed, "it was closed", beside=self.lanes.close)
             for bridge in self.bridge_comms:
                 bridge.destroy()
 

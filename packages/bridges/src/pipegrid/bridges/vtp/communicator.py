@@ -236,7 +236,7 @@ class VTPCommunicator:
     def abort(self, reason: str) -> None:
         """End all lanes and completions at once and tell the other stages why."""
         self._end_completions(reason)
-        abort_groups(self._groups.values(), beside=lambda: self.lanes.abort(reason))
+        abort_groups(self._groups.values(), reason, beside=lambda: self.lanes.abort(reason))
 
     def close(self) -> None:
         """End the lanes and free the groups. Twice is harmless."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from pipegrid.schedules.plan.actions import Action
+from pipegrid.transport.aborts import device_aborts
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,6 @@ class DeviceProgress:
 
     def oldest(self) -> Action | str | None:
         """The first marked work that the device has not finished; None if it has finished all that was issued."""
-        while self._open and self._open[0][1].query():
+        while self._open and device_aborts.poll(self._open[0][1].query):
             self._open.popleft()
         return self._open[0][0] if self._open else None

@@ -28,6 +28,7 @@ from pipegrid.schedules.monitor.control import (
 from pipegrid.schedules.monitor.device_progress import progress_of
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked, shown
+from pipegrid.transport.aborts import device_aborts
 
 if TYPE_CHECKING:
     import torch
@@ -361,7 +362,7 @@ def _ended(work: Work) -> bool:
     try:
         work.wait(_SLICE)
     except RuntimeError:
-        if not work.is_completed():
+        if not device_aborts.poll(work.is_completed):
             return False
         work.wait()  # raises if it failed; a work that ended just after the slice returns
     return True

@@ -336,14 +336,13 @@ class PipelineRuntime:
         )
 
     def _abort(self, reason: str) -> None:
-        """End the lanes and a device's collectives, and pass the reason on to neighbours, for no longer than 0.3 s."""
-        device_collectives.abort()
+        """End the lanes and all device groups, and pass the reason on to neighbours, for no longer than 0.3 s."""
+        reason = marked(relayed(reason) or reason)
         abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
-        if abort is not None:
-            reason = relayed(reason) or reason
-            thread = threading.Thread(target=abort, args=(marked(reason),), name="pipegrid-abort", daemon=True)
-            thread.start()
-            thread.join(_ABORT_SECONDS)
+        thread = threading.Thread(target=lambda: abort and abort(reason), name="pipegrid-abort", daemon=True)
+        thread.start()  # tells the neighbours while the groups are aborted
+        device_collectives.abort(reason)
+        thread.join(_ABORT_SECONDS)
 
     def _failed(self, error: BaseException) -> BaseException:
         """End what a failed step has begun; the error to raise."""

@@ -7,7 +7,7 @@ An entry is what NCCL launches as one kernel: a batch of transfers, or one colle
 - An entry that lost its peer keeps running: NCCL's kernels over shared memory spin. With ``reports_peer_errors`` it
   ends with an error instead, as over a network.
 - `abort` ends the entries of one group, then blocks until every entry that this rank had launched has ended: freeing
-  the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang.
+  the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang. See `frees`.
 - The watchdog fails an entry that is older than its group's timeout, and the test with it.
 """
 
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from attrs import define, field, frozen
 from torch import Tensor
 
+from pipegrid.testing.fake_nccl.frees import Frees
 from pipegrid.testing.fake_nccl.late import LateRun
 from pipegrid.testing.fake_nccl.memory import Clock
 from pipegrid.testing.fake_nccl.player import DONE, PATIENCE_SECONDS, Player, Signal
@@ -199,6 +200,8 @@ class FakeDevice:
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
+        self._frees = Frees(self.unfinished, self.violations)
+        self.streams.before_poll = self._frees.require_pollable
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
         self._group_streams: dict[str, VirtualStream] = {}
         self._lock = self.streams.lock
@@ -323,11 +326,17 @@ class FakeDevice:
 
     def abort(self, group: str, error: Exception) -> None:
         """End the group's entries with ``error``, then `drain`."""
-        stuck = self.unfinished(group)
-        for entry in stuck:
-            self._cancel(entry, error)
-        if any(entry.started for entry in stuck):
-            self._cuts[group]()
+        with self._frees.abort(group):
+            stuck = self.unfinished(group)
+            for entry in stuck:
+                self._cancel(entry, error)
+            if any(entry.started for entry in stuck):
+                self._cuts[group]()
+            self.drain()
+
+    def shut_down(self, group: str) -> None:
+        """Free a group: `drain`."""
+        self._frees.require_idle(group)
         self.drain()
 
     def close(self) -> None:

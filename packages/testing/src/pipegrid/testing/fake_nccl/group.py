@@ -302,7 +302,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Wait for the whole device and for the other members; the group takes no entries from then on."""
         if not self.aborted:
-            self.device.drain()
+            self.device.shut_down(self._name)
             self._end.meet()
         self.aborted = True
 

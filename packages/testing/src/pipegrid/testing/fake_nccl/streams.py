@@ -64,12 +64,14 @@ class Streams:
     Attributes:
         host_syncs: every point inside `watch` at which the host would wait for the GPU, in order.
         late: the late device, while there is one.
+        before_poll: called before each poll of the device.
         lock: of the whole device.
     """
 
     def __init__(self, violations: list[str]) -> None:
         self.host_syncs: list[HostSync] = []
         self.late: LateRun | None = None
+        self.before_poll: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         self._violations = violations
         self._races = 0
@@ -194,6 +196,7 @@ class Streams:
 
     def poll(self, signal: Signal) -> bool:
         """Whether work is done. On a late device a host that asks again and again, and does nothing else, waits."""
+        self.before_poll()
         if self.late is not None and not signal.done and self.late.player.poll():
             self.host_waits("polling", {})
         return signal.done

@@ -22,6 +22,7 @@ import torch
 
 from pipegrid.topology import abort_group
 from pipegrid.topology.torch_compat import set_timeout
+from pipegrid.transport.aborts import device_aborts
 from pipegrid.transport.backends.base import Operation
 from pipegrid.transport.backends.kinds import BackendKind
 from pipegrid.transport.errors import P2PUsageError, text_of
@@ -38,20 +39,23 @@ def lift_timeout(group: Any) -> None:
 
 
 class NcclTicket:
-    """See `Ticket`: all messages of a batch share its work.
+    """See `Ticket`: all messages of a batch share its work, which keeps its ``group``.
+
+    Works of a group that was aborted raise its cause, whatever the backend says of them.
 
     Args:
         works: of the backend.
+        group: that they are of; None is the default one.
         kind: of the backend; None is one whose works say after a wait whether they failed, and keep no tensors.
         aside: the stream under which works are waited for only to have them drop their tensors; None is the current.
     """
 
-    __slots__ = ("_aside", "_keeps", "_raises", "_works")
+    __slots__ = ("_aside", "_group", "_keeps", "_raises", "_works")
 
     def __init__(
-        self, works: Sequence[Any], kind: BackendKind | None = None, aside: torch.Stream | None = None
+        self, works: Sequence[Any], group: Any, kind: BackendKind | None = None, aside: torch.Stream | None = None
     ) -> None:
-        self._works, self._aside = works, aside
+        self._works, self._group, self._aside = works, group, aside
         self._raises = kind is not None and kind.waits == "orders_and_raises"
         self._keeps = kind is not None and kind.keeps_sends
 
@@ -60,13 +64,18 @@ class NcclTicket:
         for work in self._works:
             work.wait()
         self._keeps = False
+        device_aborts.require_not_aborted(self._group)
         if not self._raises:
             self.done()
 
     def done(self) -> bool:
-        """See `Ticket.done`. A failed work is completed as well, so its error is asked for."""
+        """See `Ticket.done`. A failed work is completed as well, so its error is asked for.
+
+        The device is not polled while aborts drain: nothing is done then.
+        """
+        device_aborts.require_not_aborted(self._group)
         for work in self._works:
-            if not work.is_completed():
+            if not device_aborts.poll(work.is_completed):
                 return False
             _raise_failure(work)
         if self._keeps:  # an idle group keeps what it sent until a wait; of a completed work that orders nothing
@@ -143,7 +152,7 @@ class NcclMover:
                     works.append(verb([tensor], peer, 0))  # noqa: PERF401 -- a comprehension is a frame more
         finally:
             whole = group._end_coalescing(self._device)  # noqa: SLF001
-        ticket = NcclTicket(works if whole is None else (whole,), self._kind, self._aside)
+        ticket = NcclTicket(works if whole is None else (whole,), group, self._kind, self._aside)
         return [ticket] * len(operations)
 
     def abort(self) -> None:

@@ -395,7 +395,7 @@ def test_a_monitor_without_the_device_holds_the_host_without_a_timeout_of_nccls(
     monitor = Monitor(store, rank=0, ranks=[0], deadline=0.3, interval=0.05)
     PipelineRuntime(PLAN, {0: Stage()}, Lanes(), monitor=monitor).step()
     waiting = Waiting(monitor=monitor)
-    waiting.wait(DeviceWork(ended=True), torch.zeros(1))
+    waiting.wait(DeviceWork(ended=True), torch.zeros(1), None)
     with pytest.raises(JobFailedError, match="rank 0 has been at a reduction of gradients"):
-        waiting.wait(DeviceWork(ended=False), torch.zeros(1))
+        waiting.wait(DeviceWork(ended=False), torch.zeros(1), None)
     monitor.close()

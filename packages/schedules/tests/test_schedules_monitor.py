@@ -293,7 +293,7 @@ class TestMonitor:
         monitor = Monitor(store, rank=0, ranks=[0])
         for waiting in (Waiting(), Waiting(monitor=monitor)):
             work = JustAfter()
-            waiting.wait(work, torch.zeros(1))
+            waiting.wait(work, torch.zeros(1), None)
             assert work.waits == 2
         monitor.close()
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.monitor import JobFailedError, device_collectives
+from pipegrid.transport.aborts import GroupAbortedError, device_aborts
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _SLICE = timedelta(seconds=0.1)
 _POLL_SECONDS = 0.0001
+_LONGEST = 600  # characters of a backend's text, which may pass on the first failure
+_PROBE = 2**29  # a tag of no message
 _REDUCTION = "a reduction of gradients"
 
 
@@ -38,12 +41,12 @@ class _Polled:
 
     def is_completed(self) -> bool:
         """See `torch.distributed.Work`."""
-        return self.work.is_completed()
+        return device_aborts.poll(self.work.is_completed)
 
     def wait(self, timeout: timedelta = timedelta.max) -> None:
         """Wait for the end, then order the current stream after it; raise ``RuntimeError`` past the timeout."""
         began = time.monotonic()
-        while not self.work.is_completed():
+        while not self.is_completed():
             if time.monotonic() - began > timeout.total_seconds():
                 raise RuntimeError(f"not done after {timeout.total_seconds():.3g} s")
             time.sleep(_POLL_SECONDS)
@@ -62,8 +65,8 @@ class Waiting:
     deadline: float | None = None
     monitor: Monitor | None = None
 
-    def wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        """Wait for ``work`` on ``tensor``.
+    def wait(self, work: dist.Work, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        """Wait for ``work`` of ``group`` (None: the default one) on ``tensor``.
 
         Raises:
             ReductionTimeoutError: past the deadline.
@@ -72,16 +75,18 @@ class Waiting:
         """
         try:
             device_collectives.check()
-            self._wait(work, tensor)
+            self._wait(work, tensor, group)
+            device_aborts.require_not_aborted(group)
         except (ReductionTimeoutError, JobFailedError):
             raise
         except RuntimeError as error:
+            aborted = isinstance(error, GroupAbortedError)
+            what = "" if aborted else f"{_lost(group, tensor)} has ended, or closed its connection "
             raise ReductionPeerError(
-                "a reduction of gradients failed: a rank of its group has ended, or closed its connection "
-                f"({' '.join(str(error).split())[:200]})"
+                f"a reduction of gradients failed: {what}({' '.join(str(error).split())[:_LONGEST]})"
             ) from error
 
-    def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
+    def _wait(self, work: dist.Work, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         on_device = has_streams(tensor.device)
         if self.monitor is not None:  # which holds the host where it does not watch the device
             held = on_device and self.monitor.progress is None
@@ -95,15 +100,18 @@ class Waiting:
             try:
                 work.wait(_SLICE)
             except RuntimeError:
-                if work.is_completed():  # it failed, or ended just after the slice: its own wait tells
+                device_aborts.require_not_aborted(group)
+                if device_aborts.poll(
+                    work.is_completed
+                ):  # it failed, or ended just after the slice: its own wait tells
                     work.wait()
                     return
             else:
                 return
             if self.deadline is not None and time.monotonic() - start > self.deadline:
                 raise ReductionTimeoutError(
-                    f"a reduction of gradients did not end within the deadline of {self.deadline:.3g} s: a rank of its "
-                    "group has not joined it; rebuild the process groups before the next step"
+                    f"a reduction of gradients did not end within the deadline of {self.deadline:.3g} s: one of the "
+                    f"other ranks of {_ranks(group)} has not joined it; rebuild the process groups before the next step"
                 )
 
 
@@ -114,12 +122,36 @@ def all_reduce(
 
     ``group`` None is the default process group, or nothing to do in one process without one.
     """
+    group = group or dist.group.WORLD
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if dist.is_initialized() else None
     if work is not None and has_streams(tensor.device):
         device_collectives.add(_REDUCTION, work, group)
 
     def wait(waiting: Waiting) -> None:
         if work is not None:
-            waiting.wait(work, tensor)
+            waiting.wait(work, tensor, group)
 
     return wait
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return list(dist.get_process_group_ranks(group)) if dist.is_initialized() else []
+
+
+def _lost(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> str:
+    """Which ranks of ``group`` are lost, in words: over gloo those whose connection is closed here.
+
+    A send over a closed connection raises at once; one whose work is dropped is never delivered.
+    """
+    ranks = _ranks(group)
+    lost = []
+    if group is not None and dist.get_backend_config(group).find(f"{tensor.device.type}:gloo") >= 0:
+        for index, rank in enumerate(ranks):
+            try:
+                if index != group.rank():
+                    group.send([torch.empty(1, dtype=torch.uint8)], index, _PROBE)
+            except RuntimeError:
+                lost.append(rank)
+    if len(lost) == 1:
+        return f"rank {lost[0]}"
+    return f"one of the ranks {lost or ranks}"

@@ -2,6 +2,7 @@
 
 from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
+from pipegrid.schedules.monitor.first_failure import first_failure
 from pipegrid.schedules.monitor.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor, MonitorError, Report
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "MonitorError",
     "Report",
     "device_collectives",
+    "first_failure",
     "where_all_stand",
 ]

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.schedules.errors import RuntimeArgumentError
-from pipegrid.schedules.monitor import FIRST_STEP_SECONDS, DisagreementError, device_collectives
+from pipegrid.schedules.monitor import FIRST_STEP_SECONDS, DisagreementError, device_collectives, first_failure
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
 from pipegrid.schedules.runtime.hooks import Hook
@@ -358,11 +358,12 @@ class PipelineRuntime:
         report: Report | None = None
         if self._monitor is not None:
             report = self._monitor.failed(failure)
-            if report.first.text != failure and not isinstance(error, DisagreementError):
-                first = report.first.text.splitlines()[0]
-                failure = f"{first}\n  {self._here()} stopped at {place}: {without(stopped)}"
+            first = report.first.text
         else:
-            self._abort(failure.splitlines()[0])
+            first = first_failure(failure)  # before the abort, so that ranks which it reaches find it
+            self._abort(first.splitlines()[0])
+        if first != failure and not isinstance(error, DisagreementError):
+            failure = f"{first.splitlines()[0]}\n  {self._here()} stopped at {place}: {without(stopped)}"
         self._failure = failure
         places = "" if report is None else f"\nThe ranks were at:\n{report.places}"
         if isinstance(error, DisagreementError) or not isinstance(error, Exception):

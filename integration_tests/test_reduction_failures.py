@@ -1,0 +1,135 @@
+"""A rank fails in the middle of a backward while others wait in the reduction of gradients: all name it, and its error.
+
+Two data lanes of two stages. Rank 3, on the last stage, fails in its last backward when rank 2 has finished its own, so
+that rank 2 waits for it in the reduction. Rank 1 waits for its gradient on a lane, and rank 0 in a reduction for rank 1.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.schedules import (
+    JobFailedError,
+    Monitor,
+    PipelineConfig,
+    PipelineError,
+    forward_backward_pipelining_without_interleaving,
+)
+from pipegrid.testing import Fault, InjectedFault
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
+from pipegrid.transport import P2PCommunicator
+
+RANKS, WIDTH, MICROBATCHES, FAILING, WAITING = 4, 4, 3, 3, 2
+DEADLINE = 6.0
+
+
+class Reach(torch.autograd.Function):
+    """The identity; calls ``call`` in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.call()
+        return gradient, None
+
+
+class Model(nn.Module):
+    """Two layers, with a call in the middle of each backward."""
+
+    def __init__(self, config, call):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.config, self.call, self.received = config, call, None
+
+    def set_input_tensor(self, received):
+        (self.received,) = received
+
+    def forward(self, x):
+        return self.last(Reach.apply(self.first(x if self.received is None else self.received), self.call))
+
+
+class AtTheLastBackward:
+    """On the failing rank: fail in the last backward, once the waiting rank has ended its own."""
+
+    def __init__(self, ranks):
+        self.ranks, self.left, self.armed = ranks, MICROBATCHES, False
+
+    def __call__(self):
+        self.left -= 1
+        if self.left or not self.armed:
+            return
+        if self.ranks.rank == WAITING:
+            self.ranks.store.set("waits", "1")
+        elif self.ranks.rank == FAILING:
+            while not self.ranks.store.check(["waits"]):
+                time.sleep(0.01)
+            time.sleep(0.3)  # until it waits indeed; the outcome is the same if it does not yet
+            self.ranks.reach("the last backward")
+
+    def arm(self):
+        self.left, self.armed = MICROBATCHES, True
+
+
+def cases():
+    for backend, modes in (("gloo", [None]), ("fake_nccl", ["streams", "serial"])):
+        for mode in modes:
+            for fault in ("kill", "raise"):
+                for watched in (True, False):
+                    extra = {} if mode is None else {"fake_nccl": mode}
+                    on = pytest.mark.ranks(RANKS, backend=backend, deadline=120, **extra)
+                    often = (mode, fault, watched) in ((None, "kill", False), ("serial", "raise", True))
+                    yield pytest.param(
+                        fault,
+                        watched,
+                        marks=[on] if often else [on, pytest.mark.nightly],
+                        id=f"{mode or backend}-{fault}-{'watched' if watched else 'alone'}",
+                    )
+
+
+@pytest.mark.parametrize(("fault", "watched"), list(cases()))
+def test_every_rank_names_the_rank_that_failed_while_others_reduced(ranks, fault, watched):
+    monitor = None
+    if watched:
+        monitor = Monitor(control_store("monitor"), rank=ranks.rank, ranks=range(RANKS), deadline=DEADLINE)
+    config = PipelineConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, grad_bucket_bytes=1, monitor=monitor)
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    grid.create_pgs(["dp", "pp"])
+    communicator = P2PCommunicator(grid.get_pg("pp"), config)
+    call = AtTheLastBackward(ranks)
+    model = Model(config, call)
+
+    def step():
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=lambda _, model: (model(torch.ones(2, 1, WIDTH)), lambda y: (y.square().mean(), None)),
+            data_iterator=iter(()),
+            model=model,
+            num_microbatches=MICROBATCHES,
+            seq_length=2,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+            pg_collection=ProcessGroupCollection.from_grid(grid),
+        )
+
+    step()
+    ranks.barrier()
+    call.arm()
+    ranks.plan_fault(Fault(fault, rank=FAILING, at="the last backward"))
+    with pytest.raises((PipelineError, JobFailedError)) as caught:
+        step()
+        step()  # of a rank that had nothing more to exchange
+    first = str(caught.value).splitlines()[0]
+    assert f"rank {FAILING}" in first
+    if fault == "raise":
+        assert InjectedFault.__name__ in first
+        ranks.barrier()
+    if monitor is not None:
+        monitor.close()
+    communicator.close()

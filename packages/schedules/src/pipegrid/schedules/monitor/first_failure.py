@@ -1,0 +1,75 @@
+"""The first failure of a job without a monitor: one key of a control store, which only ranks that fail write and read.
+
+A rank that fails on a lane learns the cause over it. One that fails in a reduction, on a clip or at a deadline has no
+lane to the rank that failed, and learns it here.
+
+The key outlives a failure, and ranks may go on in the same processes with rebuilt communicators. So each writes its
+failure in place of the one that it saw last: the first to fail again replaces it, and the others find that one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from attrs import define, field
+
+from pipegrid.topology import control_store
+from pipegrid.topology.bounded_calls import BoundedCalls
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor.control import ControlStore
+
+_SECONDS = 0.5
+_KEY = "failure"
+_LONGEST = 2000
+
+
+@define(eq=False)
+class FirstFailure:
+    """This rank's end of the key; its store is connected at the first failure.
+
+    Attributes:
+        rank: this rank.
+    """
+
+    rank: int
+    _store: ControlStore | None = field(default=None, init=False)
+    _seen: str = field(default="", init=False)
+
+    def record(self, text: str) -> str:
+        """Record ``text`` as this rank's failure; that of the rank that failed first, which may be this one.
+
+        ``text`` where the store does not answer within half a second, or its process has ended.
+        """
+        calls = BoundedCalls("pipegrid-failure", patience=0.0)
+        try:
+            return calls.run(self._record, text, seconds=_SECONDS)
+        except RuntimeError:
+            return text
+        finally:
+            calls.close()
+
+    def _record(self, text: str) -> str:
+        if self._store is None:
+            self._store = control_store("first failure")
+        mine = json.dumps([self.rank, text[:_LONGEST]])
+        self._seen = self._store.compare_set(_KEY, self._seen, mine).decode()
+        return text if self._seen == mine else str(json.loads(self._seen)[1])
+
+
+# By default process group: what this rank saw of an earlier failure must outlive the runtime that failed.
+_of_job: WeakKeyDictionary[Any, FirstFailure] = WeakKeyDictionary()
+
+
+def first_failure(text: str) -> str:
+    """Record ``text`` as this rank's failure, and return the job's first one; ``text`` in a job of one rank."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    world = dist.group.WORLD
+    if world not in _of_job:
+        _of_job[world] = FirstFailure(dist.get_rank())
+    return _of_job[world].record(text)

@@ -30,6 +30,7 @@ from pipegrid.transport import P2PCommunicator, streams
 RANKS, WIDTH, MICROBATCHES = 4, 4, 4
 DEADLINE, PROMISED = 20.0, 2.0  # seconds; no error here waits for a deadline, so that load does not decide
 CAUSE = "injected failure 4711"
+NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
 
 class Model(nn.Module):
@@ -143,11 +144,15 @@ def fail(ranks, job, what, failing):
         )
 
     step()
+    # Ranks 0 and 1 hold copies of one stage; a rank that fails leaves the other one alone in a collective.
+    own = next(group for group in [dist.new_group([0, 1]), dist.new_group([2, 3])] if group is not NOT_A_MEMBER)
     ranks.barrier()
     if ranks.rank in failing and what in ENTRIES:
         break_next(ranks, ENTRIES[what])
     elif ranks.rank in failing:
         model.before = fail_together(ranks, failing, first_stage)
+    elif what == "a group of the program":
+        model.before = lambda number: dist.all_reduce(torch.ones(1), group=own, async_op=True)
     with pytest.raises((PipelineError, JobFailedError)) as caught:
         step()
         step()  # of a rank that had nothing more to exchange
@@ -161,6 +166,10 @@ def fail(ranks, job, what, failing):
     assert re.search(CAUSES[what], first)
     began = min(float(path.read_text()) for path in ranks.shared_path.glob("fault.*"))
     assert ended - began <= DEADLINE + PROMISED
+    limit = time.monotonic() + DEADLINE
+    while ranks.fake_device.unfinished() and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not ranks.fake_device.unfinished()  # every group was aborted, so that every abort has returned
 
     monitor.close()
     communicator.destroy() if job is bridge else communicator.close()
@@ -172,19 +181,25 @@ CAUSES = {
     "a reduction": "a reduction of gradients failed",
     "a completion": "CompletionError: rank 2, bridge encoder>language",
     "two forwards": f"ValueError: {CAUSE}",
+    "a group of the program": f"ValueError: {CAUSE}",
 }
 CASES = [
     (chain, "a send", [0]),
     (chain, "a receive", [3]),
     (chain, "a reduction", [1]),
     (chain, "two forwards", [0, 3]),
+    (chain, "a group of the program", [1]),
     (bridge, "a send", [0]),
     (bridge, "a receive", [3]),
     (bridge, "a reduction", [1]),
     (bridge, "a completion", [2]),
     (bridge, "two forwards", [1, 2]),
 ]
-OFTEN = [("streams", bridge, "a completion"), ("serial", chain, "a reduction")]  # the others run at night
+OFTEN = [  # the others run at night
+    ("streams", bridge, "a completion"),
+    ("serial", chain, "a reduction"),
+    ("streams", chain, "a group of the program"),
+]
 
 
 def cases():

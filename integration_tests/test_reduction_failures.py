@@ -1,11 +1,13 @@
 """A rank fails in the middle of a backward while others wait in the reduction of gradients: all name it, and its error.
 
 Two data lanes of two stages. Rank 3, on the last stage, fails in its last backward when rank 2 has finished its own, so
-that rank 2 waits for it in the reduction. Rank 1 waits for its gradient on a lane, and rank 0 in a reduction for rank 1.
+that rank 2 waits for it in the reduction. Rank 1 waits for its gradient on a lane, rank 0 for rank 1 in a reduction.
+Each that fails leaves a record of its own.
 """
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -99,7 +101,10 @@ def test_every_rank_names_the_rank_that_failed_while_others_reduced(ranks, fault
     monitor = None
     if watched:
         monitor = Monitor(control_store("monitor"), rank=ranks.rank, ranks=range(RANKS), deadline=DEADLINE)
-    config = PipelineConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, grad_bucket_bytes=1, monitor=monitor)
+    folder = ranks.shared_path / "failures"
+    config = PipelineConfig(
+        pipeline_dtype=torch.float32, deadline=DEADLINE, grad_bucket_bytes=1, monitor=monitor, failure_dir=folder
+    )
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
@@ -127,6 +132,10 @@ def test_every_rank_names_the_rank_that_failed_while_others_reduced(ranks, fault
         step()  # of a rank that had nothing more to exchange
     first = str(caught.value).splitlines()[0]
     assert f"rank {FAILING}" in first
+    (record,) = map(json.loads, (path.read_text() for path in folder.glob(f"rank{ranks.rank}*.json")))
+    assert first.partition(": ")[2][:200] in record["first_failure"] or record["first_failure"] in first
+    assert record["place"].startswith(f"position {ranks.rank // 2}, ")
+    assert sum(lane["sent"] + lane["received"] > MICROBATCHES for lane in record["lanes"].values()) == 2
     if fault == "raise":
         assert InjectedFault.__name__ in first
         ranks.barrier()

@@ -29,6 +29,16 @@ def test_the_worlds_records_are_what_we_read_and_write(world):
     assert c10d._get_default_timeout(dist.Backend("gloo")) == timedelta(minutes=30)
 
 
+def test_all_groups_of_the_process_are_known_and_those_of_a_device_can_be_aborted(world):
+    made = dist.new_group([2, 3])
+    assert compat.living_groups() == [world, made]
+    assert list(compat.aborts_of([world, made], {"gloo"})) == [world, made]
+    assert compat.aborts_of([world, made], {"gloo", "fake"}) == {}
+    dist.destroy_process_group(made)
+    assert compat.living_groups() == [world]
+    assert compat.aborts_of([made], ()) == {}
+
+
 def test_a_made_group_is_an_ordinary_group(world):
     group = compat.make_group(
         ranks=[5, 2, 7],

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from pipegrid.transport.backends import Operation, Ticket
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.connection import Connection, abort_lanes
-from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
+from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.incoming import Incoming
 from pipegrid.transport.message import Signature, encode
@@ -134,6 +134,15 @@ class Lane:
             allocations=tally.allocations,
             live=self.received - tally.released,
         )
+
+    def describe(self) -> dict[str, object]:
+        """The lane as plain data, for a record of a failure; under way is what was so when it ended, if it has."""
+        return {
+            "sent": self.sent,
+            "received": self.received,
+            "under way": self.transfers.under_way(),
+            "error": None if self.error is None else text_of(self.error),
+        }
 
     # ---- Sending and receiving
 

@@ -38,6 +38,7 @@ from pipegrid.transport.backends import (
     lift_timeout,
     nccl_options,
     one_loop,
+    warn_of_watchdog,
 )
 from pipegrid.transport.batch import Submitter
 from pipegrid.transport.config import P2PConfig, as_config
@@ -197,6 +198,8 @@ class _Connector:
     def connect(self, lanes: Sequence[LaneSpec]) -> dict[LaneSpec, Connection]:
         """A connection for each of these lanes: one pair of ranks after the other, in the order of `opening_key`."""
         bundles = _bundles(lanes, self._config)
+        if self._on_device and bundles:
+            warn_of_watchdog(self._backend)
         if self._on_device and len(bundles) > _MOST_STREAMS:
             warnings.warn(
                 f"rank {self._rank} opens {len(bundles)} communicators, each with a stream; beyond {_MOST_STREAMS} "

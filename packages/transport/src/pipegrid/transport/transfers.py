@@ -113,6 +113,7 @@ class LaneTransfers:
         self._patience = timedelta(seconds=config.deadline + BACKSTOP_SECONDS)
         self._streams, self._streamed = connection.mover.streams, has_streams(device)
         self._closed_by_peer = math.inf
+        self._last_queue: list[str] = []  # under way when the lane ended
 
     # ---- Starts that come later: a receive whose header has come
 
@@ -547,8 +548,13 @@ class LaneTransfers:
         with self._lock:
             if self.error is not None:
                 return False
+            self._last_queue = [repr(one) for one in self.queue.copy()]
             self.error = error
             return True
+
+    def under_way(self) -> list[str]:
+        """The transfers under way, in words; on a lane that has ended, those of then."""
+        return list(self._last_queue) if self.error is not None else [repr(one) for one in self.queue.copy()]
 
     def join(self) -> None:
         """Return when no thread of the lane runs any more; the lane has ended."""

@@ -199,6 +199,7 @@ _VALUES = (
     "deallocate_pipeline_outputs",
     "defer_embedding_wgrad_compute",
     "enable_autocast",
+    "failure_dir",
     "hidden_size",
     "microbatch_group_size_per_vp_stage",
     "monitor",

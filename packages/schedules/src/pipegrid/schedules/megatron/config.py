@@ -82,6 +82,7 @@ class PipelineConfig(P2PConfig):
         job_group: all ranks of the job, where that is not the default process group; tokens are counted over it.
         hooks: `pipegrid.schedules.Hook` objects, called around every action of a step.
         monitor: a `pipegrid.schedules.Monitor`.
+        failure_dir: a directory for what each failing rank leaves behind (see `PipelineRuntime`); None: nothing.
         overlap_grad_reduce: start the reduction of a bucket in the last backward that touches it, where the step
             function reduces; False starts all after the last backward.
         grad_bucket_bytes: about the bytes of gradients that are reduced together, where the step function reduces.
@@ -114,6 +115,7 @@ class PipelineConfig(P2PConfig):
     job_group: Any = None
     hooks: tuple[Any, ...] = field(default=(), converter=_as_tuple)
     monitor: Any = None
+    failure_dir: Any = None
     overlap_grad_reduce: bool = True
     grad_bucket_bytes: Count = 32 * 2**20
     check_replicas: bool = False

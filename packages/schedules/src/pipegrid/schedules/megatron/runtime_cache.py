@@ -49,6 +49,7 @@ def prepared_step(
         deadline=option(config, "deadline"),
         scales=option(config, "grad_scale_func") is not None,
         monitor=option(config, "monitor"),
+        failure_dir=option(config, "failure_dir"),
     )
     kept = _PREPARED.setdefault(next(iter(models.values())), [])
     for prepared in kept:
@@ -85,6 +86,7 @@ class _Key(NamedTuple):
     deadline: float | None
     scales: bool
     monitor: Any
+    failure_dir: Any
 
 
 class PreparedStep:
@@ -120,6 +122,7 @@ class PreparedStep:
             deadline=key.deadline,
             loss_scale=self._scale if key.scales else None,
             monitor=key.monitor,
+            failure_dir=key.failure_dir,
         )
         self.ties = key.ties
         self.compared = False  # with the other data lanes

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -16,9 +18,16 @@ from attrs import evolve
 
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.schedules.errors import RuntimeArgumentError
-from pipegrid.schedules.monitor import FIRST_STEP_SECONDS, DisagreementError, device_collectives, first_failure
+from pipegrid.schedules.monitor import (
+    FIRST_STEP_SECONDS,
+    DisagreementError,
+    JobFailedError,
+    device_collectives,
+    first_failure,
+)
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
+from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
 from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.preflight import (
     position_of,
@@ -89,6 +98,8 @@ class PipelineRuntime:
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
         monitor: publishes this rank's place in the plan, enforces deadlines and relays failures.
+        failure_dir: where each rank that fails writes ``rank<number>.json`` (its place in the plan, the first failure,
+            its lanes, versions), and torch's NCCL flight recorder beside it; None writes nothing.
 
     Raises:
         RuntimeArgumentError: an argument cannot be used.
@@ -109,6 +120,7 @@ class PipelineRuntime:
         deadline: float | None = None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
+        failure_dir: str | PathLike[str] | None = None,
     ) -> None:
         stages = checked(stages, _Stages, "stages", RuntimeArgumentError)
         hooks = checked(hooks, tuple[_Hook, ...], "hooks", RuntimeArgumentError)
@@ -140,6 +152,7 @@ class PipelineRuntime:
         self._agreement = StepAgreement(
             self.plan, communicator, self._bound.outside, self._rank, deadline or deadline_of(communicator)
         )
+        self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), self._rank, communicator)
         self._deadline = deadline
         self._patient = False  # whether messages have the longer deadline of a first step
         self._cold = [self._program, self._forwards]  # what has not run yet
@@ -306,7 +319,11 @@ class PipelineRuntime:
             self._allow_compilation(program)
         self._running, self._cursor = program, -1
         if self._monitor is not None:
-            self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
+            try:
+                self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
+            except JobFailedError as error:
+                self._record(str(error), line_of(error), self.where)
+                raise
 
     def _allow_compilation(self, program: Program) -> None:
         """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes.
@@ -337,6 +354,7 @@ class PipelineRuntime:
 
     def _abort(self, reason: str) -> None:
         """End the lanes and all device groups, and pass the reason on to neighbours, for no longer than 0.3 s."""
+        self._recorder.take()
         reason = marked(relayed(reason) or reason)
         abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
         thread = threading.Thread(target=lambda: abort and abort(reason), name="pipegrid-abort", daemon=True)
@@ -346,6 +364,7 @@ class PipelineRuntime:
 
     def _failed(self, error: BaseException) -> BaseException:
         """End what a failed step has begun; the error to raise."""
+        self._recorder.take()
         place, stopped = self.where, line_of(error)
         cause = relayed(stopped)
         if isinstance(error, DisagreementError):
@@ -365,6 +384,7 @@ class PipelineRuntime:
         if first != failure and not isinstance(error, DisagreementError):
             failure = f"{first.splitlines()[0]}\n  {self._here()} stopped at {place}: {without(stopped)}"
         self._failure = failure
+        recorded = self._record(failure, stopped, place, report)
         places = "" if report is None else f"\nThe ranks were at:\n{report.places}"
         if isinstance(error, DisagreementError) or not isinstance(error, Exception):
             return error
@@ -372,7 +392,17 @@ class PipelineRuntime:
         if different is not None:
             self._failure = f"{different}. This rank had begun, and stopped at {place}"
             return DisagreementError(f"{self._failure}{places}")
-        return PipelineError(f"{failure}\n{self._remedy}{places}")
+        return PipelineError(f"{failure}\n{self._remedy}{recorded}{places}")
+
+    def _record(self, failure: str, stopped: str, place: str, report: Report | None = None) -> str:
+        return self._recorder.write(
+            first_failure=failure.splitlines()[0],
+            error=stopped,
+            place=place,
+            plan=self.plan.digest,
+            microbatches=self.plan.num_microbatches,
+            ranks=None if report is None else report.places.splitlines(),
+        )
 
     def _here(self) -> str:
         """This rank, and the stage and microbatch that it is at."""

@@ -16,7 +16,7 @@ from pipegrid.transport.backends.dry import DryMover
 from pipegrid.transport.backends.gloo import BACKEND, GlooMover, Loop, one_loop
 from pipegrid.transport.backends.kinds import BackendKind, kind_of, nccl_options
 from pipegrid.transport.backends.local import LocalMover
-from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, lift_timeout
+from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, lift_timeout, warn_of_watchdog
 from pipegrid.transport.backends.staged import StagedMover
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "lift_timeout",
     "nccl_options",
     "one_loop",
+    "warn_of_watchdog",
 ]

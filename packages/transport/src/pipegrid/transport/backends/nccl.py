@@ -12,8 +12,10 @@ the watchdog's end off, ``TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`` bounds its own hang
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,13 +26,25 @@ from pipegrid.topology import abort_group
 from pipegrid.topology.torch_compat import set_timeout
 from pipegrid.transport.aborts import device_aborts
 from pipegrid.transport.backends.base import Operation
-from pipegrid.transport.backends.kinds import BackendKind
+from pipegrid.transport.backends.kinds import BackendKind, kind_of
 from pipegrid.transport.errors import P2PUsageError, text_of
 from pipegrid.transport.streams import working_on
 from pipegrid.transport.wait_lock import BackgroundThread
 from pipegrid.transport.wire import FOREVER
 
 _POLL_SECONDS = 0.0001
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def warn_of_watchdog(backend: str) -> None:
+    """Warn where torch's watchdog will end the process after an error that it sees before an abort."""
+    kind = kind_of(backend)
+    if kind.options and kind.ends_process is not None and _ERROR_HANDLING not in os.environ:
+        warnings.warn(
+            f"{_ERROR_HANDLING} is not set: by default (3) torch's watchdog ends this process {kind.ends_process:g} s "
+            "after an NCCL error that it sees before the lanes do, without their error; set it to 0",
+            stacklevel=3,
+        )
 
 
 def lift_timeout(group: Any) -> None:

@@ -1,0 +1,122 @@
+"""What a rank leaves behind when its step fails: a JSON file of its own, and torch's NCCL flight recorder beside it.
+
+Torch writes the flight recorder where its own watchdog ends a process, which typed errors come before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from pipegrid.schedules.runtime.failures import line_of
+from pipegrid.transport.aborts import device_aborts
+
+_MOST_FILES = 1000  # of one rank in one folder
+
+
+def nccl_dump() -> Callable[[], bytes] | None:
+    """Torch's dump of the NCCL flight recorder, as its watchdog writes it; None where this torch has none.
+
+    There is no public function.
+    """
+    if not torch.distributed.is_available():
+        return None
+    found: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # noqa: SLF001
+    return found
+
+
+@define(eq=False)
+class FlightRecorder:
+    """The record of one rank's failure; without a ``folder``, none.
+
+    A rank writes files of its own only, so that several may fail at once. What fails while it is taken or written
+    never hides the failure.
+
+    Attributes:
+        folder: where files go; made where it is missing.
+        rank: this rank; None in one process.
+        communicator: whose lanes are described.
+    """
+
+    folder: Path | None
+    rank: int | None
+    communicator: Any
+    _lanes: Mapping[str, Any] = field(factory=dict, init=False)
+    _trace: bytes | None = field(default=None, init=False)
+    _taken: bool = field(default=False, init=False)
+
+    def take(self) -> None:
+        """Take what an abort ends: the queues of lanes, and the flight recorder, which polls the device."""
+        if self.folder is None or self._taken:
+            return
+        self._taken = True
+        try:
+            lanes = getattr(self.communicator, "lanes", None) or {}
+            self._lanes = {str(spec): lane.describe() for spec, lane in lanes.items()}
+            dump = nccl_dump()
+            if dump is not None:
+                device_aborts.poll(lambda: self._keep(dump()))
+        except Exception as error:  # noqa: BLE001 -- see the class
+            self._lanes = {**self._lanes, "not taken": line_of(error)}
+
+    def _keep(self, trace: bytes) -> bool:
+        self._trace = trace
+        return True
+
+    def write(self, **known: object) -> str:
+        """Write the record with the values of ``known``; where, as a line for the error: empty without a folder."""
+        if self.folder is None:
+            return ""
+        self.take()
+        name = f"rank{0 if self.rank is None else self.rank}"
+        record = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **known,
+            "lanes": self._lanes,
+            "versions": _versions(),
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self._write_new(name, json.dumps(record, indent=1, default=str))
+            if self._trace is not None:
+                path.with_name(f"nccl_trace_rank_{path.stem.removeprefix('rank')}").write_bytes(self._trace)
+        except Exception as error:  # noqa: BLE001 -- see the class
+            return f"\nThe failure was not recorded in {self.folder}: {line_of(error)}"
+        return f"\nRecorded in {path}"
+
+    def _write_new(self, name: str, text: str) -> Path:
+        """Write a file that an earlier attempt of the job does not have."""
+        assert self.folder is not None
+        for number in itertools.count():
+            path = self.folder / f"{name}{f'-{number}' if number else ''}.json"
+            try:
+                with path.open("x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                if number >= _MOST_FILES:
+                    raise
+            else:
+                return path
+        raise AssertionError("unreachable")
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    try:
+        found["pipegrid-schedules"] = metadata.version("pipegrid-schedules")
+    except metadata.PackageNotFoundError:
+        found["pipegrid-schedules"] = "not installed"
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ class Collective:
     def __init__(self):
         self.over = threading.Event()
 
-    def wait(self, timeout):
+    def wait(self, timeout=timedelta(0)):
         if not self.over.wait(timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")
         return True

@@ -12,13 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 
 from pipegrid.schedules.runtime.failures import line_of
 from pipegrid.transport.aborts import device_aborts
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor import Report
+    from pipegrid.schedules.plan import Plan
 
 _MOST_FILES = 1000  # of one rank in one folder
 
@@ -72,6 +76,17 @@ class FlightRecorder:
         self._trace = trace
         return True
 
+    def record(self, plan: Plan, failure: str, stopped: str, place: str, report: Report | None = None) -> str:
+        """Write that a step of ``plan`` ``stopped`` at ``place`` because of ``failure``; see `write`."""
+        return self.write(
+            first_failure=failure.splitlines()[0],
+            error=stopped,
+            place=place,
+            plan=plan.digest,
+            microbatches=plan.num_microbatches,
+            ranks=None if report is None else report.places.splitlines(),
+        )
+
     def write(self, **known: object) -> str:
         """Write the record with the values of ``known``; where, as a line for the error: empty without a folder."""
         if self.folder is None:
@@ -114,7 +129,7 @@ class FlightRecorder:
 def _versions() -> dict[str, str]:
     found = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     try:
         found["pipegrid-schedules"] = metadata.version("pipegrid-schedules")
     except metadata.PackageNotFoundError:

@@ -322,7 +322,7 @@ class PipelineRuntime:
             try:
                 self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
             except JobFailedError as error:
-                self._record(str(error), line_of(error), self.where)
+                self._recorder.record(self.plan, str(error), line_of(error), self.where)
                 raise
 
     def _allow_compilation(self, program: Program) -> None:
@@ -384,7 +384,7 @@ class PipelineRuntime:
         if first != failure and not isinstance(error, DisagreementError):
             failure = f"{first.splitlines()[0]}\n  {self._here()} stopped at {place}: {without(stopped)}"
         self._failure = failure
-        recorded = self._record(failure, stopped, place, report)
+        recorded = self._recorder.record(self.plan, failure, stopped, place, report)
         places = "" if report is None else f"\nThe ranks were at:\n{report.places}"
         if isinstance(error, DisagreementError) or not isinstance(error, Exception):
             return error
@@ -393,16 +393,6 @@ class PipelineRuntime:
             self._failure = f"{different}. This rank had begun, and stopped at {place}"
             return DisagreementError(f"{self._failure}{places}")
         return PipelineError(f"{failure}\n{self._remedy}{recorded}{places}")
-
-    def _record(self, failure: str, stopped: str, place: str, report: Report | None = None) -> str:
-        return self._recorder.write(
-            first_failure=failure.splitlines()[0],
-            error=stopped,
-            place=place,
-            plan=self.plan.digest,
-            microbatches=self.plan.num_microbatches,
-            ranks=None if report is None else report.places.splitlines(),
-        )
 
     def _here(self) -> str:
         """This rank, and the stage and microbatch that it is at."""

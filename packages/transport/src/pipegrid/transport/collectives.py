@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attrs import define, field
 
-from pipegrid.topology import abort_group
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 

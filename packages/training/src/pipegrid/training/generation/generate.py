@@ -260,7 +260,7 @@ class _Texts:
             work = dist.all_reduce(tokens, group=self.group, async_op=True)  # zeros elsewhere
             try:
                 if has_streams(tokens.device):  # a wait with a timeout would end the group past it, and the process
-                    NcclTicket((work,)).hold(timedelta(seconds=self.deadline))
+                    NcclTicket((work,), self.group).hold(timedelta(seconds=self.deadline))
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=self.deadline))

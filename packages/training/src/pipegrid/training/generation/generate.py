@@ -90,7 +90,7 @@ def generate(
         forward_only=True,
         collect_non_loss_data=True,
     )
-    with _remembering(own, num_microbatches), _evaluating(model):
+    with _remembering(own, num_microbatches, max_new_tokens), _evaluating(model):
         logits = step(
             forward_step_func=_choosing(forward_step_func, own),
             data_iterator=data_iterator,
@@ -158,10 +158,12 @@ def _pipeline_group(pg_collection: Any, name: str, own: Sequence[Stage]) -> dist
 
 
 @contextlib.contextmanager
-def _remembering(stages: Sequence[Stage], microbatches: int) -> Iterator[None]:
+def _remembering(stages: Sequence[Stage], microbatches: int, new: int) -> Iterator[None]:
     """Give each stage a memory of every microbatch, and take it away."""
     for stage in stages:
-        stage.memories = [Memory(cache_of(stage.whole, stage.assignment, stage.number)) for _ in range(microbatches)]
+        stage.memories = [
+            Memory(cache_of(stage.whole, stage.assignment, stage.number), stage.whole, new) for _ in range(microbatches)
+        ]
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.stages import Assignment
+from pipegrid.training.stages.states import other_states, require_length
 
 
 @define(eq=False)
@@ -18,10 +19,14 @@ class Memory:
 
     Attributes:
         cache: Hugging Face's, with entries for all layers of the model; only those of the stage are filled.
+        whole: the model's tree on the stage.
+        new: tokens that are generated at most.
         mask: ``[batch, length]``, 1 where a token counts; None before the first pass.
     """
 
     cache: Any
+    whole: nn.Module
+    new: int
     mask: Tensor | None = None
 
     def inputs(self, given: dict[str, Any], batch: int, length: int, device: torch.device) -> dict[str, Any]:
@@ -39,6 +44,8 @@ class Memory:
             raise GenerationError(
                 f"row {row} of the prompts is padded on the right, before its next token; pad prompts on the left"
             )
+        if self.mask is None:
+            require_length(self.whole, mask.shape[1] + self.new - 1, "prompt and new tokens are", GenerationError)
         self.mask = mask
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
         return {
@@ -60,6 +67,11 @@ def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
     if config is None or len(assignment.lists) != 1:
         has = "no config" if config is None else "an encoder and a decoder"
         raise GenerationError(f"{type(whole).__name__} has {has}; generate() runs Hugging Face's decoders")
+    states = other_states(whole, assignment.layers, config)
+    if states:
+        raise GenerationError(
+            f"{', '.join(states)} keeps another state than keys and values; generate() keeps those alone"
+        )
     from transformers import DynamicCache  # only here is Hugging Face needed
 
     cache = DynamicCache(config=config)

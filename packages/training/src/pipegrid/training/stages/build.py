@@ -1,87 +1,115 @@
 """Build a model with the parameters of some stages only, and the initial values that one process gives them.
 
-The function that makes the model runs twice. The first run counts parameters in the order of their registration, on the
-meta device. In the second, the parameters of other stages become views of one scratch buffer as soon as they are
-registered: initialization writes there, and the generator goes through the states of one process. So own values are bit
-for bit those of one process with the same seed, and the memory is that of the own parameters and two others.
+The function that makes the model runs twice (see `origins`). The first run finds, on the meta device, which tensors the
+own parameters get their values from. In the second, all other parameters become views of one scratch buffer as soon as
+they are registered or made: initialization writes there, and the generator goes through the states of one process. So
+own values are bit for bit those of one process with the same seed, and the memory is that of the own parameters, of
+what they are copied from, and of two others.
 """
 
 from __future__ import annotations
 
+import gc
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from pipegrid.topology.fields import shown
 from pipegrid.training.errors import CutError
+from pipegrid.training.stages.origins import REMEDY, Plan, Values
 
 
 def planned(factory: Callable[[], nn.Module]) -> nn.Module:
     """The model that ``factory`` makes, with all parameters on the meta device; no generator advances."""
-    return _counted(factory)[0]
+    return _plan(factory)[0]
 
 
 def build(factory: Callable[[], nn.Module], wanted: Callable[[nn.Module], set[str]]) -> nn.Module:
     """The model that ``factory`` makes; parameters outside of ``wanted(model)`` share memory and have no values.
 
     ``wanted`` returns names of parameters; its argument is the model with all parameters on the meta device.
+
+    Raises:
+        CutError: the initial values cannot be those of one process.
     """
-    plan, registered = _counted(factory)
-    names = wanted(plan)
-    kept = {id(parameter) for name, parameter in plan.named_parameters(remove_duplicate=False) if name in names}
-    keep = iter([id(parameter) in kept for parameter in registered])
-    scratch = _Scratch(max((parameter.nbytes for parameter in registered), default=0))
+    model, plan = _plan(factory)
+    names = wanted(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    kept = [parameter for name, parameter in parameters.items() if name in names]
+    gc.collect()  # of what the function has dropped; what is alive is kept
+    values = Values(plan, plan.needed(kept, list(parameters.values())), plan.made(list(parameters.values())))
+    shapes = _shapes(model)
+    with _registering(values.registered), values:
+        made = factory()
+    if _shapes(made) != shapes:
+        raise CutError(f"the function that makes the model makes another model at its second call; {REMEDY}")
+    own = {name: each for name, each in made.named_parameters(remove_duplicate=False) if name in names}
+    for name, tensor in (own | dict(made.named_buffers())).items():
+        values.require_values(name, tensor)
+    values.end()
+    return made
 
-    def chosen(parameter: nn.Parameter) -> nn.Parameter:
-        own = next(keep)
-        return parameter if own or scratch.has(parameter) else _like(parameter, scratch.view(parameter))
 
-    with _registering(chosen):
-        return factory()
+def require_sizes(model: nn.Module) -> None:
+    """Raise where a parameter has no shape before the first forward of its layer."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _require_size(parameter, name)
 
 
-def _counted(factory: Callable[[], nn.Module]) -> tuple[nn.Module, list[nn.Parameter]]:
-    """The model on the meta device, and its parameters in the order of registration."""
-    registered: list[nn.Parameter] = []
-
-    def counted(parameter: nn.Parameter) -> nn.Parameter:
-        registered.append(parameter if parameter.is_meta else _like(parameter, parameter.detach().to("meta")))
-        return registered[-1]
-
+def _plan(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Plan]:
+    """The model on the meta device, and what its parameters come from."""
     if not callable(factory):
         raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
-    with torch.random.fork_rng(devices=[]), _registering(counted):
-        model = factory()
+    plan = Plan()
+    try:
+        with _generators_as_before(), _registering(plan.registered), plan:
+            model = factory()
+    except (RuntimeError, TypeError) as error:  # what torch raises for values on the meta device
+        raise CutError(
+            f"the function that makes the model fails where parameters have no values, {type(error).__name__}: "
+            f"{error}; if it does not fail alone, {REMEDY}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise CutError(f"the function that makes the model returned {shown(model)}; it must return a torch.nn.Module")
-    return model, registered
+    return model, plan
 
 
-def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values, parameter.requires_grad)
+def _shapes(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and first name of each parameter, by name."""
+    first: dict[int, str] = {}
+    return {
+        name: (tuple(parameter.shape), first.setdefault(id(parameter), name))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
-class _Scratch:
-    """Memory that all foreign parameters of a device share."""
+def _require_size(parameter: nn.Parameter, name: str) -> None:
+    if is_lazy(parameter):
+        raise CutError(
+            f"{name} is a lazy parameter, which has no shape before a forward; give its layer its sizes (nn.Linear in "
+            "place of nn.LazyLinear), or run one forward of the model and cut it then"
+        )
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._buffers: dict[torch.device, Tensor] = {}
 
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter, registered again under another name, is a view already."""
-        buffer = self._buffers.get(parameter.device)
-        return buffer is not None and parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-    def view(self, parameter: nn.Parameter) -> Tensor:
-        """A view with the shape and dtype of ``parameter``."""
-        if parameter.device not in self._buffers:
-            self._buffers[parameter.device] = torch.empty(self._nbytes, dtype=torch.uint8, device=parameter.device)
-        buffer = self._buffers[parameter.device]
-        return buffer[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+@contextmanager
+def _generators_as_before() -> Iterator[None]:
+    """The generators of torch, Python and numpy are at the end as they were."""
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
 
 
 @contextmanager
@@ -89,8 +117,10 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
     """Every parameter that a module registers is replaced."""
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        del module, name
-        return None if parameter is None else replace(parameter)
+        if parameter is None:
+            return None
+        _require_size(parameter, f"{type(module).__name__}.{name}")
+        return replace(parameter)
 
     handle = register_module_parameter_registration_hook(hook)  # type: ignore[arg-type]  # its result is used
     try:

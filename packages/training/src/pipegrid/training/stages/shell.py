@@ -25,7 +25,10 @@ def _part(part: nn.Module, path: str, assignment: Assignment, stage: int, run: R
     """``part`` of the model, shared, replaced or copied: a copy holds parts of both kinds."""
     if path in assignment.stage_of_layer:
         owner = assignment.stage_of_layer[path]
-        return copied(part) if owner == stage else ForeignLayer(path, part, run, earlier=owner < stage)
+        if owner == stage:
+            return copied(part)
+        sends = assignment.layers[: assignment.before(stage)][-1:] == (path,)
+        return ForeignLayer(path, part, run, earlier=owner < stage, sends=sends)
     inside = (
         [layer for layer in assignment.stage_of_layer if within(layer, [path])] if path else list(assignment.layers)
     )

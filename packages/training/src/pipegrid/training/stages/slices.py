@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
+from pipegrid.training.stages.states import other_states, require_length
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
@@ -55,6 +56,7 @@ def forward_of_slice(
     loss = {name: given.pop(name) for name in _LABELS if name in given}
     own = [n for n, layer in enumerate(assignment.layers) if assignment.stage_of_layer[layer] == number]
     past = sum(len(each) for each in part.past("tokens"))
+    require_length(whole, past + tokens.shape[1], "slices reach", CutError)
     part.keep("tokens", torch.empty(tokens.shape[1], device="meta"))
     if "attention_mask" in given:
         given["attention_mask"] = part.extend("attention_mask", given["attention_mask"], dim=1)
@@ -86,17 +88,19 @@ def _loss(whole: nn.Module, result: Any, *, shift_labels: Tensor, num_items_in_b
     return loss
 
 
-def require_slices(stage: nn.Module, accepted: Sequence[str], config: Any) -> None:
+def require_slices(stage: nn.Module, assignment: Assignment, accepted: Sequence[str], config: Any) -> None:
     """Raise unless the attention of a stage can be that of a Hugging Face decoder in slices."""
     decoder = "past_key_values" in accepted and config is not None and not getattr(config, "is_encoder_decoder", False)
     both_ways = [path for path, module in stage.named_modules() if getattr(module, "is_causal", True) is False]
     if getattr(config, "use_bidirectional_attention", None):
         both_ways.append("the model")
     compiled = compiled_modules(stage)
+    states = other_states(stage, assignment.layers, config)
     faults = {
         "its forward takes no past_key_values of one list of layers": not decoder,
         f"{', '.join(both_ways)} attends in both directions": both_ways,
         f"{', '.join(compiled)} is compiled": compiled,
+        f"{', '.join(states)} keeps another state than keys and values": states,
         "output_router_logits adds a loss of whole microbatches": getattr(config, "output_router_logits", False),
     }
     if any(faults.values()):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
@@ -15,18 +13,16 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assign
-from pipegrid.training.stages.build import build
+from pipegrid.training.stages.build import build, require_sizes
+from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.shell import shell_of
 from pipegrid.training.stages.slices import forward_of_slice, require_slices
-from pipegrid.training.stages.stubs import Leave, Run, first_tensor
+from pipegrid.training.stages.stubs import Run, first_tensor
 from pipegrid.training.stages.tree import adopt
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
-
-_DATA = ("input_ids", "pixel_values", "input_features")
-"""Inputs of a Hugging Face model that its embedding reads; later stages get hidden states in their place."""
 
 
 @overload
@@ -120,6 +116,7 @@ def cut(
 
     if not isinstance(model, nn.Module):
         model = build(model, lambda whole: {name for n in stages for name in assigned(whole).parameters(n)})
+    require_sizes(model)
     assignment = assigned(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta and assignment.stage_of_parameter[name] in stages:
@@ -168,7 +165,7 @@ class Stage(nn.Module):
         self.current_microbatch = 0
         self.current_slice: Slice | None = None
         self._output, self.assignment = output, assignment
-        self._flow = _Flow(whole, assignment, number)
+        self._flow = Flow(whole, assignment, number)
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:
             if name not in self._flow.accepted:
@@ -280,97 +277,5 @@ class Stage(nn.Module):
         """Whether attention modules of the model read the slice, rather than the cache of a Hugging Face model."""
         if any(hasattr(module, "current_slice") for module in self.modules() if module is not self):
             return True
-        require_slices(self, self._flow.accepted, getattr(self.whole, "config", None))
+        require_slices(self, self.assignment, self._flow.accepted, getattr(self.whole, "config", None))
         return False
-
-
-class _Flow:
-    """What is sent between stages, and how a forward begins and ends on a stage.
-
-    With one list of layers, a stage sends what its last layer returned. With an encoder and a decoder, stages send that
-    inside the encoder; the encoder's output at its end; and both, ``(returned, encoded)``, inside the decoder.
-    """
-
-    def __init__(self, whole: nn.Module, assignment: Assignment, number: int) -> None:
-        held = assignment.held(number)
-        self.whole, self.last = whole, number == assignment.num_stages - 1
-        self.before = assignment.before(number)
-        self.after = self.before + len(held)
-        self.encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
-        self.accepted = tuple(inspect.signature(whole.forward).parameters)
-        self.empty = not held and not self.last and next(whole.parameters(), None) is None
-        # The last layer, until its first forward:
-        self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
-        if self.encoders and "encoder_outputs" not in self.accepted:
-            raise CutError(f"{type(whole).__name__} has an encoder, and its forward takes no encoder_outputs")
-
-    def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward over the parts of the stage."""
-        if self.empty:
-            return received
-        if self.leaves is not None:  # registered this late, the hook sees what those of parallel layers have made
-            self.leaves.register_forward_hook(_leaving(run))
-            self.leaves = None
-        run.received, run.entered, run.left = received, False, None
-        encoded = None
-        if received is not None:
-            encoded = self._begin(run, kwargs)
-        if "use_cache" in self.accepted:
-            kwargs = {"use_cache": False, **kwargs}
-        catching = (
-            _Encoded(self.whole) if encoded is None and 0 < self.encoders <= self.after and not self.last else None
-        )
-        result: Any = None
-        try:
-            with contextlib.suppress(Leave):
-                result = self.whole(*args, **kwargs)
-        finally:
-            left, run.received, run.left = run.left, None, None
-            if catching is not None:
-                catching.remove()
-        if self.last:
-            return result
-        if not self.encoders or self.after < self.encoders:
-            return left
-        encoded = catching.hidden if catching is not None else encoded
-        return encoded if self.after == self.encoders else (left, encoded)
-
-    def _begin(self, run: Run, kwargs: dict[str, Any]) -> Any:
-        """Replace the inputs of the embedding by what was received; the encoder's output, past the encoder."""
-        prefix, encoded = "", None
-        if self.encoders and self.before >= self.encoders:
-            prefix = "decoder_"
-            encoded = run.received if self.before == self.encoders else run.received[1]
-            kwargs["encoder_outputs"] = (encoded,)
-            if self.before == self.encoders:
-                return encoded
-            run.received = run.received[0]
-        if f"{prefix}inputs_embeds" in self.accepted:
-            for name in _DATA:
-                kwargs.pop(f"{prefix}{name}", None)
-            kwargs[f"{prefix}inputs_embeds"] = run.hidden().detach()
-        return encoded
-
-
-def _leaving(run: Run) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(layer: nn.Module, args: Any, result: Any) -> None:
-        del layer, args
-        run.left = result
-
-    return hook
-
-
-class _Encoded:
-    """The output of the encoder in the running forward."""
-
-    def __init__(self, whole: nn.Module) -> None:
-        self.hidden: torch.Tensor | None = None
-        self._handle = whole.get_encoder().register_forward_hook(self._hook)  # type: ignore[operator]
-
-    def _hook(self, encoder: nn.Module, args: Any, result: Any) -> None:
-        del encoder, args
-        self.hidden = result[0]
-
-    def remove(self) -> None:
-        """End watching."""
-        self._handle.remove()

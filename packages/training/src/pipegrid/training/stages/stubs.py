@@ -1,7 +1,8 @@
 """What replaces the parts of a model that are on other stages, so that the model's own forward runs on every stage.
 
-An earlier layer returns what arrived; an earlier part, such as the embedding, returns NaN in the shape of its result,
-from which tables (masks, positions, rotary) are made; the first later part ends the forward.
+The layer before the stage returns what arrived. Layers before that one, and earlier parts such as the embedding, return
+NaN in the shape of their results, from which tables (masks, positions, rotary) are made; the first later part ends the
+forward.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class Run:
         received: what the last layer of the stage before returned; None on the first.
         entered: the first part after the embedding has run.
         left: what the last own layer returned.
+        stand_in: the value of what is not there.
     """
 
     received: Any = None
     entered: bool = False
     left: Any = None
+    stand_in: float = math.nan
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""
@@ -64,6 +67,12 @@ class Foreign(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["ghost"], name)
 
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """NaN in place of ``tensor``, in the dtype of the hidden states: the ghost does not know that of FSDP2."""
+        hidden = self.run.hidden()
+        like = tensor.to(hidden.dtype) if tensor.is_meta and tensor.is_floating_point() else tensor
+        return blank(like, hidden.device, self.run.stand_in)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Foreign:
         """``to(dtype)`` and its like: the ghost takes the dtype, and stays on the meta device."""
         part: nn.Module = self.__dict__["ghost"]
@@ -75,13 +84,17 @@ class Foreign(nn.Module):
 
 
 class ForeignLayer(Foreign):
-    """A layer on another stage."""
+    """A layer on another stage; ``sends``: it is the last before this stage."""
+
+    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool, sends: bool) -> None:
+        super().__init__(name, part, run, earlier=earlier)
+        self.sends = sends
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the stage before has sent; a later layer ends the forward."""
+        """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
         if self.earlier:
             self.run.entered = True
-            return self.run.received
+            return self.run.received if self.sends else mapped(self._stand_in, self.run.received)
         if self.run.left is None:  # a stage of the embedding alone
             self.run.left = args[0] if args else next(iter(kwargs.values()))
         raise Leave
@@ -98,15 +111,14 @@ class ForeignPart(Foreign):
             raise Leave
         if self.run.entered:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
-        device = self.run.hidden().device
         with torch.no_grad():
             made = self.__dict__["ghost"](*mapped(_to_meta, args), **mapped(_to_meta, kwargs))
-        return mapped(lambda tensor: blank(tensor, device), made)
+        return mapped(self._stand_in, made)
 
 
-def blank(like: Tensor, device: torch.device) -> Tensor:
+def blank(like: Tensor, device: torch.device, value: float = math.nan) -> Tensor:
     """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
-    value = math.nan if like.is_floating_point() else 0
+    value = value if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 

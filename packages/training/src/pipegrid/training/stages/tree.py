@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 
 from torch import nn
@@ -13,7 +12,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def copied(part: nn.Module) -> nn.Module:
     """A module with the same parameters, buffers, children and hooks; changes of these do not reach ``part``."""
-    made = copy.copy(part)
+    made = object.__new__(type(part))  # copy.copy() fails for parametrized modules
+    made.__dict__.update(vars(part))
     for name, value in vars(part).items():
         if name in _TABLES:
             made.__dict__[name] = dict(value)

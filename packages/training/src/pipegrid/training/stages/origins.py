@@ -1,0 +1,305 @@
+"""Which parameters the values of a tensor come from, while a function makes a model.
+
+Two runs of the function see the same parameters registered, in one order, and the same operations make parameters of
+others; these are the events. In the first run (`Plan`) parameters are on the meta device, and every tensor made of them
+has the events behind it: a copied layer, a resized embedding, a cast weight. In the second (`Values`) the parameters
+that own ones come from have memory of their own. All others are views of one scratch buffer, and no value computed from
+one may reach a tensor that is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, nn
+
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.torch_compat import (
+    TorchDispatchMode,
+    WeakStorage,
+    WeakTensorKeyDictionary,
+    makes_memory,
+    name_of,
+    reads_shapes_only,
+    tensors_in,
+    tree_map,
+    written_by,
+)
+
+REMEDY = "make the model in full and cut that, cut(make(), ...)"
+
+
+@frozen
+class Event:
+    """A parameter registered, or an operation on tensors made of parameters.
+
+    What runs between two registrations may differ between the runs, since initialization is another one on the meta
+    device; so an operation is known by its place after a registration.
+
+    Attributes:
+        parameter: registrations before it.
+        name: of the operation; empty for a registration.
+        shapes: of its results.
+        index: among the equal ones after the same registration.
+    """
+
+    parameter: int
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    index: int = 0
+
+
+@frozen
+class Origin:
+    """What a tensor comes from: its own event, and all parameters and operations behind it."""
+
+    own: Event
+    behind: frozenset[Event]
+
+
+class _Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The events of one run, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parameters: list[Event] = []
+        self._counts: Counter[Event] = Counter()
+
+    def _registration(self, parameter: Tensor) -> Event:
+        self.parameters.append(Event(len(self.parameters), "", (tuple(parameter.shape),)))
+        self._counts.clear()
+        return self.parameters[-1]
+
+    def _operation(self, func: Any, results: Sequence[Tensor]) -> Event:
+        first = Event(len(self.parameters), name_of(func), tuple(tuple(each.shape) for each in results))
+        self._counts[first] += 1
+        return evolve(first, index=self._counts[first] - 1)
+
+
+class Plan(_Events):  # type: ignore[no-untyped-call]
+    """The first run: no parameter has values.
+
+    Attributes:
+        parameters: their registrations.
+        nbytes: of the largest tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._origins: dict[Any, Origin] = {}  # of memory on the meta device
+        self._replaced: dict[Any, Origin] = {}  # of memory that was a parameter's until its registration
+        self._always: set[Event] = set()
+        self._same = WeakTensorKeyDictionary()
+
+    def registered(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What a module registers in place of ``parameter``."""
+        if parameter in self._same:
+            return self._same[parameter]  # type: ignore[no-any-return]
+        key = _memory(parameter)
+        origin = self._origins.get(key) or self._replaced.get(key)
+        if origin is None:
+            event = self._registration(parameter)
+            origin = Origin(event, frozenset([event]))
+            self.nbytes = max(self.nbytes, _extent(parameter))
+        if parameter.is_meta:
+            self._origins[key] = origin
+            return parameter
+        self._replaced[key] = origin
+        made = like(parameter, _on_meta(parameter))
+        self._origins[_memory(made)] = origin
+        self._same[parameter] = made
+        return made
+
+    def needed(self, kept: Sequence[Tensor], dropped: Sequence[Tensor]) -> set[Event]:
+        """The events behind ``kept``, and behind all that is alive and none of ``dropped``."""
+        final = {_memory(tensor) for tensor in (*kept, *dropped)}
+        alive = [origin.behind for key, origin in self._origins.items() if key not in final and not key.expired()]
+        return self._always.union(*alive, *(origin.behind for origin in self._of(kept)))
+
+    def made(self, parameters: Sequence[Tensor]) -> set[Event]:
+        """The events that made the memory of ``parameters``."""
+        return {origin.own for origin in self._of(parameters)}
+
+    def _of(self, tensors: Sequence[Tensor]) -> list[Origin]:
+        found = (self._origins.get(_memory(tensor)) for tensor in tensors)
+        return [origin for origin in found if origin is not None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = self._of(tensors_in((args, kwargs)))
+        if not known:
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            raise CutError(
+                f"the function that makes the model reads values of parameters ({name_of(func)}), which not every rank "
+                f"has; {REMEDY}"
+            ) from error
+        behind = frozenset[Event]() if reads_shapes_only(func) else frozenset().union(*(each.behind for each in known))
+        if makes_memory(func):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._always |= behind  # how far the generator advances may depend on values
+            results = tensors_in(result)
+            event = self._operation(func, results)
+            self.nbytes = max([self.nbytes, *map(_extent, results)])
+            self._origins |= {_memory(tensor): Origin(event, behind | {event}) for tensor in results}
+        for tensor in written_by(func, args, kwargs):
+            before = self._origins.get(_memory(tensor))
+            if before is not None:
+                self._origins[_memory(tensor)] = Origin(before.own, before.behind | behind)
+        return result
+
+
+class Values(_Events):  # type: ignore[no-untyped-call]
+    """The second run: own parameters, and all that they come from, have the values of one process.
+
+    Args:
+        plan: of the first run.
+        needed: the events that get values.
+        foreign: of the others, the operations that make parameters.
+    """
+
+    def __init__(self, plan: Plan, needed: set[Event], foreign: set[Event]) -> None:
+        super().__init__()
+        self._plan, self._needed, self._foreign = plan, needed, foreign - needed
+        self._known: dict[Any, Event] = {}
+        self._scratch = Scratch(plan.nbytes)
+        self._mixed: dict[Any, str] = {}  # memory with values made of scratch, by the operation
+        self._same = WeakTensorKeyDictionary()
+
+    def registered(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What a module registers in place of ``parameter``."""
+        if self._scratch.has(parameter):
+            return parameter
+        if parameter in self._same:
+            return self._same[parameter]  # type: ignore[no-any-return]
+        event = self._known.get(_memory(parameter))
+        if event is None:
+            event = self._known[_memory(parameter)] = self._registration(parameter)
+            if event not in self._plan.parameters[event.parameter : event.parameter + 1]:
+                self._require_equal_run()
+        if event in self._needed or parameter.is_meta or (event.name and event not in self._foreign):
+            return parameter
+        self._same[parameter] = made = like(parameter, self._scratch.view(parameter, parameter.device))
+        return made
+
+    def require_values(self, name: str, tensor: Tensor) -> None:
+        """Raise unless ``tensor``, which the rank keeps, has the values of one process."""
+        why = "a parameter of another stage" if self._scratch.has(tensor) else self._mixed.get(_memory(tensor))
+        if why is not None:
+            raise CutError(f"the initial values of {name} come from {why}, in a way that cut does not see; {REMEDY}")
+
+    def end(self) -> None:
+        """Require that both runs were equal, and fill what has no values with NaN."""
+        self._require_equal_run()
+        self._scratch.fill()
+
+    def _require_equal_run(self) -> None:
+        was, now = ([each.shapes[0] for each in run.parameters] for run in (self._plan, self))
+        for number, (before, after) in enumerate(zip_longest(was, now)):
+            if before != after:
+                raise CutError(
+                    f"the function that makes the model runs otherwise at its second call: parameter {number} had the "
+                    f"shape {before}, and has {after}; {REMEDY}"
+                )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        known = [tensor for tensor in given if self._scratch.has(tensor) or _memory(tensor) in self._known]
+        if not known:
+            return func(*args, **kwargs)
+        result = None
+        if makes_memory(func):
+            results = _shapes_of(func, args, kwargs)
+            if results is None:
+                results = result = func(*args, **kwargs)
+            event = self._operation(func, tensors_in(results))
+            if event in self._foreign:
+                if torch.Tag.nondeterministic_seeded in func.tags and result is None:
+                    func(*args, **kwargs)  # the generator advances
+                device = torch.device(kwargs.get("device") or known[0].device)
+                return tree_map(
+                    lambda leaf: self._scratch.view(leaf, device) if isinstance(leaf, Tensor) else leaf, results
+                )
+            result = func(*args, **kwargs) if result is None else result
+            written = tensors_in(result)
+            self._known |= {_memory(tensor): event for tensor in written}
+        else:
+            result = func(*args, **kwargs)
+            written = written_by(func, args, kwargs)
+        garbage = any(self._scratch.has(tensor) or _memory(tensor) in self._mixed for tensor in known)
+        if garbage and not reads_shapes_only(func):
+            self._mixed |= {
+                _memory(tensor): f"{name_of(func)} of a parameter of another stage"
+                for tensor in written
+                if not self._scratch.has(tensor)
+            }
+        return result
+
+
+class Scratch:
+    """Memory of ``nbytes`` on each device, which all foreign tensors share."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._memory: set[Any] = set()
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of the memory."""
+        return _memory(tensor) in self._memory
+
+    def view(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A view with the shape, strides and dtype of ``tensor``."""
+        if device not in self._buffers:
+            self._buffers[device] = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+            self._memory.add(_memory(self._buffers[device]))
+        whole = self._buffers[device][: _extent(tensor)].view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride())
+
+    def fill(self) -> None:
+        """Fill with NaN, whatever the dtype."""
+        for buffer in self._buffers.values():
+            buffer.fill_(255)
+
+
+def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter with other values, and all attributes of ``parameter``."""
+    made = nn.Parameter(values, parameter.requires_grad)
+    made.__dict__.update(vars(parameter))
+    return made
+
+
+def _memory(tensor: Tensor) -> Any:
+    return WeakStorage(tensor.untyped_storage())
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation on the meta device; None where it has no shape without values."""
+    args, kwargs = tree_map(lambda leaf: _on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        return None

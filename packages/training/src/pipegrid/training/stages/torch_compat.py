@@ -1,0 +1,62 @@
+"""The names of torch that are not public and that `origins` needs, in one place; a test pins what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+WeakStorage: Any = reductions.StorageWeakRef
+"""A weak reference to the memory of a tensor; equal for views of one memory."""
+
+
+def name_of(operation: Any) -> str:
+    """An operation's name without its namespace and overload."""
+    name: str = operation.overloadpacket.__name__
+    return name
+
+
+def makes_memory(operation: Any) -> bool:
+    """Whether an operation returns a tensor over memory of its own."""
+    if name_of(operation) in ("_unsafe_view", "lift_fresh"):  # their schemas say otherwise
+        return False
+    returns = operation._schema.returns  # noqa: SLF001 (has no public name)
+    return any(each.alias_info is None and "Tensor" in str(each.type) for each in returns)
+
+
+def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments that a call writes to."""
+    schema = operation._schema.arguments  # noqa: SLF001 (has no public name)
+    given = dict(zip((argument.name for argument in schema), args, strict=False)) | dict(kwargs)
+    written = [each.name for each in schema if each.alias_info is not None and each.alias_info.is_write]
+    return [tensor for name in written for tensor in tensors_in(given.get(name))]
+
+
+def reads_shapes_only(operation: Any) -> bool:
+    """Whether the result depends on the shapes of the arguments and on no values."""
+    name = name_of(operation)
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nested value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+__all__ = [
+    "TorchDispatchMode",
+    "WeakStorage",
+    "WeakTensorKeyDictionary",
+    "makes_memory",
+    "name_of",
+    "reads_shapes_only",
+    "tensors_in",
+    "tree_leaves",
+    "tree_map",
+    "written_by",
+]

@@ -11,6 +11,7 @@ from torch import nn
 from pipegrid.layout import LayerType, LayoutError, PipelineParallelLayerLayout
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.names import ONLY, Names, layers_of
+from pipegrid.training.stages.torch_compat import extent_of, memory_of
 
 ELSEWHERE = -1
 """The stage of parameters that another module of the job has."""
@@ -165,6 +166,23 @@ def _parent(path: str) -> str:
 def within(name: str, parts: Iterable[str]) -> bool:
     """Whether ``name`` is one of ``parts``, or inside of one."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def require_no_shared_memory(model: nn.Module, assignment: Assignment, stages: Iterable[int]) -> None:
+    """Raise where two parameters of several stages, one of them in ``stages``, are one memory and no tied parameter."""
+    owned: dict[object, list[tuple[int, int, int, str]]] = {}
+    own = set(stages)
+    for name, parameter in model.named_parameters():
+        owner = assignment.stage_of_parameter[name]
+        begin = int(parameter.storage_offset()) * parameter.element_size()
+        end = begin + extent_of(parameter)
+        for at, from_, to, other in owned.get(memory_of(parameter), ()):
+            if at != owner and own & {at, owner} and from_ < end and begin < to:
+                raise CutError(
+                    f"{name} on stage {owner} and {other} on stage {at} are two parameters with one memory, which "
+                    "stages do not share; make them one parameter (a.weight = b.weight), which tie() knows"
+                )
+        owned.setdefault(memory_of(parameter), []).append((owner, begin, end, name))
 
 
 def _ties(model: nn.Module, stage_of_parameter: Mapping[str, int]) -> tuple[Tie, ...]:

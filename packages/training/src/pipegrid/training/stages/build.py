@@ -9,7 +9,6 @@ what they are copied from, and of two others.
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -42,7 +41,6 @@ def build(factory: Callable[[], nn.Module], wanted: Callable[[nn.Module], set[st
     names = wanted(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = [parameter for name, parameter in parameters.items() if name in names]
-    gc.collect()  # of what the function has dropped; what is alive is kept
     values = Values(plan, plan.needed(kept, list(parameters.values())), plan.made(list(parameters.values())))
     shapes = _shapes(model)
     with _registering(values.registered), values:

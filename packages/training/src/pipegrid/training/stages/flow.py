@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
 from pipegrid.training.stages.stubs import Leave, Run, blank, first_tensor
@@ -39,6 +41,7 @@ class Flow:
         self.encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
         self.accepted = tuple(inspect.signature(whole.forward).parameters)
         self.empty = not held and not self.last and next(whole.parameters(), None) is None
+        self.layers = assignment.layers
         self.several = assignment.num_stages > 1
         # Parameters beside the layers on other stages, of modules that have own parts too:
         self.bare = [name for name in assignment.stage_of_parameter if name in dict(whole.named_buffers())]
@@ -59,12 +62,14 @@ class Flow:
         encoded = None if received is None else self._begin(run, received, kwargs)
         if "use_cache" in self.accepted:
             kwargs = {"use_cache": False, **kwargs}
-        sent = self._forward(run, received, encoded, args, kwargs)
         names = frozenset(kwargs)
-        if received is not None and names not in self.proved:
-            self.proved.add(names)
-            if _has_nan(sent) and not _has_nan(received) and kwargs.get("past_key_values") is None:
-                self._require_no_stand_in(lambda: self._forward(run, received, encoded, args, kwargs), run)
+        if not self.several or names in self.proved:
+            return self._forward(run, received, encoded, args, kwargs)
+        with self._in_order():
+            sent = self._forward(run, received, encoded, args, kwargs)
+        self.proved.add(names)
+        if _has_nan(sent) and not _has_nan(received) and kwargs.get("past_key_values") is None:
+            self._require_no_stand_in(lambda: self._forward(run, received, encoded, args, kwargs), run)
         return sent
 
     def _forward(self, run: Run, received: Any, encoded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,6 +129,26 @@ class Flow:
                 f"{type(taps[0]).__name__} has deepstack_visual_indexes: the model adds image features between layers, "
                 "and later stages do not have them; cut it with all layers on one stage"
             )
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Require that layers run in the order of their lists; compiled ones are not watched."""
+        order: list[str] = []
+        handles = [
+            self.whole.get_submodule(name).register_forward_pre_hook(_noting(order, name))
+            for name in (() if compiled_modules(self.whole) else self.layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for earlier, later in pairwise(order):
+            if self.layers.index(later) < self.layers.index(earlier):
+                raise CutError(
+                    f"{type(self.whole).__name__} runs {later} after {earlier}; a cut needs layers that run in "
+                    "the order of their list"
+                )
 
     def _require_no_stand_in(self, forward: Callable[[], Any], run: Run) -> None:
         """Raise where NaN in the result of a forward are those of a stand-in: with zeros in its place they are gone."""
@@ -189,6 +214,14 @@ def _has_nan(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = [entry for key, entry in value.items() if not str(key).endswith(_STATES)]
     return any(bool(leaf.isnan().any()) for leaf in tensors_in(value) if leaf.is_floating_point())
+
+
+def _noting(order: list[str], name: str) -> Callable[[nn.Module, Any], None]:
+    def hook(layer: nn.Module, args: Any) -> None:
+        del layer, args
+        order.append(name)
+
+    return hook
 
 
 def _leaving(run: Run) -> Callable[[nn.Module, Any, Any], None]:

@@ -9,6 +9,7 @@ one may reach a tensor that is kept.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.torch_compat import (
     TorchDispatchMode,
-    WeakStorage,
     WeakTensorKeyDictionary,
+    extent_of,
     makes_memory,
+    memory_of,
     name_of,
     reads_shapes_only,
     tensors_in,
@@ -101,25 +103,28 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         """What a module registers in place of ``parameter``."""
         if parameter in self._same:
             return self._same[parameter]  # type: ignore[no-any-return]
-        key = _memory(parameter)
+        key = memory_of(parameter)
         origin = self._origins.get(key) or self._replaced.get(key)
         if origin is None:
             event = self._registration(parameter)
             origin = Origin(event, frozenset([event]))
-            self.nbytes = max(self.nbytes, _extent(parameter))
+            self.nbytes = max(self.nbytes, extent_of(parameter))
         if parameter.is_meta:
             self._origins[key] = origin
             return parameter
         self._replaced[key] = origin
         made = like(parameter, _on_meta(parameter))
-        self._origins[_memory(made)] = origin
+        self._origins[memory_of(made)] = origin
         self._same[parameter] = made
         return made
 
     def needed(self, kept: Sequence[Tensor], dropped: Sequence[Tensor]) -> set[Event]:
         """The events behind ``kept``, and behind all that is alive and none of ``dropped``."""
-        final = {_memory(tensor) for tensor in (*kept, *dropped)}
+        final = {memory_of(tensor) for tensor in (*kept, *dropped)}
         alive = [origin.behind for key, origin in self._origins.items() if key not in final and not key.expired()]
+        if alive:  # perhaps in a cycle of what the function has dropped
+            gc.collect()
+            alive = [origin.behind for key, origin in self._origins.items() if key not in final and not key.expired()]
         return self._always.union(*alive, *(origin.behind for origin in self._of(kept)))
 
     def made(self, parameters: Sequence[Tensor]) -> set[Event]:
@@ -127,7 +132,7 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         return {origin.own for origin in self._of(parameters)}
 
     def _of(self, tensors: Sequence[Tensor]) -> list[Origin]:
-        found = (self._origins.get(_memory(tensor)) for tensor in tensors)
+        found = (self._origins.get(memory_of(tensor)) for tensor in tensors)
         return [origin for origin in found if origin is not None]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,7 +141,7 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         if not known:
             return func(*args, **kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = _among_meta(func, args, kwargs)
         except RuntimeError as error:
             raise CutError(
                 f"the function that makes the model reads values of parameters ({name_of(func)}), which not every rank "
@@ -148,12 +153,12 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
                 self._always |= behind  # how far the generator advances may depend on values
             results = tensors_in(result)
             event = self._operation(func, results)
-            self.nbytes = max([self.nbytes, *map(_extent, results)])
-            self._origins |= {_memory(tensor): Origin(event, behind | {event}) for tensor in results}
+            self.nbytes = max([self.nbytes, *map(extent_of, results)])
+            self._origins |= {memory_of(tensor): Origin(event, behind | {event}) for tensor in results}
         for tensor in written_by(func, args, kwargs):
-            before = self._origins.get(_memory(tensor))
+            before = self._origins.get(memory_of(tensor))
             if before is not None:
-                self._origins[_memory(tensor)] = Origin(before.own, before.behind | behind)
+                self._origins[memory_of(tensor)] = Origin(before.own, before.behind | behind)
         return result
 
 
@@ -180,9 +185,9 @@ class Values(_Events):  # type: ignore[no-untyped-call]
             return parameter
         if parameter in self._same:
             return self._same[parameter]  # type: ignore[no-any-return]
-        event = self._known.get(_memory(parameter))
+        event = self._known.get(memory_of(parameter))
         if event is None:
-            event = self._known[_memory(parameter)] = self._registration(parameter)
+            event = self._known[memory_of(parameter)] = self._registration(parameter)
             if event not in self._plan.parameters[event.parameter : event.parameter + 1]:
                 self._require_equal_run()
         if event in self._needed or parameter.is_meta or (event.name and event not in self._foreign):
@@ -192,7 +197,7 @@ class Values(_Events):  # type: ignore[no-untyped-call]
 
     def require_values(self, name: str, tensor: Tensor) -> None:
         """Raise unless ``tensor``, which the rank keeps, has the values of one process."""
-        why = "a parameter of another stage" if self._scratch.has(tensor) else self._mixed.get(_memory(tensor))
+        why = "a parameter of another stage" if self._scratch.has(tensor) else self._mixed.get(memory_of(tensor))
         if why is not None:
             raise CutError(f"the initial values of {name} come from {why}, in a way that cut does not see; {REMEDY}")
 
@@ -213,7 +218,7 @@ class Values(_Events):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
-        known = [tensor for tensor in given if self._scratch.has(tensor) or _memory(tensor) in self._known]
+        known = [tensor for tensor in given if self._scratch.has(tensor) or memory_of(tensor) in self._known]
         if not known:
             return func(*args, **kwargs)
         result = None
@@ -231,14 +236,14 @@ class Values(_Events):  # type: ignore[no-untyped-call]
                 )
             result = func(*args, **kwargs) if result is None else result
             written = tensors_in(result)
-            self._known |= {_memory(tensor): event for tensor in written}
+            self._known |= {memory_of(tensor): event for tensor in written}
         else:
             result = func(*args, **kwargs)
             written = written_by(func, args, kwargs)
-        garbage = any(self._scratch.has(tensor) or _memory(tensor) in self._mixed for tensor in known)
+        garbage = any(self._scratch.has(tensor) or memory_of(tensor) in self._mixed for tensor in known)
         if garbage and not reads_shapes_only(func):
             self._mixed |= {
-                _memory(tensor): f"{name_of(func)} of a parameter of another stage"
+                memory_of(tensor): f"{name_of(func)} of a parameter of another stage"
                 for tensor in written
                 if not self._scratch.has(tensor)
             }
@@ -255,14 +260,14 @@ class Scratch:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of the memory."""
-        return _memory(tensor) in self._memory
+        return memory_of(tensor) in self._memory
 
     def view(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A view with the shape, strides and dtype of ``tensor``."""
         if device not in self._buffers:
             self._buffers[device] = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
-            self._memory.add(_memory(self._buffers[device]))
-        whole = self._buffers[device][: _extent(tensor)].view(tensor.dtype)
+            self._memory.add(memory_of(self._buffers[device]))
+        whole = self._buffers[device][: extent_of(tensor)].view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride())
 
     def fill(self) -> None:
@@ -278,20 +283,21 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     return made
 
 
-def _memory(tensor: Tensor) -> Any:
-    return WeakStorage(tensor.untyped_storage())
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _among_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on tensors with and without values; its result has none."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        if any(not tensor.is_meta for tensor in written_by(func, args, kwargs)):
+            raise
+        args, kwargs = tree_map(
+            lambda leaf: _on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf, (args, kwargs)
+        )
+        return func(*args, **kwargs)
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:

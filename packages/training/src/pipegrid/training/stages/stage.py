@@ -12,7 +12,7 @@ from torch import nn
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assign
+from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assign, require_no_shared_memory
 from pipegrid.training.stages.build import build, require_sizes
 from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.names import Names, find_names, given_names
@@ -106,6 +106,7 @@ def cut(
 
     def assigned(whole: nn.Module) -> Assignment:
         assignment = assign(whole, layout, find_names(whole) if names is None else given_names(whole, names))
+        require_no_shared_memory(whole, assignment, stages)
         for number in stages:
             if not allow_empty and not assignment.parameters(number):
                 raise CutError(

@@ -1,4 +1,4 @@
-"""The names of torch that are not public and that `origins` needs, in one place; a test pins what they do."""
+"""Memory and operations of tensors: the names of torch that are not public, in one place; a test pins what they do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 WeakStorage: Any = reductions.StorageWeakRef
-"""A weak reference to the memory of a tensor; equal for views of one memory."""
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """A weak reference to the memory of a tensor; equal for views of one memory."""
+    return WeakStorage(tensor.untyped_storage())
+
+
+def extent_of(tensor: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def name_of(operation: Any) -> str:
@@ -50,9 +62,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 __all__ = [
     "TorchDispatchMode",
-    "WeakStorage",
     "WeakTensorKeyDictionary",
+    "extent_of",
     "makes_memory",
+    "memory_of",
     "name_of",
     "reads_shapes_only",
     "tensors_in",

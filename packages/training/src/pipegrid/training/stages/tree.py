@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -15,7 +15,7 @@ def copied(part: nn.Module) -> nn.Module:
     made = object.__new__(type(part))  # copy.copy() fails for parametrized modules
     made.__dict__.update(vars(part))
     for name, value in vars(part).items():
-        if name in _TABLES:
+        if name in TABLES:
             made.__dict__[name] = dict(value)
         elif name.startswith(_HOOKS):
             made.__dict__[name] = OrderedDict(value)
@@ -26,5 +26,5 @@ def copied(part: nn.Module) -> nn.Module:
 
 def adopt(wrapper: nn.Module, inner: nn.Module) -> None:
     """Parameters, buffers and children of ``inner`` become those of ``wrapper``, under the same names."""
-    for name in (*_TABLES, "_non_persistent_buffers_set"):
+    for name in (*TABLES, "_non_persistent_buffers_set"):
         wrapper.__dict__[name] = vars(inner)[name]

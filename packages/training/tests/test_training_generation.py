@@ -11,7 +11,7 @@ from pipegrid.schedules import PipelineConfig, PipelineError, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import GenerationError, Sampling, cut, generate
 
-from .training_models import MAKERS, WORDS
+from .training_models import MAKERS, WORDS, llama, text_model
 from .training_vlm import VISION, Tower, image_batch, language_with, seen_and_text
 
 NEW, ROWS = 9, 3
@@ -168,6 +168,17 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
     ):
         with pytest.raises(GenerationError, match=text):
             generate(**arguments | change)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    scaled = cut(llama(max_position_embeddings=4, rope_parameters=rope), "Et|tttL", ranks.rank, config=config)
+    with pytest.raises(PipelineError, match="above 4 tokens; prompt and new tokens are 5"):
+        generate(**arguments | {"model": scaled})
+    communicator.destroy()
+    communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
+    arguments |= {"p2p_communicator": communicator}
+    kinds = ["conv", "full_attention"] * 2
+    with_states = cut(text_model("Lfm2ForCausalLM", "Lfm2Config", layer_types=kinds), "Et|tttL", ranks.rank)
+    with pytest.raises(GenerationError, match="a layer of the kind conv keeps another state than keys and values"):
+        generate(**arguments | {"model": with_states})
     batch = prompts(0, 0)
     on_the_right = {"input_ids": batch["input_ids"], "attention_mask": torch.tensor([[1] * 4, [1, 1, 1, 0], [1] * 4])}
     with pytest.raises(PipelineError, match="row 1 of the prompts is padded on the right"):

@@ -15,7 +15,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
 from pipegrid.transport import P2PCommunicator
 
-from .training_models import MAKERS, WORDS, batch_of, llama
+from .training_models import MAKERS, WORDS, batch_of, llama, phi3, text_model
 
 LENGTHS = (3, 1, 3)
 FAMILIES = ("llama", "llama tied", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt")
@@ -246,6 +246,28 @@ def test_models_that_do_not_run_in_slices():
     stage.get_submodule(stage.layers[1]).forward = lambda hidden, **kwargs: hidden
     with pytest.raises(CutError, match=r"model\.layers\.1 has not read the keys and values of earlier slices"):
         slices_of(stage, input_ids=ids_of(3, 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        llama(max_position_embeddings=5, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        phi3,
+    ],
+)
+def test_frequencies_that_change_with_the_length_of_a_text(make):
+    stage = cut(make, "EttttL", 0)
+    slices_of(stage, input_ids=ids_of(3, 2))
+    with pytest.raises(CutError, match="whose frequencies depend on .* above 5 tokens; slices reach 7"):
+        slices_of(stage, input_ids=ids_of(3, 4))
+
+
+def test_layers_with_another_state_than_keys_and_values():
+    kinds = ["conv", "full_attention"] * 2
+    for number in (0, 1):
+        stage = cut(text_model("Lfm2ForCausalLM", "Lfm2Config", layer_types=kinds), "Ett|ttL", number)
+        with pytest.raises(CutError, match="a layer of the kind conv keeps another state"):
+            slices_of(stage, input_ids=ids_of(3, 4))
 
 
 def test_batches_are_cut_along_their_tokens():

@@ -41,23 +41,37 @@ _TWO = {
 }
 
 
-def _text(model, config, **options):
+def text_model(model, config, **options):
+    """A function that makes a tiny model of a family."""
     return lambda: getattr(transformers, model)(getattr(transformers, config)(**{**_TEXT, **options}))
 
 
 def llama(**options):
     """A function that makes a tiny Llama."""
-    return _text("LlamaForCausalLM", "LlamaConfig", **options)
+    return text_model("LlamaForCausalLM", "LlamaConfig", **options)
+
+
+def phi3():
+    """A tiny Phi-3, whose frequencies change above 5 tokens."""
+    parameters = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 2,
+        "long_factor": [3.0] * 2,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 5,
+    }
+    options = {"original_max_position_embeddings": 5, "rope_parameters": parameters}
+    return text_model("Phi3ForCausalLM", "Phi3Config", **options)()
 
 
 MAKERS = {
     "llama": llama(),
     "llama tied": llama(tie_word_embeddings=True),
-    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", tie_word_embeddings=True),
-    "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", head_dim=4),
-    "mistral": _text("MistralForCausalLM", "MistralConfig", sliding_window=5),
-    "gemma2": _text("Gemma2ForCausalLM", "Gemma2Config", head_dim=4, sliding_window=5),
-    "gemma3": _text("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=4, sliding_window=5),
+    "qwen2": text_model("Qwen2ForCausalLM", "Qwen2Config", tie_word_embeddings=True),
+    "qwen3": text_model("Qwen3ForCausalLM", "Qwen3Config", head_dim=4),
+    "mistral": text_model("MistralForCausalLM", "MistralConfig", sliding_window=5),
+    "gemma2": text_model("Gemma2ForCausalLM", "Gemma2Config", head_dim=4, sliding_window=5),
+    "gemma3": text_model("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=4, sliding_window=5),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=WORDS, n_embd=16, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0

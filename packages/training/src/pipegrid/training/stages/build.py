@@ -41,7 +41,7 @@ def build(factory: Callable[[], nn.Module], wanted: Callable[[nn.Module], set[st
     names = wanted(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = [parameter for name, parameter in parameters.items() if name in names]
-    values = Values(plan, plan.needed(kept, list(parameters.values())), plan.made(list(parameters.values())))
+    values = Values(plan, plan.needed(kept, list(parameters.values())), plan.behind(list(parameters.values())))
     shapes = _shapes(model)
     with _registering(values.registered), values:
         made = factory()

@@ -56,14 +56,6 @@ class Event:
     index: int = 0
 
 
-@frozen
-class Origin:
-    """What a tensor comes from: its own event, and all parameters and operations behind it."""
-
-    own: Event
-    behind: frozenset[Event]
-
-
 class _Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The events of one run, in their order."""
 
@@ -94,8 +86,8 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
-        self._origins: dict[Any, Origin] = {}  # of memory on the meta device
-        self._replaced: dict[Any, Origin] = {}  # of memory that was a parameter's until its registration
+        self._origins: dict[Any, frozenset[Event]] = {}  # of memory on the meta device
+        self._replaced: dict[Any, frozenset[Event]] = {}  # of memory that was a parameter's until its registration
         self._always: set[Event] = set()
         self._same = WeakTensorKeyDictionary()
 
@@ -107,7 +99,7 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         origin = self._origins.get(key) or self._replaced.get(key)
         if origin is None:
             event = self._registration(parameter)
-            origin = Origin(event, frozenset([event]))
+            origin = frozenset([event])
             self.nbytes = max(self.nbytes, extent_of(parameter))
         if parameter.is_meta:
             self._origins[key] = origin
@@ -121,17 +113,17 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
     def needed(self, kept: Sequence[Tensor], dropped: Sequence[Tensor]) -> set[Event]:
         """The events behind ``kept``, and behind all that is alive and none of ``dropped``."""
         final = {memory_of(tensor) for tensor in (*kept, *dropped)}
-        alive = [origin.behind for key, origin in self._origins.items() if key not in final and not key.expired()]
+        alive = [origin for key, origin in self._origins.items() if key not in final and not key.expired()]
         if alive:  # perhaps in a cycle of what the function has dropped
             gc.collect()
-            alive = [origin.behind for key, origin in self._origins.items() if key not in final and not key.expired()]
-        return self._always.union(*alive, *(origin.behind for origin in self._of(kept)))
+            alive = [origin for key, origin in self._origins.items() if key not in final and not key.expired()]
+        return self._always.union(*alive, *self._of(kept))
 
-    def made(self, parameters: Sequence[Tensor]) -> set[Event]:
-        """The events that made the memory of ``parameters``."""
-        return {origin.own for origin in self._of(parameters)}
+    def behind(self, parameters: Sequence[Tensor]) -> set[Event]:
+        """The events behind ``parameters``."""
+        return set[Event]().union(*self._of(parameters))
 
-    def _of(self, tensors: Sequence[Tensor]) -> list[Origin]:
+    def _of(self, tensors: Sequence[Tensor]) -> list[frozenset[Event]]:
         found = (self._origins.get(memory_of(tensor)) for tensor in tensors)
         return [origin for origin in found if origin is not None]
 
@@ -147,18 +139,18 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
                 f"the function that makes the model reads values of parameters ({name_of(func)}), which not every rank "
                 f"has; {REMEDY}"
             ) from error
-        behind = frozenset[Event]() if reads_shapes_only(func) else frozenset().union(*(each.behind for each in known))
+        behind = frozenset[Event]() if reads_shapes_only(func) else frozenset[Event]().union(*known)
         if makes_memory(func):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._always |= behind  # how far the generator advances may depend on values
             results = tensors_in(result)
             event = self._operation(func, results)
             self.nbytes = max([self.nbytes, *map(extent_of, results)])
-            self._origins |= {memory_of(tensor): Origin(event, behind | {event}) for tensor in results}
+            self._origins |= {memory_of(tensor): behind | {event} for tensor in results}
         for tensor in written_by(func, args, kwargs):
             before = self._origins.get(memory_of(tensor))
             if before is not None:
-                self._origins[memory_of(tensor)] = Origin(before.own, before.behind | behind)
+                self._origins[memory_of(tensor)] = before | behind
         return result
 
 
@@ -168,7 +160,7 @@ class Values(_Events):  # type: ignore[no-untyped-call]
     Args:
         plan: of the first run.
         needed: the events that get values.
-        foreign: of the others, the operations that make parameters.
+        foreign: of the others, those behind parameters without values.
     """
 
     def __init__(self, plan: Plan, needed: set[Event], foreign: set[Event]) -> None:

@@ -1,0 +1,165 @@
+"""What a forward reads of other stages beside the hidden states: right, or a CutError."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from pipegrid.training import CutError, Names, cut
+
+from .test_training_cut import require_equal
+from .training_models import WORDS, batch_of, llama
+
+SMALL = {"vocab_size": WORDS, "num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 16}
+TEXT = SMALL | {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+
+
+def classified(batch):
+    ids = batch["input_ids"] * batch["attention_mask"]
+    return {"input_ids": ids, "attention_mask": batch["attention_mask"], "labels": torch.tensor([0, 1, 1])}
+
+
+def narrow_opt(**options):
+    config = transformers.OPTConfig(
+        **SMALL, ffn_dim=32, word_embed_proj_dim=8, max_position_embeddings=64, dropout=0, **options
+    )
+    return lambda: transformers.OPTForCausalLM(config)
+
+
+def test_ids_are_there_for_what_the_models_own_code_reads_in_them():
+    """A classifier pools at the last token that is no padding; OPT-350m projects a narrow embedding."""
+
+    def classifier():
+        return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**TEXT, num_labels=2))
+
+    for make, batch in ((classifier, classified(batch_of("llama"))), (narrow_opt(), batch_of("llama"))):
+        torch.manual_seed(1)
+        require_equal(make().double(), make, "Et|t|ttL", batch)
+
+
+def test_without_ids_a_stand_in_has_the_width_of_the_embedding():
+    torch.manual_seed(1)
+    whole = narrow_opt()().double()
+    batch = batch_of("llama")
+    expected = whole(**batch).loss
+    first, last = cut(whole, "Ett|ttL", [0, 1])
+    last.set_input_tensor([first(**batch)])
+    del batch["input_ids"]
+    assert last(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+class Loop(nn.Module):
+    """A model whose loop is one of several."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.words = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(weight_norm(nn.Linear(8, 8)) for _ in range(4))
+        self.out = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+        if way == "hidden tie":
+            self.kept = [self.words.weight]
+        elif way == "one memory":
+            self.blocks[0].parametrizations.weight.original1.data = self.blocks[
+                3
+            ].parametrizations.weight.original1.data
+
+    def forward(self, ids):
+        first = hidden = self.words(ids)
+        outputs = []
+        for block in reversed(self.blocks) if self.way == "reversed" else self.blocks:
+            result = torch.tanh(block(hidden))
+            if self.way == "residual":
+                result = result + hidden
+            elif self.way == "scaled" and block is not self.blocks[-1]:
+                result = result * self.scale
+            hidden = result
+            outputs.append(hidden)
+        if self.way == "skip":
+            hidden = hidden + first
+        elif self.way == "all":
+            hidden = torch.stack(outputs).sum(0)
+        return self.out(hidden * self.scale)
+
+
+@pytest.mark.parametrize("layout", ["Et|ttt|L", "E|ttttL", "Ett|ttL"])
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("residual", "uses more of earlier stages than what the layer before has returned"),
+        ("skip", "uses more of earlier stages"),
+        ("all", "uses more of earlier stages|right"),
+        ("reversed", "runs before the layers|runs blocks.2 after blocks.3|runs after the layers"),
+        ("scaled", "uses more of|right"),
+        ("hidden tie", "kept is a plain attribute that holds words.weight, a parameter of another stage|right"),
+        ("one memory", "two parameters with one memory|right"),
+        ("plain", "right"),
+    ],
+)
+def test_a_loop_that_needs_more_than_the_hidden_state_is_a_cut_error(way, text, layout):
+    torch.manual_seed(0)
+    model = Loop(way).double()
+    ids = torch.randint(0, WORDS, (2, 3))
+    expected = model(ids)
+    names = Names("blocks", head=("scale",))
+
+    def run():
+        hidden = None
+        for stage in cut(model, layout, list(range(layout.count("|") + 1)), names=names):
+            stage.set_input_tensor([hidden])
+            hidden = stage(ids)
+        torch.testing.assert_close(hidden, expected)
+        raise CutError("right")
+
+    with pytest.raises(CutError, match=text):
+        run()
+
+
+def test_a_loss_on_the_hidden_states_of_other_stages_is_nan():
+    model = llama()()
+    first, last = cut(model, "Et|tttL", [0, 1])
+    batch = batch_of("llama") | {"output_hidden_states": True}
+    last.set_input_tensor([first(**batch)])
+    found, whole = last(**batch).hidden_states, model(**batch).hidden_states
+    assert len(found) == len(whole)
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], whole[1])
+    assert torch.equal(found[-1], whole[-1])
+
+
+def test_nan_of_the_layers_themselves_is_no_error_of_the_cut():
+    model = llama()()
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[0] = torch.nan
+    first, last = cut(model, "Et|tttL", [0, 1])
+    last.set_input_tensor([first(**batch_of("llama"))])
+    assert last(**batch_of("llama")).loss.isnan()
+
+
+def test_settings_that_need_all_layers_at_one_place_are_named():
+    stages = [cut(narrow_opt(layerdrop=0.5)(), "Et|tttL", 0), cut(llama(output_router_logits=True)(), "Et|tttL", 0)]
+    for stage, name in zip(stages, ("layerdrop of OPTConfig is above 0", "output_router_logits is set"), strict=True):
+        with pytest.raises(CutError, match=name):
+            stage(**batch_of("llama"))
+    stages[0].eval()(**batch_of("llama"))
+    stages[1](**batch_of("llama"), output_router_logits=False)
+
+
+def test_parametrized_layers_are_cut_from_a_model_and_from_a_function():
+    torch.manual_seed(1)
+    whole = Loop("plain").double()
+    ids = {"ids": torch.randint(0, WORDS, (2, 3))}
+    expected = whole(**ids).square().mean()
+
+    def make():
+        torch.manual_seed(1)
+        return Loop("plain")
+
+    names = Names("blocks", head=("scale",))
+    stages = [cut(make, "Ett|ttL", number, names=names).double() for number in (0, 1)]
+    stages[1].set_input_tensor([stages[0](**ids)])
+    assert torch.equal(stages[1](**ids).square().mean(), expected)

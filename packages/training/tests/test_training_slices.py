@@ -266,6 +266,7 @@ def test_layers_with_another_state_than_keys_and_values():
     kinds = ["conv", "full_attention"] * 2
     for number in (0, 1):
         stage = cut(text_model("Lfm2ForCausalLM", "Lfm2Config", layer_types=kinds), "Ett|ttL", number)
+        stage.set_input_tensor([torch.zeros(2, 3, 16)])
         with pytest.raises(CutError, match="a layer of the kind conv keeps another state"):
             slices_of(stage, input_ids=ids_of(3, 4))
 

@@ -173,7 +173,7 @@ def edited(model, edit):
     choose, blocks = model.choose, model.blocks
     one, other = choose.sample(range(len(blocks)), 2)
     match edit:
-        case "tie the head" if model.head.weight.shape == model.words.weight.shape:
+        case "tie the head" if len(model.head.weight) == len(model.words.weight):
             model.head.weight = model.words.weight
         case "tie two blocks":
             blocks[one].linear.weight = blocks[other].linear.weight
@@ -191,7 +191,7 @@ def edited(model, edit):
         case "scaled copy":
             with torch.no_grad():
                 blocks[one].linear.weight.copy_(blocks[other].linear.weight * 0.5 + torch.randn(WIDTH, WIDTH) * 0.1)
-        case "clone the embedding into the head" if model.head.weight.shape == model.words.weight.shape:
+        case "clone the embedding into the head" if len(model.head.weight) == len(model.words.weight):
             model.head.weight = nn.Parameter(model.words.weight.detach().clone())
         case "chain of copies":
             for before, after in pairwise(blocks):

@@ -230,8 +230,8 @@ class Values(_Events):  # type: ignore[no-untyped-call]
             written = tensors_in(result)
             self._known |= {memory_of(tensor): event for tensor in written}
         else:
-            result = func(*args, **kwargs)
             written = written_by(func, args, kwargs)
+            result = func(*self._apart(args, written), **self._apart(kwargs, written))
         garbage = any(self._scratch.has(tensor) or memory_of(tensor) in self._mixed for tensor in known)
         if garbage and not reads_shapes_only(func):
             self._mixed |= {
@@ -240,6 +240,18 @@ class Values(_Events):  # type: ignore[no-untyped-call]
                 if not self._scratch.has(tensor)
             }
         return result
+
+    def _apart(self, given: Any, written: Sequence[Tensor]) -> Any:
+        """Arguments of an operation that writes to the scratch buffer: what it reads there lies elsewhere."""
+        if not any(self._scratch.has(tensor) for tensor in written):
+            return given
+        kept = {id(tensor) for tensor in written}
+        return tree_map(
+            lambda leaf: (
+                leaf.clone() if isinstance(leaf, Tensor) and id(leaf) not in kept and self._scratch.has(leaf) else leaf
+            ),
+            given,
+        )
 
 
 class Scratch:

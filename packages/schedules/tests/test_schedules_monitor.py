@@ -24,7 +24,7 @@ from pipegrid.schedules import (
     one_f_one_b,
 )
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.monitor import Control, Failure, where_all_stand
+from pipegrid.schedules.monitor import Control
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
 from .conftest import MemoryCommunicator, Network, in_threads
@@ -33,65 +33,6 @@ from .conftest import MemoryCommunicator, Network, in_threads
 @pytest.fixture
 def store():
     return dist.HashStore()
-
-
-class TestControl:
-    def test_the_first_failure_stays_the_first(self, store):
-        controls = [Control(store, rank, range(3)) for rank in range(3)]
-        assert controls[0].failure() is None
-        assert controls[2].record("broken") == Failure(2, "broken")
-        assert controls[0].record("alone") == Failure(2, "broken")
-        assert [control.failure() for control in controls] == [Failure(2, "broken")] * 3
-
-    def test_positions_are_last_words_or_the_last_that_was_heard(self, store):
-        controls = [Control(store, rank, range(3)) for rank in range(3)]
-        controls[0].publish("step 3", last=True)
-        controls[1].publish("step 1")
-        controls[1].publish("step 2")
-        said = controls[0].positions(seconds=0.05)
-        assert said[0] == "step 3"
-        assert re.fullmatch(r"step 2 \(last heard \d+\.\d s ago\)", said[1])
-        assert said[2] == "nothing was heard of it"
-
-    def test_ranks_that_stand_together_share_a_line(self):
-        assert where_all_stand({0: "F0", 1: "F0", 2: "F0", 3: "B1", 5: "F0"}) == "  ranks 0-2, 5: F0\n  rank 3: B1"
-
-    def test_agreement_waits_for_all(self, store):
-        came = []
-
-        def agree(rank):
-            if rank == 2:
-                time.sleep(0.2)
-                came.append(rank)
-            assert Control(store, rank, range(3)).agree(1, "8 microbatches", seconds=20) is None
-            return list(came)
-
-        assert in_threads([lambda rank=rank: agree(rank) for rank in range(3)]) == [[2]] * 3
-
-    def test_disagreement_is_told_to_all_with_who_runs_what(self, store):
-        texts = []
-
-        def agree(rank):
-            found = Control(store, rank, range(3)).agree(1, f"{8 - rank // 2} microbatches", seconds=20)
-            assert found.disagreement
-            texts.append(found.text)
-
-        in_threads([lambda rank=rank: agree(rank) for rank in range(3)])
-        (text,) = set(texts)
-        assert "ranks 0-1: 8 microbatches; rank 2: 7 microbatches" in text
-        assert "the same plan" in text
-
-    def test_a_rank_that_does_not_come_is_named(self, store):
-        with pytest.raises(DisagreementError, match=r"waited 0\.05 s .* nothing was heard of ranks 1-2"):
-            Control(store, 0, range(3)).agree(1, "8 microbatches", seconds=0.05)
-
-    def test_old_steps_leave_nothing_behind(self, store):
-        controls = [Control(store, rank, range(2)) for rank in range(2)]
-        for step in range(1, 20):
-            for control in controls:
-                control.announce(step, "the same")
-        # The last step's keys, and one of the store's own.
-        assert store.num_keys() <= 5
 
 
 class Block:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Protocol, cast
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from pipegrid.topology.bounded_calls import BoundedCalls
 
 _POLL_SECONDS = 0.02
 _UNHEARD = "nothing was heard of it"
+# In the count of the ranks that have come to a step: one that runs something else than the first to come.
+_DIFFERENT = 1 << 32
 
 
 class ControlStore(Protocol):
@@ -50,11 +52,13 @@ class ControlStore(Protocol):
 
 STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key")
 """The methods of a `ControlStore`."""
+_READ_ALL = "multi_get"  # of torch's stores: many values in one call
 
 
 def bounded_store(store: ControlStore, calls: BoundedCalls, seconds: float) -> ControlStore:
     """``store``, of which every call ends within ``seconds``, with an answer or a `SilentStoreError`."""
-    verbs = {verb: partial(calls.run, getattr(store, verb), seconds=seconds) for verb in STORE_VERBS}
+    names = (*STORE_VERBS, _READ_ALL) if hasattr(store, _READ_ALL) else STORE_VERBS
+    verbs = {name: partial(calls.run, getattr(store, name), seconds=seconds) for name in names}
     return cast("ControlStore", SimpleNamespace(**verbs))
 
 
@@ -78,6 +82,7 @@ class Control:
     store: ControlStore
     rank: int
     ranks: tuple[int, ...]
+    _runs: str = field(default="", init=False)  # what this rank last announced
 
     # Positions
 
@@ -88,21 +93,27 @@ class Control:
     def positions(self, *, seconds: float) -> dict[int, str]:
         """The place of each rank, after waiting up to ``seconds`` for the last entries of all."""
         end = time.monotonic() + seconds
-        missing = set(self.ranks)
-        while missing:
-            missing -= {rank for rank in missing if self.store.check([f"last/{rank}"])}
-            if not missing or time.monotonic() > end:
-                break
+        while not self.store.check([f"last/{rank}" for rank in self.ranks]) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        return {rank: self._position(rank, silent=rank in missing) for rank in self.ranks}
+        last = self._read("last", self.ranks)
+        silent = self._read("position", [rank for rank in self.ranks if rank not in last])
+        places = {rank: str(json.loads(said)[0]) for rank, said in last.items()}
+        for rank, said in silent.items():
+            text, said_at = json.loads(said)
+            # Clocks of several hosts differ, so an age is only worth telling where it is long.
+            places[rank] = f"{text} (last heard {max(0.0, time.time() - said_at):.1f} s ago)"
+        return {rank: places.get(rank, _UNHEARD) for rank in self.ranks}
 
-    def _position(self, rank: int, *, silent: bool) -> str:
-        key = f"{'position' if silent else 'last'}/{rank}"
-        if not self.store.check([key]):
-            return _UNHEARD
-        text, said_at = json.loads(self.store.get(key))
-        # Clocks of several hosts differ, so an age is only worth telling where it is long.
-        return f"{text} (last heard {max(0.0, time.time() - said_at):.1f} s ago)" if silent else str(text)
+    def _read(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
+        """The values of the keys ``what/rank`` that are there; a few calls, unless many are not."""
+        if not ranks:
+            return {}
+        keys = [f"{what}/{rank}" for rank in ranks]
+        if self.store.check(keys):
+            read: Callable[[list[str]], list[bytes]] | None = getattr(self.store, _READ_ALL, None)
+            return dict(zip(ranks, [self.store.get(key) for key in keys] if read is None else read(keys), strict=True))
+        half = len(ranks) // 2
+        return self._read(what, ranks[:half]) | self._read(what, ranks[half:]) if half else {}
 
     # Failures
 
@@ -117,39 +128,69 @@ class Control:
 
     # Agreement
 
-    def announce(self, step: int, what: str) -> None:
-        """Publish what this rank runs as its ``step``-th step; the last rank to come compares, and records."""
-        self.store.set(f"step/{step}/{self.rank}", what)
-        if self.store.add(f"step/{step}/count", 1) < len(self.ranks):
-            return
-        said = {rank: self.store.get(f"step/{step}/{rank}").decode() for rank in self.ranks}
-        if len(set(said.values())) > 1:
-            self.record(_difference(step, said), disagreement=True)
-        self.store.set(f"step/{step}/compared", "1")
-        # All ranks have come to this step, so none looks at the one before any more.
-        for key in (*map(str, self.ranks), "count", "compared"):
-            self.store.delete_key(f"step/{step - 1}/{key}")
+    def announce(self, step: int, what: str) -> bool:
+        """Publish what this rank runs as its ``step``-th step; whether the first rank to come runs the same.
+
+        Two calls of the store; two more for the last rank to come, which deletes the keys of the step before. Where
+        ranks differ, the last one looks up who runs what, and records it.
+        """
+        key = f"step/{step}/first"
+        same: bool = what == json.loads(self.store.compare_set(key, "", json.dumps([self.rank, what])))[1]
+        if not same or what != self._runs:
+            self.store.set(f"runs/{self.rank}", json.dumps([step, what]))
+        self._runs = what
+        come, different = self._come(step, 1 if same else 1 + _DIFFERENT)
+        if come == len(self.ranks):
+            if different:
+                self.record(_difference(step, self._said(step, all_have_come=True)), disagreement=True)
+            # All ranks have come to this step, so none looks at the one before any more.
+            self.store.delete_key(f"step/{step - 1}/first")
+            self.store.delete_key(f"step/{step - 1}/count")
+        return same
 
     def agree(self, step: int, what: str, *, seconds: float) -> Failure | None:
         """Announce, and wait until all ranks have: the job's first failure, if there is one by then.
 
+        A rank that runs what it ran before, as the first rank to come does, waits for none.
+
         Raises:
             DisagreementError: a rank did not come in time.
         """
-        self.announce(step, what)
+        unchanged = what == self._runs
+        if self.announce(step, what) and unchanged:
+            return None
         end = time.monotonic() + seconds
-        while not self.store.check([f"step/{step}/compared"]):
+        while True:
+            come, different = self._come(step, 0)
             failure = self.failure()
-            if failure is not None:
+            if failure is not None or (come == len(self.ranks) and not different):
                 return failure
             if time.monotonic() > end:
-                missing = [rank for rank in self.ranks if not self.store.check([f"step/{step}/{rank}"])]
-                raise DisagreementError(
-                    f"rank {self.rank} runs {what} as its step {step}, and waited {seconds:.3g} s for all ranks to say "
-                    f"what they run; nothing was heard of {_listed(missing)}. Call step() equally often on every rank"
-                )
+                break
             time.sleep(_POLL_SECONDS / 10)
-        return self.failure()
+        said = self._said(step)
+        if different:
+            return self.record(_difference(step, said), disagreement=True)
+        raise DisagreementError(
+            f"rank {self.rank} runs {what} as its step {step}, and waited {seconds:.3g} s for all ranks to say what "
+            f"they run; nothing was heard of {_listed(rank for rank in self.ranks if rank not in said)}. Call step() "
+            "equally often on every rank"
+        )
+
+    def _come(self, step: int, amount: int) -> tuple[int, int]:
+        """Add to the count of a step: ranks that have come, and those of them that do not run what the first does."""
+        different, come = divmod(self.store.add(f"step/{step}/count", amount), _DIFFERENT)
+        return come, different
+
+    def _said(self, step: int, *, all_have_come: bool = False) -> dict[int, str]:
+        """What ranks run as a step, as far as they have said, by rank.
+
+        A rank says nothing where it runs what it ran before, as the first rank to come does.
+        """
+        first, what = json.loads(self.store.get(f"step/{step}/first"))
+        said = {rank: json.loads(value) for rank, value in self._read("runs", self.ranks).items()}
+        known = dict.fromkeys(self.ranks if all_have_come else [first], what)
+        return dict(sorted((known | {rank: what for rank, (at, what) in said.items() if at == step}).items()))
 
 
 def _difference(step: int, said: dict[int, str]) -> str:

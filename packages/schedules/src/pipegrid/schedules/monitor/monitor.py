@@ -160,7 +160,7 @@ class Monitor:
     # For the runtime
 
     def begin(self, plan: Plan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
-        """A step of ``plan`` starts. Waits for the other ranks only if this rank's plan is not the last step's.
+        """A step of ``plan`` starts. Waits for all ranks only if this rank's plan is not the last step's, or another's.
 
         Raises:
             DisagreementError: ranks run different plans, or one did not come; nothing was sent.
@@ -174,10 +174,8 @@ class Monitor:
         self._plan = plan, what
         self._steps += 1
         try:
-            if self._failure is None and changed:
+            if self._failure is None:
                 self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
-            elif self._failure is None:
-                self._control.announce(self._steps, what)
             if self._failure is None and not self._threads:
                 # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())

@@ -132,6 +132,34 @@ def test_a_second_failure_at_one_step_ends_the_run_and_torchrun(tmp_path):
     assert NO_PROGRESS != PREEMPTED
 
 
+SIGNALLED = """
+import os
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from pipegrid.training import attempt_store
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=attempt_store(), rank=rank, world_size=world_size)
+store = _get_default_store()
+while hasattr(store, "underlying_store"):
+    store = store.underlying_store
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+found = "told to dump" if store.check(["exception_dump"]) else "undisturbed"
+print(f"rank {rank}, attempt {attempt}: {found}", flush=True)
+dist.barrier()
+store.set("exception_dump", "as the watchdog of NCCL does")
+raise SystemExit(attempt < 2)
+"""
+
+
+def test_a_signal_to_dump_does_not_reach_the_attempts_that_follow(tmp_path):
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED)
+    codes, said = Launch(restarts=2).run(tmp_path / "run", [], script)
+    assert codes == [0], said
+    assert "told to dump" not in said
+    assert [said.count(f"attempt {attempt}: undisturbed") for attempt in range(3)] == [2, 2, 2], said
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["kill@6:0", "raise@6:1", "hang@6:0", "hang@6:1"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])

@@ -13,7 +13,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, AttemptRecord, read_attempts, torchelastic
 from pipegrid.training.restart.record import FILE, AttemptLine, reason_to_stop
@@ -196,6 +196,40 @@ def test_ranks_of_one_attempt_agree_on_a_name_whatever_dead_attempts_have_left()
         assert found[0] is not None
         assert found[0] not in names
         names.add(found[0])
+
+
+def nested(kind, directory):
+    """The store of a launcher, and a process group's store over it."""
+    below = {
+        "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        "file": lambda: FileStore(str(directory / "store"), 1),
+        "hash": HashStore,
+    }[kind]()
+    return below, PrefixStore("attempts", PrefixStore("job", below))
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
+def test_the_signal_to_dump_of_an_attempt_before_is_gone_when_the_first_rank_has_its_name(tmp_path, kind):
+    """Rank 1 sets it again at once, while the others still come: that one stays."""
+    below, store = nested(kind, tmp_path)
+    for late in (0, 2, 3):
+        below.set("exception_dump", "before")
+        seen = {}
+
+        def start(rank, *, late=late, seen=seen):
+            time.sleep(0.1 if rank == late else 0)
+            torchelastic.agree_on_name(store, rank, 4, timeout=20.0)
+            seen[rank] = below.check(["exception_dump"])
+            if rank == 1:
+                below.set("exception_dump", "now")
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen[1] is False
+        assert below.get("exception_dump") == b"now"
 
 
 def test_under_another_launcher_there_is_no_store_and_nothing_to_stop(monkeypatch):

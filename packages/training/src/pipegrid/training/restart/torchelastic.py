@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # public, untyped
 
 _POLL_SECONDS = 0.01
+# Set by NCCL's watchdog below all prefixes; a process whose heartbeat monitor finds it dumps, and ends 8 minutes later
+# (ProcessGroupNCCL.hpp, `kStoreDumpKey`).
+_DUMP_SIGNAL = "exception_dump"
 
 
 def restart_count() -> int:
@@ -67,6 +70,9 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
 
     Rank 0 chooses it. Each other rank asks with a number of its own, and takes only the answer to that; rank 0 answers
     all it finds, questions of dead ranks included, until every rank has confirmed this name.
+
+    The signal by which an attempt before told all its ranks to dump and to end is deleted before the first answer: no
+    rank of this attempt has a process group by then that could have set it.
     """
     name, end = uuid.uuid4().hex, time.monotonic() + timeout
     if rank > 0:
@@ -78,6 +84,7 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
         name = store.get(f"answer/{name}").decode()
         store.set(f"confirmed/{name}/{rank}", "")
         return name
+    _innermost(store).delete_key(_DUMP_SIGNAL)
     missing = set(range(1, world_size))
     while missing:
         for other in sorted(missing):
@@ -88,3 +95,10 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
             raise TimeoutError(f"rank 0 has waited {timeout:g} s; ranks {sorted(missing)} have not come")
         time.sleep(_POLL_SECONDS)
     return name
+
+
+def _innermost(store: Store) -> Store:
+    """The store below all prefixes."""
+    while (below := getattr(store, "underlying_store", None)) is not None:
+        store = below
+    return store

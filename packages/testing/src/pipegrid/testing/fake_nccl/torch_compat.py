@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # As Any: torch's stubs know neither what its trampolines call nor that a weak reference is made from a storage.
 GroupBase: Any = torch.distributed.ProcessGroup
+BackendBase: Any = torch._C._distributed_c10d.Backend  # noqa: SLF001 (has no public name)
 WorkBase: Any = torch._C._distributed_c10d.Work  # noqa: SLF001 (has no public name)
 WeakStorage: Any = reductions.StorageWeakRef
 
@@ -71,6 +72,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 __all__ = [
+    "BackendBase",
     "GroupBase",
     "TorchDispatchMode",
     "WeakStorage",

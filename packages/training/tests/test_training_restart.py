@@ -198,6 +198,24 @@ def test_ranks_of_one_attempt_agree_on_a_name_whatever_dead_attempts_have_left()
         names.add(found[0])
 
 
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_come_to_an_attempt_is_named_on_all_others(absent):
+    store, texts = HashStore(), {}
+
+    def ask(rank):
+        with pytest.raises(TimeoutError) as found:
+            torchelastic.agree_on_name(store, rank, 4, timeout=0.3)
+        texts[rank] = str(found.value)
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(4) if rank != absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    named = " for rank 0, which has not come" if absent == 0 else "; ranks [2] have not come"
+    assert texts == {rank: f"rank {rank} has waited 0.3 s{named}" for rank in range(4) if rank != absent}
+
+
 def nested(kind, directory):
     """The store of a launcher, and a process group's store over it."""
     below = {

@@ -69,7 +69,8 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
     """A name that no attempt before had, the same on all ranks, over a store that keeps what dead ranks wrote.
 
     Rank 0 chooses it. Each other rank asks with a number of its own, and takes only the answer to that; rank 0 answers
-    all it finds, questions of dead ranks included, until every rank has confirmed this name.
+    all it finds, questions of dead ranks included, until every rank has confirmed this name. All wait for that: in
+    `init_process_group`, which comes next, torch would wait for a rank that has not come without naming it.
 
     The signal by which an attempt before told all its ranks to dump and to end is deleted before the first answer: no
     rank of this attempt has a process group by then that could have set it.
@@ -83,17 +84,20 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
             time.sleep(_POLL_SECONDS)
         name = store.get(f"answer/{name}").decode()
         store.set(f"confirmed/{name}/{rank}", "")
-        return name
-    _innermost(store).delete_key(_DUMP_SIGNAL)
+    else:
+        _innermost(store).delete_key(_DUMP_SIGNAL)
     missing = set(range(1, world_size))
-    while missing:
-        for other in sorted(missing):
+    while missing and not store.check([f"complete/{name}"]):
+        for other in sorted(missing) if rank == 0 else ():
             if store.check([f"question/{other}"]):
                 store.set(f"answer/{store.get(f'question/{other}').decode()}", name)
-        missing -= {other for other in missing if store.check([f"confirmed/{name}/{other}"])}
-        if missing and time.monotonic() > end:
-            raise TimeoutError(f"rank 0 has waited {timeout:g} s; ranks {sorted(missing)} have not come")
+        if rank == 0 or time.monotonic() > end:
+            missing -= {other for other in missing if store.check([f"confirmed/{name}/{other}"])}
+        if time.monotonic() > end and (missing or rank > 0):  # all have come, and rank 0 has gone again
+            raise TimeoutError(f"rank {rank} has waited {timeout:g} s; ranks {sorted(missing) or [0]} have not come")
         time.sleep(_POLL_SECONDS)
+    if rank == 0:
+        store.set(f"complete/{name}", "")
     return name
 
 

@@ -213,6 +213,7 @@ TYPED = {
     "P2PLaneDeadError",
     "ReductionTimeoutError",
     "ReductionPeerError",
+    "GroupConnectionError",
     "GroupCreationTimeoutError",
     "CompletionError",
     "MonitorError",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.topology import (
+    GroupConnectionError,
     GroupCreationTimeoutError,
     GroupRequest,
     GroupSpec,
@@ -219,6 +220,25 @@ def test_a_member_that_cannot_connect_is_named_by_the_others(ranks):
         ):
             create_groups([spec], creation_timeout=second)
         assert len(dist.distributed_c10d._world.pg_map) == before
+
+
+@pytest.mark.ranks(2)
+def test_a_member_that_came_and_ended_before_it_connected_ends_the_others_with_the_group_named(ranks, monkeypatch):
+    spec, before = GroupSpec((0, 1), "lane"), len(dist.distributed_c10d._world.pg_map)
+    if ranks.rank == 1:
+
+        def die(**arguments):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+            changed.setattr(torch_compat, "make_group", die)
+            create_groups([spec], creation_timeout=timedelta(seconds=1))
+    else:
+        with pytest.raises(
+            GroupConnectionError, match=r"rank 0 could not create group 'lane' of ranks \[0, 1\]: .*look"
+        ):
+            create_groups([spec], creation_timeout=timedelta(seconds=1))
+    assert len(dist.distributed_c10d._world.pg_map) == before
 
 
 @pytest.mark.ranks(2)

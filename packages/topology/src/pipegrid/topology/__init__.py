@@ -19,6 +19,7 @@ from pipegrid.topology.errors import (
     GroupExistsError as GroupExistsError,
     GroupMissingError as GroupMissingError,
     GroupSpecError as GroupSpecError,
+    GroupConnectionError as GroupConnectionError,
     GroupStoreError as GroupStoreError,
     PlacementError,
     RankNotInGridError as RankNotInGridError,

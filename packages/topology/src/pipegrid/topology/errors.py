@@ -54,6 +54,10 @@ class GroupCreationTimeoutError(RuntimeError):
     """Some members of a group did not come to create it, or did not connect, before the deadline."""
 
 
+class GroupConnectionError(RuntimeError):
+    """The backend did not connect the members of a group, or the store at which they meet has failed."""
+
+
 class GroupStoreError(GroupCreationTimeoutError):
     """The store at which the members of a group meet did not answer; no member is known to be missing."""
 

@@ -16,9 +16,9 @@ from attrs import field, frozen
 
 from pipegrid.topology.bounded_calls import SilentStoreError
 from pipegrid.topology.ending import discard_groups
-from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupSpecError
+from pipegrid.topology.errors import GroupSpecError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
-from pipegrid.topology.rendezvous import abbreviated, meet, not_connected
+from pipegrid.topology.rendezvous import meet, named_errors, not_connected
 from pipegrid.topology.world import require_default_group
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ def create_each(
                 continue
             group = shared.get((spec.ranks, options.text)) if spec.shared else None
             if group is None:
-                group = _connect(spec, options, here)
+                with named_errors(spec.label, spec.ranks, here):
+                    group = _create(spec, options, here)
             if spec.shared:
                 shared[spec.ranks, options.text] = group
             made[spec, options.text] = group
@@ -212,19 +213,6 @@ def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:
                 f"group {spec.label!r} has backend {options.backend!r}, but the default group's is 'fake', a dry run: "
                 "no other rank exists. Leave the backend to the default group"
             )
-
-
-def _connect(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
-    """See `_create`; an error of torch's, which knows keys and addresses, gets the names of the group and its ranks."""
-    try:
-        return _create(spec, options, rank)
-    except GroupCreationTimeoutError:
-        raise
-    except RuntimeError as error:
-        raise GroupConnectionError(
-            f"rank {rank} could not create group {spec.label!r} of ranks {abbreviated(spec.ranks)}: "
-            f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has ended, look there"
-        ) from error
 
 
 def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:

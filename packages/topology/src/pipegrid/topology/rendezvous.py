@@ -9,12 +9,13 @@ whose store it is. No torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
-from pipegrid.topology.errors import GroupCreationTimeoutError, GroupStoreError
+from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -23,10 +24,23 @@ _SHOWN = 16  # ranks of a group that an error lists
 _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a FileStore takes one more than asked
 
 
-def abbreviated(ranks: Sequence[int]) -> str:
-    """The ranks of a group for an error."""
+def _abbreviated(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_SHOWN]))
     return f"[{shown}]" if len(ranks) <= _SHOWN else f"[{shown}, ... {len(ranks)} in all]"
+
+
+@contextmanager
+def named_errors(label: str, ranks: Sequence[int], rank: int) -> Iterator[None]:
+    """Errors of torch in the creation of a group, which know keys and addresses, with the names of group and ranks."""
+    try:
+        yield
+    except GroupCreationTimeoutError:
+        raise
+    except RuntimeError as error:
+        raise GroupConnectionError(
+            f"rank {rank} could not create group {label!r} of ranks {_abbreviated(ranks)}: "
+            f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has ended, look there"
+        ) from error
 
 
 def meet(
@@ -64,13 +78,13 @@ def meet(
         return calls.run(_meet, store, key, ranks, rank, label, timeout, step, seconds=limit)
     except SilentStoreError as error:
         raise GroupStoreError(
-            f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {abbreviated(ranks)}, and the store "
+            f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {_abbreviated(ranks)}, and the store "
             "of the default process group did not answer"
         ) from error
     except GroupCreationTimeoutError:
         raise
     except BaseException as error:
-        error.add_note(f"rank {rank} was creating group {label!r} of ranks {abbreviated(ranks)}")
+        error.add_note(f"rank {rank} was creating group {label!r} of ranks {_abbreviated(ranks)}")
         raise
 
 
@@ -98,12 +112,12 @@ def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, t
             missing = [other for other in absent if other not in set(gone)]
             store.set(f"{here}/gone/{rank}", "1")
             store.delete_key(arrived)
-            late = f"ranks {abbreviated(gone)} came and gave up before"
+            late = f"ranks {_abbreviated(gone)} came and gave up before"
             also = f" ({late})" if gone else ""
-            fault = f"ranks {abbreviated(missing)} did not {step}{also}" if missing else late
+            fault = f"ranks {_abbreviated(missing)} did not {step}{also}" if missing else late
             raise GroupCreationTimeoutError(
                 f"rank {rank} waited {timeout.total_seconds():g} s to create group {label!r} of ranks "
-                f"{abbreviated(ranks)}, but {fault}. Every member must create the group with the same label and "
+                f"{_abbreviated(ranks)}, but {fault}. Every member must create the group with the same label and "
                 "options, and all ranks must create their groups in creation_order"
             ) from error
         store.add(f"{here}/count", 1)

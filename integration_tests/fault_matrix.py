@@ -214,6 +214,7 @@ TYPED = {
     "ReductionTimeoutError",
     "ReductionPeerError",
     "GroupConnectionError",
+    "GroupStoreError",
     "GroupCreationTimeoutError",
     "CompletionError",
     "MonitorError",

@@ -261,7 +261,7 @@ def _run(case: Case, rank: int, folder: Path, injector: Injector, clock: MovedCl
     injector.reach("restart")
     monitor = None
     if case.monitor:
-        watch = control_store("training")
+        watch = control_store("training", timeout=timedelta(seconds=case.deadline))
         # A first step also connects, which a busy machine delays: only faults in it need its deadline.
         first = case.deadline if case.step == 0 else None
         monitor = Monitor(watch, rank=rank, ranks=range(WORLD), deadline=case.deadline, first_deadline=first)

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from pipegrid.topology import GroupCreationTimeoutError, GroupStoreError
+from pipegrid.topology import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError, control_store
 from pipegrid.topology.rendezvous import meet
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
@@ -137,6 +138,28 @@ def test_a_store_whose_host_has_stopped_is_an_error_at_the_deadline():
     finally:
         host.kill()
         host.communicate()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="the system cannot stop a process")
+@pytest.mark.parametrize(
+    ("signal_", "error"),
+    [("SIGSTOP", GroupStoreError), ("SIGKILL", (GroupConnectionError, GroupStoreError))],
+)
+def test_a_connection_to_a_store_whose_host_is_gone_is_an_error_at_the_deadline(signal_, error):
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        store = TCPStore("127.0.0.1", int(host.stdout.readline()), None, False)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        host.send_signal(getattr(signal, signal_))
+        start = time.monotonic()
+        with pytest.raises(error, match=r"^rank 0: the default group's store took no connection for 'watch'"):
+            control_store("watch", timeout=timedelta(seconds=0.5))
+        assert time.monotonic() - start < 0.5 + 3
+    finally:
+        host.kill()
+        host.communicate()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_the_cost_does_not_grow_with_the_group():

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.topology.bounded_calls import SilentStoreError
+from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.topology.ending import discard_groups
-from pipegrid.topology.errors import GroupSpecError
+from pipegrid.topology.errors import GroupConnectionError, GroupSpecError, GroupStoreError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.rendezvous import meet, named_errors, not_connected
 from pipegrid.topology.world import require_default_group
@@ -24,6 +24,8 @@ from pipegrid.topology.world import require_default_group
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+_CONNECT = timedelta(seconds=60)
 
 
 def _as_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
@@ -275,14 +277,36 @@ def _name(spec: GroupSpec, options: GroupOptions) -> str:
     return f"pipegrid/{len(spec.ranks)}r{min(spec.ranks)}-{max(spec.ranks)}/{digest}{own}"
 
 
-def control_store(label: str) -> Store:
+def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
     """A store for what ranks tell each other beside their groups: small keys and values.
 
     Every rank that gives ``label`` sees the same keys; another label is another key space, so give each attempt of a
     job its own. The store has a connection of its own: a thread may use it while others wait on the default store.
     In a dry run (backend ``fake``) no other rank exists: the store is new with each call, and of this process alone.
+
+    Args:
+        label: of the key space.
+        timeout: for the connection to the process that has the default group's store, which may have ended.
+
+    Raises:
+        GroupStoreError: that process did not answer in time.
+        GroupConnectionError: it refused the connection.
     """
-    require_default_group()
+    rank, _ = require_default_group()
     from pipegrid.topology import torch_compat as compat
 
-    return compat.own_store(f"pipegrid/control/{checked(label, Name, 'label', GroupSpecError)}")
+    prefix = f"pipegrid/control/{checked(label, Name, 'label', GroupSpecError)}"
+    seconds, calls = timeout.total_seconds(), BoundedCalls("pipegrid-connect")
+    try:
+        return calls.run(compat.own_store, prefix, seconds=seconds)
+    except SilentStoreError:
+        raise GroupStoreError(
+            f"rank {rank}: the default group's store took no connection for {label!r} within {seconds:g} s; the "
+            "process that holds it may have ended"
+        ) from None
+    except RuntimeError as error:
+        raise GroupConnectionError(
+            f"rank {rank}: the default group's store took no connection for {label!r}: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        calls.close()

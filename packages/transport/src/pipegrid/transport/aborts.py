@@ -58,7 +58,7 @@ class Abort:
 class DeviceAborts:
     """The aborts of this process's device groups, and the door to polls of device work. For any thread."""
 
-    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+    _lock: threading.RLock = field(factory=threading.RLock, init=False)  # a poll may ask through another one
     _draining: int = field(default=0, init=False)
     _begun: WeakKeyDictionary[Any, Abort] = field(factory=WeakKeyDictionary, init=False)
 

@@ -348,6 +348,7 @@ def test_a_group_is_destroyed_in_the_middle(ranks):
     else:
         ranks.barrier()
         group.send([torch.zeros(2)], 0, 0).wait()
+        group.shutdown()
     ranks.barrier()
 
 def test_keeps_the_rules(ranks):

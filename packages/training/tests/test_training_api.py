@@ -21,6 +21,7 @@ NAMES = {
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "prove_cut",
     "sequence_slices",
     "spread",
     "tie",
@@ -30,7 +31,7 @@ NAMES = {
 # Imported from the package as well; outside of __all__.
 FURTHER = {
     *("CorruptCheckpointError", "CutError", "GenerationError", "LoadedCheckpoint", "Spread", "SpreadError", "Tie"),
-    *("stop_restarts", "ties_of"),
+    *("Boundary", "CutProof", "stop_restarts", "ties_of"),
 }
 
 

@@ -90,11 +90,11 @@ class Loop(nn.Module):
 @pytest.mark.parametrize(
     ("way", "text"),
     [
-        ("residual", "uses more of earlier stages than what the layer before has returned"),
-        ("skip", "uses more of earlier stages"),
-        ("all", "uses more of earlier stages|right"),
-        ("reversed", "runs before the layers|runs blocks.2 after blocks.3|runs after the layers"),
-        ("scaled", "uses more of|right"),
+        ("residual", "used by add in the model|right"),
+        ("skip", "made by embedding in words .* used by add in the model"),
+        ("all", "used by stack in the model|used by cat in the model|right"),
+        ("reversed", r"layers run in the order blocks\.3, blocks\.2, blocks\.1, blocks\.0"),
+        ("scaled", "scale is on stage ., and stage . uses it by mul in the model|right"),
         ("hidden tie", "kept is a plain attribute that holds words.weight, a parameter of another stage|right"),
         ("one memory", "two parameters with one memory|right"),
         ("plain", "right"),
@@ -119,14 +119,15 @@ def test_a_loop_that_needs_more_than_the_hidden_state_is_a_cut_error(way, text, 
         run()
 
 
-def test_a_loss_on_the_hidden_states_of_other_stages_is_nan():
+def test_hidden_states_of_other_stages_are_an_error_where_the_loss_uses_them():
     model = llama()()
     first, last = cut(model, "Et|tttL", [0, 1])
     batch = batch_of("llama") | {"output_hidden_states": True}
     last.set_input_tensor([first(**batch)])
     found, whole = last(**batch).hidden_states, model(**batch).hidden_states
     assert len(found) == len(whole)
-    assert found[0].isnan().all()
+    with pytest.raises(CutError, match=r"output.*hidden_states.*\[0\] of the model is made on an earlier stage"):
+        found[0].mean()
     assert torch.equal(found[1], whole[1])
     assert torch.equal(found[-1], whole[-1])
 
@@ -140,13 +141,31 @@ def test_nan_of_the_layers_themselves_is_no_error_of_the_cut():
     assert last(**batch_of("llama")).loss.isnan()
 
 
-def test_settings_that_need_all_layers_at_one_place_are_named():
-    stages = [cut(narrow_opt(layerdrop=0.5)(), "Et|tttL", 0), cut(llama(output_router_logits=True)(), "Et|tttL", 0)]
-    for stage, name in zip(stages, ("layerdrop of OPTConfig is above 0", "output_router_logits is set"), strict=True):
-        with pytest.raises(CutError, match=name):
-            stage(**batch_of("llama"))
-    stages[0].eval()(**batch_of("llama"))
-    stages[1](**batch_of("llama"), output_router_logits=False)
+def test_layerdrop_is_named():
+    stage = cut(narrow_opt(layerdrop=0.5)(), "Et|tttL", 0)
+    with pytest.raises(CutError, match="layerdrop of OPTConfig is above 0"):
+        stage(**batch_of("llama"))
+    stage.eval()(**batch_of("llama"))
+
+
+def test_a_loss_over_the_routers_of_all_layers_is_named_by_its_line():
+    config = transformers.MixtralConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+    )
+    stage = cut(lambda: transformers.MixtralForCausalLM(config), "Et|tttL", 0)
+    with pytest.raises(CutError, match=r"made by mm in model\.layers\.0 .* used by _softmax in the model \(modeling_"):
+        stage(**batch_of("llama"))
+    stage(**batch_of("llama"), output_router_logits=False)
+    last = cut(lambda: transformers.MixtralForCausalLM(config), "E|ttttL", 1)  # every router is on the last stage
+    last.set_input_tensor([torch.randn(*batch_of("llama")["input_ids"].shape, 16)])
+    last(**batch_of("llama"))
 
 
 def test_parametrized_layers_are_cut_from_a_model_and_from_a_function():

@@ -41,8 +41,11 @@ if TYPE_CHECKING:
         Names,
         Stage,
         Tie as Tie,
+        Boundary as Boundary,
+        CutProof as CutProof,
         compile_layers,
         cut,
+        prove_cut,
         sequence_slices,
         tie,
         ties_of as ties_of,
@@ -67,6 +70,7 @@ __all__ = [
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "prove_cut",
     "sequence_slices",
     "spread",
     "tie",
@@ -78,7 +82,7 @@ _LAZY = {
     "generation": "Sampling generate",
     "ragged": "Spread spread",
     "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
-    "stages": "DropoutMasks Names Stage Tie compile_layers cut sequence_slices tie ties_of",
+    "stages": "Boundary CutProof DropoutMasks Names Stage Tie compile_layers cut prove_cut sequence_slices tie ties_of",
 }
 
 __getattr__, __dir__ = lazy_names(

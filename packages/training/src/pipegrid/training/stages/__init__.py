@@ -4,12 +4,15 @@ from pipegrid.training.stages.assignment import Assignment, Tie, assign
 from pipegrid.training.stages.compile import compile_layers
 from pipegrid.training.stages.dropout import DropoutMasks
 from pipegrid.training.stages.names import Names, find_names
+from pipegrid.training.stages.proof import Boundary, CutProof, prove_cut
 from pipegrid.training.stages.slice_batches import sequence_slices
 from pipegrid.training.stages.stage import Stage, cut
 from pipegrid.training.stages.ties import tie, ties_of
 
 __all__ = [
     "Assignment",
+    "Boundary",
+    "CutProof",
     "DropoutMasks",
     "Names",
     "Stage",
@@ -18,6 +21,7 @@ __all__ = [
     "compile_layers",
     "cut",
     "find_names",
+    "prove_cut",
     "sequence_slices",
     "tie",
     "ties_of",

@@ -16,6 +16,7 @@ from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assi
 from pipegrid.training.stages.build import build, require_sizes
 from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.names import Names, find_names, given_names
+from pipegrid.training.stages.proof import Proofs, without
 from pipegrid.training.stages.shell import shell_of
 from pipegrid.training.stages.slices import forward_of_slice, require_slices
 from pipegrid.training.stages.stubs import Run, first_tensor
@@ -122,8 +123,10 @@ def cut(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta and assignment.stage_of_parameter[name] in stages:
             raise CutError(f"{name} is on the meta device; pass a function that makes the model on a CPU")
+    proofs = Proofs(model, assignment, layout.short_text())
     made = [
-        Stage(model, assignment, number, module=module, output=output, config=config, carry=carry) for number in stages
+        Stage(model, assignment, number, module=module, output=output, config=config, carry=carry, proofs=proofs)
+        for number in stages
     ]
     return made if several else made[0]
 
@@ -154,6 +157,7 @@ class Stage(nn.Module):
         output: Callable[[Any], Any] | None = None,
         config: Any = None,
         carry: Sequence[str] = (),
+        proofs: Proofs | None = None,
     ) -> None:
         super().__init__()
         self._run = Run()
@@ -165,7 +169,7 @@ class Stage(nn.Module):
         self.memories: Sequence[Any] | None = None
         self.current_microbatch = 0
         self.current_slice: Slice | None = None
-        self._output, self.assignment = output, assignment
+        self._output, self.assignment, self._proofs = output, assignment, proofs
         self._flow = Flow(whole, assignment, number)
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:
@@ -200,6 +204,13 @@ class Stage(nn.Module):
         self.whole.training = mode
         return self
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Stage:
+        """``to(dtype)`` and its like, which the proofs of calls follow."""
+        if self._proofs is not None:
+            self._proofs.cast(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def set_input_tensor(self, received: Any) -> None:
         """Take what arrived: a list of one payload, or a dict of payloads by source module."""
         self.received = received[0] if isinstance(received, list) else received
@@ -220,8 +231,11 @@ class Stage(nn.Module):
             received, *carried = received
             given = zip(self._carry, carried, strict=True)
             kwargs |= {name: value for name, value in given if value is not None}
+        absent: Sequence[str] = ()
         if self.memories is not None:
             kwargs = self._remembered(received, kwargs)
+        elif self._proofs is not None and self.assignment.num_stages > 1:
+            absent = self._proofs.require(self, args, kwargs, self._stand_in(received, kwargs))
         if part is None:
             result = self._flow.run(self._run, received, args, kwargs)
         else:
@@ -234,7 +248,15 @@ class Stage(nn.Module):
                 kwargs,
                 lambda given: self._flow.run(self._run, received, (), given),
             )
+        if self.is_last and absent:
+            result = without(result, absent)
         return self._sent(result, carried)
+
+    def _stand_in(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """What stands for the result of the embedding, of a stage whose rank has no ids."""
+        if received is None or "inputs_embeds" not in self._flow.accepted or kwargs.get("input_ids") is not None:
+            return None
+        return None if kwargs.get("inputs_embeds") is not None else self._flow.embedded(received)
 
     def _arrived(self) -> Any:
         """The payload of the stage before: hidden states, and what is carried with them."""

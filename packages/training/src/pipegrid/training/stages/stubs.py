@@ -31,13 +31,11 @@ class Run:
         received: what the last layer of the stage before returned; None on the first.
         entered: the first part after the embedding has run.
         left: what the last own layer returned.
-        stand_in: the value of what is not there.
     """
 
     received: Any = None
     entered: bool = False
     left: Any = None
-    stand_in: float = math.nan
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""
@@ -71,7 +69,7 @@ class Foreign(nn.Module):
         """NaN in place of ``tensor``, in the dtype of the hidden states: the ghost does not know that of FSDP2."""
         hidden = self.run.hidden()
         like = tensor.to(hidden.dtype) if tensor.is_meta and tensor.is_floating_point() else tensor
-        return blank(like, hidden.device, self.run.stand_in)
+        return blank(like, hidden.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Foreign:
         """``to(dtype)`` and its like: the ghost takes the dtype, and stays on the meta device."""
@@ -116,9 +114,9 @@ class ForeignPart(Foreign):
         return mapped(self._stand_in, made)
 
 
-def blank(like: Tensor, device: torch.device, value: float = math.nan) -> Tensor:
+def blank(like: Tensor, device: torch.device) -> Tensor:
     """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
-    value = value if like.is_floating_point() else 0
+    value = math.nan if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 

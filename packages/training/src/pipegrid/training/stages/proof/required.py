@@ -1,0 +1,137 @@
+"""The proofs of a cut that its stages ask for, one for each kind of call."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.assignment import Assignment
+from pipegrid.training.stages.proof.operators import mapped_by_place
+from pipegrid.training.stages.proof.outline import outline
+from pipegrid.training.stages.proof.proof import proof_of
+from pipegrid.training.stages.torch_compat import tree_leaves
+
+PIXELS = ("pixel_values", "input_features")
+"""Arguments that parts before the layers read; stages behind the first are not called with them."""
+
+
+_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+class Proofs:
+    """What crosses the boundaries of a cut, by what calls are made of: names, dtypes, None or not, flags.
+
+    Shared by the stages of one `cut`.
+    """
+
+    def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
+        self._outline, self._assignment, self._layout = outline(model), assignment, layout
+        self._dropped = PIXELS if "inputs_embeds" in inspect.signature(model.forward).parameters else ()
+        self._missing: dict[object, tuple[str, ...]] = {}
+
+    def cast(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Follow a change of the stages' dtypes; the outline stays without memory."""
+        for module in self._outline.modules():
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(_cast(function, parameter))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(_cast(function, buffer)))  # the model's own buffer stays
+
+    def require(
+        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None
+    ) -> tuple[str, ...]:
+        """Prove a call, unless one like it has been.
+
+        Args:
+            stage: that is called.
+            args: of the call of the whole model.
+            kwargs: likewise.
+            hidden: of a stage that is called without the ids, what stands for the result of the embedding.
+
+        Returns:
+            the places in the model's output of what the last stage cannot make.
+
+        Raises:
+            CutError: more than what stages send crosses a boundary.
+        """
+        given = sorted((name, _kind(one)) for name, one in kwargs.items())
+        key = (stage.training, hidden is None, *map(_kind, args), *given)
+        if key not in self._missing:
+            self._missing[key] = self._proved(stage, args, kwargs, hidden)
+        return self._missing[key]
+
+    def _proved(
+        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None
+    ) -> tuple[str, ...]:
+        self._outline.train(stage.training)
+        _require_no_layerdrop(self._outline)
+        proof, missing = proof_of(
+            self._outline,
+            self._assignment,
+            self._layout,
+            args,
+            kwargs,
+            hidden={} if hidden is None else {"inputs_embeds": hidden},
+            dropped=self._dropped,
+        )
+        proof.require()
+        if proof.unproved:
+            warnings.warn(
+                f"layout {self._layout} is not proved: {'; '.join(proof.unproved)}. Compare the loss and the gradients "
+                "of its stages with those of the whole model once",
+                stacklevel=4,
+            )
+        return missing
+
+
+def _cast(function: Callable[[Tensor], Tensor], tensor: Tensor) -> torch.dtype:
+    return function(torch.empty(0, dtype=tensor.dtype)).dtype
+
+
+def _require_no_layerdrop(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    nested = [value for value in vars(config).values() if hasattr(value, "to_dict")] if config is not None else []
+    for name in _DROPS:
+        if model.training and any(getattr(each, name, 0) for each in (config, *nested)):
+            raise CutError(
+                f"{name} of {type(config).__name__} is above 0, and stages do not agree on the layers that they leave "
+                "out; set it to 0"
+            )
+
+
+def _kind(value: Any) -> object:
+    """What of an argument may change the operations of a forward."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+class Absent(Tensor):
+    """Stands for what the model returns and another stage makes."""
+
+    place: str
+
+    @staticmethod
+    def at(place: str) -> Absent:
+        """The stand-in for one place of the output."""
+        made = torch.empty(()).as_subclass(Absent)
+        made.place = place
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise: the value is not here."""
+        del func, types
+        place = next(one.place for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))
+        raise CutError(f"output{place} of the model is made on an earlier stage, and is used on the last one")
+
+
+def without(result: Any, places: Sequence[str]) -> Any:
+    """What the model returns on the last stage, with stand-ins at ``places``."""
+    return mapped_by_place(lambda place, leaf: Absent.at(place) if place in places else leaf, result)

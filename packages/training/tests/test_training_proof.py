@@ -1,0 +1,206 @@
+"""What crosses the boundaries of a cut: proved where the hidden states alone do, else named; never a wrong proof."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipegrid.training import CutError, prove_cut
+
+from . import looped_models as looped
+
+PLAIN = (("none", "tanh"),) * looped.LAYERS
+
+
+def proof(script, end, layout):
+    return prove_cut(lambda: looped.made(script, end), layout, looped.batch(), names=looped.NAMES)
+
+
+def script_with(number, after, before="none"):
+    return tuple((before, after if one == number else "tanh") for one in range(looped.LAYERS))
+
+
+# -- against the numbers ------------------------------------------------------------------------------------
+
+SCRIPTS = st.tuples(
+    *(
+        st.tuples(st.sampled_from(looped.BEFORE), st.sampled_from(looped.AFTER) | st.just("tanh"))
+        for _ in range(looped.LAYERS)
+    )
+)
+
+
+def require_right(script, end, cuts):
+    """The proof holds exactly where stages and model have the same loss and gradients."""
+    layout = looped.layouts(cuts)
+    found = proof(script, end, layout)
+    try:
+        equal = looped.stages_are_the_model(script, end, layout)
+    except (CutError, RuntimeError):  # stand-ins met a value that is on another stage
+        equal = False
+    assert found.holds == equal, str(found)
+    if not equal:
+        with pytest.raises(CutError, match="would not compute what the model computes"):
+            found.require()
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCRIPTS, st.sampled_from(looped.END), st.sets(st.integers(0, looped.LAYERS), min_size=1, max_size=3))
+def test_a_cut_is_proved_exactly_where_its_stages_are_the_model(script, end, cuts):
+    require_right(script, end, cuts)
+
+
+@pytest.mark.nightly
+@settings(max_examples=3000, deadline=None)
+@given(SCRIPTS, st.sampled_from(looped.END), st.sets(st.integers(0, looped.LAYERS), min_size=1, max_size=3))
+def test_many_cuts_are_proved_exactly_where_their_stages_are_the_model(script, end, cuts):
+    require_right(script, end, cuts)
+
+
+# -- what is named ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "end", "value"),
+    [
+        (script_with(2, "residual"), "none", "made by tanh in the model (looped_models.py:"),
+        (PLAIN, "first", "made by embedding in embed (looped_models.py:"),
+        (PLAIN, "embed", "embed.weight is on stage 0, and stage 1 uses it by embedding in embed (looped_models.py:"),
+        (PLAIN, "other", "other.weight is on stage 0, and stage 1 uses it by embedding in other (looped_models.py:"),
+        (script_with(1, "tap"), "taps", "made by tanh in blocks.1 (looped_models.py:"),
+        (script_with(1, "second"), "taps", "made by cos in blocks.1 (looped_models.py:"),
+        (script_with(0, "write"), "buffer", "made by copy_ in the model (looped_models.py:"),
+    ],
+    ids=["residual", "skip", "embedding again", "another embedding", "tap", "output of a layer", "buffer"],
+)
+def test_a_value_that_crosses_besides_is_named_with_its_lines(script, end, value):
+    found = proof(script, end, "Ettt|ttL")
+    with pytest.raises(CutError, match=re.escape(value)) as error:
+        found.require()
+    assert len(str(error.value).splitlines()) <= 10
+
+
+def test_a_proof_prints_what_is_sent_at_each_boundary():
+    assert str(proof(PLAIN, "mask", "Et|tt|ttL")).splitlines() == [
+        "'Et|tt|ttL': proved",
+        "  stage 1, after blocks.0: float64 (3, 4, 6), float64 (3, 4, 6), 1.12 KiB",
+        "  stage 2, after blocks.2: float64 (3, 4, 6), float64 (3, 4, 6), 1.12 KiB",
+    ]
+
+
+def test_the_error_names_the_layers_after_which_a_stage_may_end():
+    found = proof(script_with(2, "tap"), "taps", "Etttt|tL")
+    assert found.alone == ("blocks.0", "blocks.1", "blocks.2")
+    with pytest.raises(CutError, match=r"A stage may end after blocks\.0, blocks\.1, blocks\.2;"):
+        found.require()
+
+
+class Ordered(looped.Looped):
+    """Its layers in another order, or one of them twice."""
+
+    order = (0, 1, 2, 3, 4)
+
+    def forward(self, ids, mask):
+        hidden = self.embed(ids)
+        for number in self.order:
+            hidden = self.blocks[number](hidden)[0]
+        return self.head(hidden).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        ((1, 0, 2, 3, 4), "layers run in the order blocks.1, blocks.0, blocks.2"),
+        ((0, 1, 1, 3, 4), "twice ran blocks.1, not at all blocks.2"),
+        ((0, 1, 2, 3, 4, 0), "twice ran blocks.0, not at all none"),
+        ((0, 1, 2, 4), "twice ran none, not at all blocks.3"),
+    ],
+)
+def test_layers_out_of_their_order_are_named(order, text):
+    model = Ordered(PLAIN, "none")
+    model.order = order
+    found = prove_cut(model, "Ettt|ttL", looped.batch(), names=looped.NAMES)
+    assert not found.holds
+    with pytest.raises(CutError, match=text):
+        found.require()
+
+
+class Reading(looped.Looped):
+    """The host reads a value that depends on parameters."""
+
+    def forward(self, ids, mask):
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+            if hidden.abs().max() > 1e6:
+                hidden = hidden / 2
+        return self.head(hidden).square().mean()
+
+
+class Unreadable(looped.Looped):
+    """A forward that goes around torch."""
+
+    def forward(self, ids, mask):
+        hidden = torch.from_numpy(self.embed(ids).detach().numpy())
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+        return self.head(hidden).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Reading, "a value that the batch does not determine is read by _local_scalar_dense in the model"),
+        (Unreadable, "the model does not run on shapes: "),
+    ],
+)
+def test_what_a_trace_cannot_decide_is_said_and_is_no_error(kind, text):
+    found = prove_cut(kind(PLAIN, "none"), "Ettt|ttL", looped.batch(), names=looped.NAMES)
+    assert not found.holds
+    assert text in str(found)
+    found.require()
+
+
+# -- what a trace leaves alone ------------------------------------------------------------------------------
+
+
+def test_a_model_its_buffers_its_batch_and_the_generators_are_as_before():
+    class Counting(looped.Looped):
+        def __init__(self):
+            super().__init__(PLAIN, "none")
+            self.norm, self.drop = nn.BatchNorm1d(looped.WIDTH), nn.Dropout(0.5)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, ids, mask):
+            self.seen += 1
+            mask.mul_(2)
+            hidden = self.drop(self.embed(ids))
+            for block in self.blocks:
+                hidden = block(hidden)[0]
+            return self.head(self.norm(hidden.flatten(0, 1))).square().mean()
+
+    model, given = Counting(), looped.batch()
+    before, mask, state = copy.deepcopy(model.state_dict()), given["mask"].clone(), torch.get_rng_state()
+    hooks = [len(one._forward_hooks) for one in model.modules()]
+    found = prove_cut(model, "Ettt|ttL", given, names=looped.Names("blocks", embedding=("embed", "other")))
+    assert found.holds, str(found)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(given["mask"], mask)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [len(one._forward_hooks) for one in model.modules()] == hooks
+
+
+def test_tied_parameters_are_used_on_both_of_their_stages():
+    class Tied(looped.Looped):
+        def __init__(self):
+            super().__init__(PLAIN, "none")
+            self.head = nn.Linear(looped.WIDTH, looped.WORDS, bias=False)
+            self.head.weight = self.embed.weight
+
+    assert prove_cut(Tied(), "Ettt|ttL", looped.batch(), names=looped.NAMES).holds

@@ -12,21 +12,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from pipegrid.topology.groups import GroupSpec
-
 _DESTROY_SECONDS = 300.0
 _ABORT_SECONDS = 5.0  # on a device an abort waits for kernels
 
 
 def destroy_groups(
-    groups: Mapping[GroupSpec, ProcessGroup] | Iterable[ProcessGroup], *, seconds: float = _DESTROY_SECONDS
+    groups: Mapping[Any, ProcessGroup] | Iterable[ProcessGroup], *, seconds: float = _DESTROY_SECONDS
 ) -> None:
     """Destroy each group once, latest first: on all members, in the same order. Groups that no longer exist are left.
 
@@ -53,7 +51,7 @@ def destroy_groups(
         calls.close()
 
 
-def discard_groups(groups: Mapping[GroupSpec, ProcessGroup] | Iterable[ProcessGroup]) -> None:
+def discard_groups(groups: Mapping[Any, ProcessGroup] | Iterable[ProcessGroup]) -> None:
     """End groups after a failure, with or without their other members: aborted all at once, then taken from torch.
 
     An abort that has not ended after 5 s is left to its thread.
@@ -86,7 +84,7 @@ def _discard(group: ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def _living(groups: Mapping[GroupSpec, ProcessGroup] | Iterable[ProcessGroup]) -> list[ProcessGroup]:
+def _living(groups: Mapping[Any, ProcessGroup] | Iterable[ProcessGroup]) -> list[ProcessGroup]:
     """Each group once that torch still has."""
     from pipegrid.topology import torch_compat as compat
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
 import pytest
 import torch
 from attrs import define
@@ -310,16 +309,16 @@ def test_a_copy_is_made_where_it_is_needed_alone():
 
 
 def test_memory_without_a_tensor_in_torch_is_seen_when_it_comes_again():
-    memory = np.zeros(3, dtype=np.float32)
+    memory = bytearray(12)  # of no tensor
     unread = Unread(Edge(2, 3), Direction.BACKWARD, num_slices=2)
-    unread.put(4, torch.from_numpy(memory))
+    unread.put(4, torch.frombuffer(memory, dtype=torch.float32))
     under_way = unread.take(4)
     with pytest.raises(
         StageOutputError, match=r"stage 3 wrote again into the gradient of its input of microbatch 2\.0"
     ):
-        unread.put(5, torch.from_numpy(memory))
+        unread.put(5, torch.frombuffer(memory, dtype=torch.float32))
     del under_way
-    unread.put(6, torch.from_numpy(memory))
+    unread.put(6, torch.frombuffer(memory, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("graph", [False, True])

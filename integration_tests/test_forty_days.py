@@ -229,9 +229,10 @@ def fail(ranks, kind, fault, hours):
     ],
     ids=["raises", "is late"],
 )
+@pytest.mark.parametrize("hours", [1 / 60, 900], ids=["minute 1", "hour 900"])
 @pytest.mark.parametrize("kind", ["lanes", "bridge"])
 @pytest.mark.ranks(2, backend="fake_nccl", deadline=300)
-def test_a_failure_at_hour_900_ends_as_in_minute_1(ranks, kind, fault, text):
-    early, late = (fail(ranks, kind, fault, hours) for hours in (1 / 60, 900))
-    assert early[:2] == late[:2] == (PipelineError, text)
-    assert max(early[2], late[2]) < DEADLINE
+def test_a_failure_at_hour_900_ends_as_in_minute_1(ranks, kind, hours, fault, text):
+    error, line, seconds = fail(ranks, kind, fault, hours)
+    assert (error, line) == (PipelineError, text)
+    assert seconds < DEADLINE

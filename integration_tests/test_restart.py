@@ -50,7 +50,7 @@ def state_of(model, optimizer):
 def saved(directory):
     """The newest checkpoint, read into the whole model in this process."""
     model = Stage(0, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = Checkpoints(directory).load(TrainingState(stages={"model": [model]}, optimizers=[optimizer]))
     return found.step, state_of(model, optimizer)
 

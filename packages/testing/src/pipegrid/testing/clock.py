@@ -83,6 +83,7 @@ class MovedClock:
 
 
 _wait: Callable[..., Any] = WorkBase.wait
+_INHERITED = object()
 
 
 @contextmanager
@@ -96,9 +97,8 @@ def moved_clock() -> Iterator[MovedClock]:
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        real = getattr(owner, name)
-        replaced.append((owner, name, real))
-        setattr(owner, name, make(real))
+        replaced.append((owner, name, vars(owner).get(name, _INHERITED)))  # itself: what `getattr` gives binds no self
+        setattr(owner, name, make(getattr(owner, name)))
 
     def ahead(real: Callable[[], float]) -> Callable[[], float]:
         return lambda: real() + clock.passed
@@ -137,4 +137,7 @@ def moved_clock() -> Iterator[MovedClock]:
         yield clock
     finally:
         for owner, name, real in reversed(replaced):
-            setattr(owner, name, real)
+            if real is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, real)

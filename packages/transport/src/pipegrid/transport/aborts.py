@@ -18,8 +18,6 @@ from weakref import WeakKeyDictionary
 
 from attrs import define, field
 
-from pipegrid.transport.wait_lock import BackgroundThread
-
 # Backends whose abort frees no memory of a device, and whose waiters the end of a connection wakes.
 HOST_BACKENDS = frozenset({"gloo", "gloo_on_one_loop", "mpi", "ucc", "fake", "threaded"})
 
@@ -83,6 +81,8 @@ class DeviceAborts:
 
     def start(self, calls: Mapping[Any, Callable[[], None]], cause: str) -> list[Abort]:
         """Begin to abort all groups that ``calls`` has a call for, each in a thread; those begun before go on."""
+        from pipegrid.transport.wait_lock import BackgroundThread  # torch, which planning does without
+
         with self._lock:
             new = {group: Abort(cause) for group in calls if group not in self._begun}
             self._begun.update(new)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipegrid.training import CutError, prove_cut
+from pipegrid.training import CutError, cut, prove_cut
 
 from . import looped_models as looped
 
@@ -151,6 +151,62 @@ class Unreadable(looped.Looped):
         for block in self.blocks:
             hidden = block(hidden)[0]
         return self.head(hidden).square().mean()
+
+
+class Placed(nn.Module):
+    """An embedding that returns lengths as well: the batch determines them, and other stages have a stand-in."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(looped.WORDS, looped.WIDTH)
+
+    def forward(self, ids, mask):
+        return self.words(ids), mask.sum(1)
+
+
+class Listed(looped.Looped):
+    """The host lists what the embedding returns."""
+
+    def __init__(self, script, end):
+        super().__init__(script, end)
+        self.embed = Placed()
+
+    def forward(self, ids, mask):
+        hidden, lengths = self.embed(ids, mask)
+        for block in self.blocks:
+            hidden = block(hidden)[0] * max(lengths.tolist())
+        return self.head(hidden).square().mean()
+
+
+def test_a_list_of_what_the_embedding_returns_is_named():
+    found = prove_cut(Listed(PLAIN, "none"), "Ettt|ttL", looped.batch(), names=looped.NAMES)
+    with pytest.raises(CutError, match=r"made by sum in embed .* used by tolist in the model \(test_training_proof"):
+        found.require()
+
+
+class Keeping(looped.Looped):
+    """Adds the hidden state of the forward before."""
+
+    kept = None
+
+    def forward(self, ids, mask):
+        hidden = first = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+        if self.kept is not None:
+            hidden = hidden + self.kept
+        self.kept = first
+        return self.head(hidden).square().mean()
+
+
+def test_a_tensor_that_a_model_keeps_from_an_earlier_forward_is_said():
+    model = Keeping(PLAIN, "none")
+    first, last = cut(model, "Ettt|ttL", [0, 1], names=looped.NAMES)
+    given = looped.batch()
+    last.set_input_tensor([first(**given)])
+    last(**given)
+    with pytest.warns(UserWarning, match="keeps a tensor of an earlier forward"):
+        first(**given | {"mask": given["mask"].long()})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -152,6 +153,8 @@ def proof_of(
         loss: of what the model returns.
     """
     encoder, layers = _encoder(whole, assignment), assignment.layers
+    if "use_cache" in inspect.signature(whole.forward).parameters:
+        kwargs = {"use_cache": False, **kwargs}  # as stages are run
     given = {name: value for name, value in kwargs.items() if name not in dropped}
     compared = len(given) < len(kwargs) and not encoder
 

@@ -19,6 +19,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipegrid.training.errors import CutError
 from pipegrid.training.stages.proof.operators import (
     OVERWRITING,
     TorchFunctionMode,
@@ -88,6 +89,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cells: dict[int, Cell] = {}  # by storage
         self._outside: dict[int, tuple[Tensor, Traced]] = {}
 
+    def read_by_host(self, tensor: Traced, name: str) -> None:
+        """Note a read of ``tensor`` that is no operator of torch."""
+        operation = Operation(name, self.parts[-1] if self.parts else "", _line(), self.forward.passed)
+        self._use(tensor, operation)
+        if tensor.cell.placed:
+            self.guess(operation)
+
     def stop(self) -> None:
         """End the trace: its tensors take part in nothing more."""
         self.running = False
@@ -96,6 +104,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def outside(self, value: Any, *, parameter: str = "") -> Any:
         """The traced tensor for one from outside: a parameter has no values, others are copied."""
+        if isinstance(value, Traced) and value.owner is not self:
+            if not value.cell.known or value.cell.placed:
+                raise CutError("the model keeps a tensor of an earlier forward that the batch did not determine")
+            value = value.behind
         if not isinstance(value, Tensor) or isinstance(value, Traced):
             return value
         if id(value) not in self._outside:
@@ -142,7 +154,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(one)
         outs = self._run(func, args, kwargs, operation, known=known)
         if placed and known and not tensors_in(outs):
-            self._guess(operation)
+            self.guess(operation)
         for one in targets:
             one.cell.known, one.cell.placed = known, placed
             one.cell.written = operation
@@ -167,10 +179,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         answer = read(func, args)
         if answer is NotImplemented:
             return func(*args, **kwargs)
-        self._guess(operation)
+        self.guess(operation)
         return answer
 
-    def _guess(self, operation: Operation) -> None:
+    def guess(self, operation: Operation) -> None:
         """Note that the model's own code reads a value that the batch does not determine, or that one stage has."""
         if not self.parts:
             self.forward.guesses.append(operation)

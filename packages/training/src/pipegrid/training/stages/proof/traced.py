@@ -110,6 +110,7 @@ class Traced(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reads of values that go around operators take the values of a known tensor."""
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and args[0].cell.known:
+            args[0].owner.read_by_host(args[0], func.__name__)
             return func(args[0].behind, *args[1:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 

@@ -15,7 +15,7 @@ if find_spec("hypothesis") is not None:
 
 @pytest.fixture(autouse=True)
 def _fake_nccl2_is_known_as_nccl2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes over the fake NCCL in its mode nccl2 have that kind: else it is a backend that nobody knows."""
+    """The fake NCCL in mode nccl2 has the record of nccl2 in the table of backends, where its name is not known."""
     if request.node.get_closest_marker("ranks") is None or find_spec("pipegrid.transport") is None:
         return
     device = request.getfixturevalue("ranks").fake_device

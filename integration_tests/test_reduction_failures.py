@@ -1,6 +1,6 @@
 """A rank fails in the middle of a backward while others wait in the reduction of gradients: all name it, and its error.
 
-Two data lanes of two stages. Rank 3, on the last stage, fails in its last backward when rank 2 has finished its own, so
+Two replicas of two stages. Rank 3, on the last stage, fails in its last backward when rank 2 has finished its own, so
 that rank 2 waits for it in the reduction. Rank 1 waits for its gradient on a lane, rank 0 for rank 1 in a reduction.
 Each that fails leaves a record of its own.
 """

@@ -92,7 +92,7 @@ def errors(stages, whole):
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v"])
 @pytest.mark.parametrize("when", [None, "step", "microbatch"])
 def test_plain_parameters_beside_sharded_ones_have_the_gradients_of_one_process(ranks, schedule, when):
-    """Two data lanes of one position: any mix of sharded, plain, large, reused and shared parameters."""
+    """Two replicas of one position: any mix of sharded, plain, large, reused and shared parameters."""
     grid = HyperCommGrid([2, 1], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     mesh = grid.to_device_mesh(["dp"], device_type=ranks.device.type)

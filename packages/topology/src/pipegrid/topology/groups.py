@@ -290,7 +290,7 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
 
     Raises:
         GroupStoreError: that process did not answer in time.
-        GroupConnectionError: it refused the connection.
+        GroupConnectionError: the connection failed.
     """
     rank, _ = require_default_group()
     from pipegrid.topology import torch_compat as compat

@@ -101,10 +101,8 @@ class Waiting:
                 work.wait(_SLICE)
             except RuntimeError:
                 device_aborts.require_not_aborted(group)
-                if device_aborts.poll(
-                    work.is_completed
-                ):  # it failed, or ended just after the slice: its own wait tells
-                    work.wait()
+                if device_aborts.poll(work.is_completed):
+                    work.wait()  # raises if the work failed; it may have ended just after the slice
                     return
             else:
                 return

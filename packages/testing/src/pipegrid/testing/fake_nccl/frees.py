@@ -52,14 +52,14 @@ class Frees:
             self._note(f"group {group} was destroyed with {left[0]} under way; drain or abort it first")
 
     def require_pollable(self) -> None:
-        """Note a poll while an abort waits for an entry that nobody has begun to abort."""
+        """Note a poll during an abort that waits for an entry of a group whose own abort has not started."""
         draining = list(self._draining)
         running = [one for one in self.unfinished(None) if one.started] if draining else ()
         left = [one for one in running if not one.cancelled.is_set() and one.launch.group not in self._aborted]
         if left:
             self._note(
                 f"thread {threading.current_thread().name} polled the device while the abort of group {draining[0]} "
-                f"waited for {left[0]}, whose abort nobody had begun"
+                f"waited for {left[0]}, whose abort had not started"
             )
 
     def _note(self, text: str) -> None:

@@ -21,7 +21,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("show", "what a checkpoint holds"),
-        ("verify", "compare every byte with its checksum: finds damage; whoever forges a file can forge its checksum"),
+        ("verify", "compare every byte with its checksum: detects damage, not forgery"),
         ("export", "write the whole model as one .safetensors file"),
     ):
         command = commands.add_parser(name, help=text, description=text)

@@ -1,4 +1,4 @@
-"""The last save in the background of a script that ends without waiting for it: it is finished, or its loss is told.
+"""The last background save of a script that ends without waiting for it: finished at exit, or reported as lost.
 
 The exit code of a process is fixed before `atexit` runs, with one documented exception: "If an error occurs in the
 cleanup after the Python interpreter has caught SystemExit (such as an error flushing buffered data in the standard

@@ -74,7 +74,7 @@ class GradientPolicy:
         """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
-        all-reduce per module, before the first step. None in a dry run, where no other data lane exists.
+        all-reduce per module, before the first step. Skipped in a dry run, which has one rank.
         """
         if dist.is_initialized() and is_dry():
             return

@@ -145,7 +145,8 @@ def live(ranks, kind, *, warmup, steps):
     with moved_clock() as clock, Job(ranks, kind, clock) as job:
         job.train(warmup, seconds=1.0)
         before = Held.now(ranks)
-        rounds = 10
+        # The fake has an entry for each storage until it is told to forget: no round makes more than the warm-up.
+        rounds = max(10, -(-steps // warmup))
         for _ in range(rounds):
             job.train(steps // rounds, seconds=DAYS * 24 * HOUR / steps)
             ranks.fake_device.forget()

@@ -1,4 +1,4 @@
-"""The training script that the planner writes, on ranks: with its blanks filled in, each choice of a job trains."""
+"""The training script that the planner writes, on ranks: as it is, each choice of a job trains."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.planner import Device, Job, Layers, Module, Network, Training, dry_run, plan
 from pipegrid.planner.script import training_script
 from pipegrid.schedules import PipelineConfig
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, PlacementError
+from pipegrid.training import Pipeline
 
-WIDTH, STEPS = 3, 2
+STEPS = 2
 
 
 def job(schedule, *, frozen=False):
@@ -32,52 +33,24 @@ def job(schedule, *, frozen=False):
     )
 
 
-class Stage(nn.Module):
-    """A linear layer for each of the stage's."""
-
-    def __init__(self, module, kinds, first):
-        super().__init__()
-        torch.manual_seed(100 * len(module) + first)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in kinds))
-        self.received = None
-        self.first = first
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, batches):
-        given = next(batches)
-        received = self.received
-        if isinstance(received, dict):
-            tensors = [value for value in received.values() if value is not None]
-            received = tensors[0] if tensors else None
-        elif isinstance(received, list):
-            received = received[0]
-        return self.layers(given if received is None else received)
-
-
-def filled_in(script, losses):
-    """The script as a module, its blanks filled in; ``made`` has its stages as they began, by module."""
+def watched(script, losses):
+    """The script as a module; ``losses`` gets those of each microbatch, ``made`` its stages and how they began."""
     names: dict = {"__name__": "planned", "made": []}
     exec(compile(script, "train.py", "exec"), names)
 
-    def load_batch(step, lane, lanes):
-        generator = torch.Generator().manual_seed(step)
-        whole = torch.randn(names["NUM_MICROBATCHES"], names["MICROBATCH"], 1, WIDTH, generator=generator)
-        return (microbatch.chunk(lanes)[lane] for microbatch in whole)
+    class Watched(Pipeline):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            stages = ((name, stage) for name, held in self.stages.items() for stage in held)
+            names["made"] += [(name, stage, deepcopy(stage.state_dict())) for name, stage in stages]
 
-    def build_stage(module, kinds, first):
-        stage = Stage(module, kinds, first)
-        names["made"].append((module, stage, deepcopy(stage.state_dict())))
-        return stage
-
-    def loss_of(output):
-        loss = output.square().mean()
+    def loss_of(output, microbatch):
+        loss = script_loss(output, microbatch)
         losses.append(loss.item())
-        return loss, {}
+        return loss
 
-    names.update(build_stage=build_stage, load_batch=load_batch, loss_of=loss_of, STEPS=STEPS, DTYPE=torch.float32)
-    names["SEQ_LENGTH"] = 1
+    script_loss = names["loss_of"]
+    names.update(Pipeline=Watched, loss_of=loss_of, STEPS=STEPS)
     return names
 
 
@@ -91,7 +64,7 @@ def test_a_written_script_trains_every_arrangement(schedule):
             continue
         seen.add(str(choice.arrangement))
         losses: list[float] = []
-        names = filled_in(training_script(choice), losses)
+        names = watched(training_script(choice), losses)
         main = names["main"]
         if schedule == "interleaved_1f1b":
             names["LAYOUTS"]["language"] = "Et(|t)*2|t*3"  # folded, as the layouts of deep modules are
@@ -101,7 +74,9 @@ def test_a_written_script_trains_every_arrangement(schedule):
             continue
         main()
         names["LAYOUTS"]["language"] += "|"
-        with pytest.raises(ValueError, match=r"language: layout '.*\|' has \d stages, PLACES \d"):
+        with pytest.raises(
+            StepArgumentError, match=r"layout '.*\|' has \d stages, and the grid \d pp ranks; give a mult"
+        ):
             main()
         found: list = [None] * dist.get_world_size()
         dist.all_gather_object(found, losses)
@@ -123,7 +98,7 @@ def choices_of_all_ranks(job):
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 def test_a_written_script_leaves_frozen_modules_as_they_are(schedule):
     for choice in choices_of_all_ranks(job(schedule, frozen=True)):
-        names = filled_in(training_script(choice), [])
+        names = watched(training_script(choice), [])
         names["main"]()
         for module, stage, began in names["made"]:
             ended = stage.state_dict()

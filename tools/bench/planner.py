@@ -49,6 +49,7 @@ from pipegrid.planner.model import CostModel, Part
 from pipegrid.planner.script import training_script
 from pipegrid.schedules import simulate, stage_places
 from pipegrid.topology.tables import text_table
+from pipegrid.training import Names, Pipeline
 from planner_parts.real import compare
 from runtime_parts.emulated import sleeping
 from runtime_parts.processes import on_ranks
@@ -111,72 +112,61 @@ def choices(of: Job, *, quick: bool) -> Iterator[Choice]:
             yield shape.choice(shape.plan(schedule, 2), schedule, 2)
 
 
-class Sleepers(nn.Module):
-    """The layers of a stage, of which each sleeps for every sample; I and W sleep in nodes of their own."""
+class Sleeper(nn.Module):
+    """A layer that sleeps for every sample; I and W sleep in nodes of their own."""
 
-    def __init__(self, layers: Sequence[Measured], *, first: bool) -> None:
+    def __init__(self, seconds: Measured) -> None:
         super().__init__()
-        self.forwards, self.inputs, self.weights = (
-            sum(getattr(layer, kind) for layer in layers) for kind in ("F", "I", "W")
-        )
+        self.seconds = seconds
         self.weight = nn.Parameter(torch.full((1, 1, WIDTH), 0.1))
-        # A model's embedding: without it, nothing asks for the input half of a first stage.
-        self.entry = nn.Parameter(torch.zeros(1, 1, WIDTH)) if first else None
-        self.received: Any = None
 
-    def set_input_tensor(self, received: Any) -> None:
-        """See the step functions."""
-        self.received = received
-
-    def forward(self, batches: Iterator[Tensor]) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Of a microbatch's shape."""
-        x = next(batches)
-        for value in self.received.values() if isinstance(self.received, dict) else self.received or ():
-            x = x if value is None else value
-        if self.entry is not None:
-            x = x + self.entry
-        time.sleep(self.forwards * len(x))
-        return sleeping(x, self.inputs * len(x)) + sleeping(self.weight, self.weights * len(x))
+        time.sleep(self.seconds.F * len(x))
+        return sleeping(x, self.seconds.I * len(x)) + sleeping(self.weight, self.seconds.W * len(x))
+
+
+class Sleepers(nn.Module):
+    """A model of such layers, and what stands for its embedding: else nothing asks for I of a first stage."""
+
+    def __init__(self, layers: Sequence[Measured]) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.layers = nn.ModuleList([Sleeper(seconds) for seconds in layers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of a microbatch's shape."""
+        x = x + self.first
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def measure(choice: Choice, steps: int) -> list[float]:
-    """Seconds of each step on this rank; the script's blanks are filled in with sleepers."""
+    """Seconds of each step on this rank; the script's model is made of sleepers."""
     names: dict[str, Any] = {"__name__": "planned"}
     exec(compile(training_script(choice), "train.py", "exec"), names)
     of = choice.shape.job
     found: list[float] = []
 
-    def build_stage(module: str, kinds: Sequence[object], first: int) -> nn.Module:
-        own = of.module(module).each[first : first + len(kinds)]
-        timed = [layer.seconds for layer in own if layer.seconds is not None]
-        return Sleepers(timed, first=first == 0 and module == "vision")
-
-    def load_batch(step: int, lane: int, lanes: int) -> Iterator[Tensor]:
-        del step, lane
-        share = torch.zeros(names["MICROBATCH"] // lanes, 1, WIDTH)
-        return itertools.repeat(share, names["NUM_MICROBATCHES"])
-
-    def timed(**options: Any) -> Callable[..., Any]:
-        step_function = made(**options)
-
-        def step(**arguments: Any) -> Any:
+    class Timed(Pipeline):
+        def step(self, batch: Any) -> Tensor:
             dist.barrier()
             start = time.perf_counter()
-            result = step_function(**arguments)
+            loss = super().step(batch)
             found.append(time.perf_counter() - start)
-            return result
+            return loss
 
-        return step
+    def load_batch(step: int, lane: int, lanes: int) -> dict[str, Tensor]:
+        del step, lane
+        return {name: torch.zeros(names["ROWS"] // lanes, 1, WIDTH) for name in names["GRIDS"]}
 
-    made = names["get_forward_backward_func"]
     names.update(
-        build_stage=build_stage,
+        Pipeline=Timed,
+        make_model=lambda module: Sleepers([layer.seconds for layer in of.module(module).each if layer.seconds]),
+        NAMES=dict.fromkeys(names["GRIDS"], Names("layers", embedding=("first",))),
         load_batch=load_batch,
-        loss_of=lambda output: (output.sum(), {}),
-        get_forward_backward_func=timed,
         STEPS=steps,
-        DTYPE=torch.float32,
-        SEQ_LENGTH=1,
     )
     names["main"]()
     return found

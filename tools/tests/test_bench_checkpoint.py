@@ -20,5 +20,5 @@ def test_the_bench_prints_what_a_save_blocks_beside_a_bare_save():
     for row in ("blocked by an asynchronous save", "bare torch.save", "until it is on the disk"):
         assert re.search(rf"^  {row} +\d+\.\d\d ms$", result.stdout, re.MULTILINE)
     assert re.search(
-        r"^  blocked / bare +\d\.\d{3} (<=|> ) 0\.25 \[\d+\.\d{3}, \d+\.\d{3}\]$", result.stdout, re.MULTILINE
+        r"^  blocked / bare +-?\d+\.\d{3} (<=|> ) 0\.25 \[-?\d+\.\d{3}, -?\d+\.\d{3}\]$", result.stdout, re.MULTILINE
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -58,36 +59,30 @@ def work(given: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hf_vlm.data import END, PAD, batch_of, captions_of, prompts_of, truth_of
-    from hf_vlm.glue import arguments_of_a_step, train
+    from hf_vlm.glue import pipeline_of_job, train
     from hf_vlm.saving import save
-    from pipegrid.schedules import get_forward_backward_func
-    from pipegrid.training import generate
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    common = arguments_of_a_step()
-    run, size = get_forward_backward_func(schedule="1f1b"), given.samples
-    common["num_microbatches"] = given.microbatches
+    pipeline, size = pipeline_of_job(), given.samples
 
     def numbers(step: int) -> list[range]:
         first = step * size * given.microbatches
         return [range(at, at + size) for at in range(first, first + size * given.microbatches, size)]
 
     last, start = dist.get_rank() == PROCESSES - 1, time.perf_counter()
-    words = sum(len(text.split()) + 1 for part in numbers(0) for text in truth_of(batch_of(part)))
-    for number, loss in enumerate(
-        train(common["model"], lambda step: run(data_iterator=map(batch_of, numbers(step)), **common), given.steps)
-    ):
+    batches = ([batch_of(part) for part in numbers(step)] for step in itertools.count())
+    for number, loss in enumerate(train(pipeline, batches, given.steps)):
         if last and (number % 50 == 0 or number == given.steps - 1):
             seconds = time.perf_counter() - start
-            print(f"step {number}: loss per word {loss / words:.3f}, {seconds:.0f} s", flush=True)
+            print(f"step {number}: loss per word {loss:.3f}, {seconds:.0f} s", flush=True)
 
     answers: list[str] = []
     for step in range(given.unseen // (size * given.microbatches)):
-        prompts = (prompts_of(batch_of(part, unseen=True)) for part in numbers(step))
-        tokens = generate(data_iterator=prompts, max_new_tokens=8, eos_token_id=END, pad_token_id=PAD, **common)
-        answers += [text for part in tokens for text in captions_of(part)]
-    save(common["model"], given.out, step=given.steps)
+        prompts = [prompts_of(batch_of(part, unseen=True)) for part in numbers(step)]
+        tokens = pipeline.generate(prompts, max_new_tokens=8, eos_token_id=END, pad_token_id=PAD)
+        answers += [] if tokens is None else captions_of(tokens)
+    save(pipeline, given.out, step=given.steps)
     if last:
         truth = truth_of(batch_of(range(given.unseen), unseen=True))
         exact = sum(answer == text for answer, text in zip(answers, truth, strict=True))
@@ -96,7 +91,7 @@ def work(given: argparse.Namespace) -> None:
         print(f"exact captions of unseen images: {exact} of {len(truth)} ({exact / len(truth):.1%})")
         (given.out / "answers.json").write_text(json.dumps(answers))
     dist.barrier()
-    common["p2p_communicator"].destroy()
+    pipeline.close()
     dist.destroy_process_group()
 
 

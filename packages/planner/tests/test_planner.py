@@ -328,7 +328,7 @@ def test_the_script_compiles_and_names_what_exists():
     tree = ast.parse(script)
     compile(tree, "train.py", "exec")
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("pipegrid."):
+        if isinstance(node, ast.ImportFrom) and node.module in ("pipegrid.schedules", "pipegrid.topology"):
             package = __import__(node.module, fromlist=["__all__"])
             text = Path(package.__file__).read_text()
             for alias in node.names:

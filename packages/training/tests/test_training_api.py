@@ -13,25 +13,27 @@ NAMES = {
     "Checkpoints",
     "DropoutMasks",
     "Names",
+    "Pipeline",
+    "PipelineModule",
     "Sampling",
     "Stage",
     "TrainingState",
+    "check_stages",
     "compile_layers",
-    "cut",
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "pipeline_stage",
     "prove_cut",
     "sequence_slices",
-    "spread",
-    "tie",
+    "tie_stage_parameters",
     "whole_names",
-    *{"NO_PROGRESS", "PREEMPTED", "Attempt", "RestartError", "attempt_store"},
+    *{"NO_PROGRESS", "PREEMPTED", "Attempt", "RestartError", "attempt_store", "balance_samples"},
 }
 # Imported from the package as well; outside of __all__.
 FURTHER = {
     *("CorruptCheckpointError", "CutError", "GenerationError", "LoadedCheckpoint", "Spread", "SpreadError", "Tie"),
-    *("Boundary", "CutProof", "stop_restarts", "ties_of"),
+    *("Boundary", "Compared", "CutProof", "StageComparison", "stop_restarts", "ties_of"),
 }
 
 
@@ -42,6 +44,15 @@ def test_the_public_names_are_pinned():
 @pytest.mark.parametrize("name", sorted(NAMES | FURTHER))
 def test_a_name_is_imported_from_the_package(name):
     assert getattr(pipegrid.training, name) is not None
+
+
+FORMER = {"cut": "pipeline_stage", "spread": "balance_samples", "tie": "tie_stage_parameters"}
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_former_name_is_the_same_function(former):
+    assert getattr(pipegrid.training, former) is getattr(pipegrid.training, FORMER[former])
+    assert getattr(pipegrid.training, former).__name__ == FORMER[former]
 
 
 def test_the_package_is_imported_with_torch_blocked():

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipegrid.training import CutError, Names, cut
 
+from .stage_chain import gradients, step
 from .training_models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
 
 CUTS = ("Et|tt|tL", "Et||ttt|L", "E|tttt|L", "EttttL", "Etttt|L")
@@ -18,38 +19,6 @@ EXAMPLES = [
     *((name, "Eeee|e|tt||t|tL") for name in TWO_LISTS),
 ]
 ALL = [(name, cut) for name in MAKERS for cut in (CUTS_OF_TWO if name in TWO_LISTS else CUTS)]
-
-
-def tensors(payload):
-    if isinstance(payload, torch.Tensor):
-        return [payload]
-    return [one for item in payload for one in tensors(item)] if isinstance(payload, tuple) else []
-
-
-def sent(payload):
-    """The payload as it arrives on the next stage."""
-    if isinstance(payload, torch.Tensor):
-        return payload.detach().clone().requires_grad_(payload.requires_grad)
-    return tuple(map(sent, payload)) if isinstance(payload, tuple) else payload
-
-
-def step(stages, batch):
-    """Forward and backward through the stages in turn; the loss."""
-    arrived, left = [None], []
-    for stage in stages:
-        stage.set_input_tensor([arrived[-1]])
-        left.append(stage(**batch))
-        arrived.append(sent(left[-1]) if not stage.is_last else None)
-    loss = loss_of(left[-1])
-    loss.backward()
-    for outputs, inputs in reversed(list(zip(left[:-1], arrived[1:-1], strict=True))):
-        pairs = [
-            (output, received.grad)
-            for output, received in zip(tensors(outputs), tensors(inputs), strict=True)
-            if output.requires_grad and received.grad is not None
-        ]
-        torch.autograd.backward(*zip(*pairs, strict=True))
-    return loss.detach()
 
 
 def stages_of(make, layout, **options):
@@ -71,18 +40,11 @@ def require_equal(whole, make, layout, batch, **options):
     for stage in stages:
         for name, value in stage.state_dict().items():
             assert torch.equal(value, state[name]), name
-    assert step(stages, batch).item() == pytest.approx(loss.item(), rel=1e-12)
-    summed = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if parameter.grad is not None:
-                parameter_id = id(names[name])
-                summed[parameter_id] = summed.get(parameter_id, 0) + parameter.grad
-    for name, parameter in whole.named_parameters():
-        if parameter.grad is None:
-            assert id(parameter) not in summed, name
-        else:
-            torch.testing.assert_close(summed[id(parameter)], parameter.grad, rtol=1e-10, atol=1e-14, msg=name)
+    assert step(stages, batch, loss_of).item() == pytest.approx(loss.item(), rel=1e-12)
+    for name, right, found in gradients(whole, stages):
+        assert (right is None) == (found is None), name
+        if right is not None:
+            torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-14, msg=name)
 
 
 def require_equal_family(name, layout):

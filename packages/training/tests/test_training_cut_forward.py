@@ -40,6 +40,45 @@ def test_ids_are_there_for_what_the_models_own_code_reads_in_them():
         require_equal(make().double(), make, "Et|t|ttL", batch)
 
 
+def deepstack(layers):
+    """Qwen3-VL, whose first three layers take visual features in the loop of the model."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = TEXT | {"num_hidden_layers": layers, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    vision = {"depth": 3, "num_heads": 4, "patch_size": 4, "hidden_size": 32, "intermediate_size": 32}
+    config = transformers.Qwen3VLConfig(
+        text_config=text | {"num_key_value_heads": 2, "rope_parameters": rope},
+        vision_config=vision
+        | {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]},
+        image_token_id=9,
+        video_token_id=10,
+        vision_start_token_id=8,
+        vision_end_token_id=7,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def seen():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(12, WORDS, (2, 10), generator=generator)
+    ids[:, 1:5] = 9
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "pixel_values": torch.randn(32, 96, generator=generator, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (ids == 9).int(),
+    }
+
+
+def test_layers_that_take_visual_features_are_on_the_first_stage_or_a_cut_error():
+    torch.manual_seed(1)
+    require_equal(deepstack(5).double(), lambda: deepstack(5), "Etttt|tL", seen())
+    with pytest.raises(CutError, match=r"\nA stage may end after model\.language_model\.layers\.3; print") as error:
+        cut(lambda: deepstack(5).double(), "Ett|tttL", 0)(**seen())
+    assert "made by cat in the model (modeling_qwen3_vl.py:" in str(error.value)
+    assert "have no pixel_values, without which other code runs, first by clone in the model (m" in str(error.value)
+
+
 def test_without_ids_a_stand_in_has_the_width_of_the_embedding():
     torch.manual_seed(1)
     whole = narrow_opt()().double()

@@ -13,7 +13,7 @@ import torch
 
 from pipegrid.training import CutError, Names, cut
 
-from .test_training_cut import sent, tensors
+from .stage_chain import gradients, step
 from .training_fuzz import WORDS, random_case
 
 SECONDS = float(os.environ.get("PIPEGRID_FUZZ_SECONDS", "1800"))
@@ -41,45 +41,19 @@ def loss_of(logits):
     return logits.double().sin().square().sum()
 
 
-def run(stages, batch):
-    """Forward and backward through the stages in turn, as if each were on a rank of its own; the loss."""
-    arrived, left = [None], []
-    for stage in stages:
-        stage.set_input_tensor([arrived[-1]])
-        left.append(stage(**batch))
-        arrived.append(sent(left[-1]) if not stage.is_last else None)
-    loss = loss_of(left[-1])
-    loss.backward()
-    for outputs, inputs in reversed(list(zip(left[:-1], arrived[1:-1], strict=True))):
-        pairs = [
-            (output, received.grad)
-            for output, received in zip(tensors(outputs), tensors(inputs), strict=True)
-            if output.requires_grad and received.grad is not None
-        ]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
-    return loss.item()
-
-
 def require_the_step_of(whole, stages, batch):
     """Loss, gradients summed over tied copies, and buffers of the stages are those of the model in one process."""
     expected = loss_of(whole(**batch))
     expected.backward()
-    assert run(stages, batch) == pytest.approx(expected.item(), rel=1e-9)
-    of_name = dict(whole.named_parameters(remove_duplicate=False))
-    summed, counted = {}, set()
+    assert step(stages, batch, loss_of).item() == pytest.approx(expected.item(), rel=1e-9)
+    buffers = dict(whole.named_buffers())
     for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if id(parameter) not in counted and parameter.grad is not None:
-                key = id(of_name[name])
-                summed[key] = summed.get(key, 0) + parameter.grad
-            counted.add(id(parameter))
         for name, buffer in stage.named_buffers():
-            if name in dict(whole.named_buffers()):
-                torch.testing.assert_close(buffer, whole.get_buffer(name), rtol=1e-9, atol=1e-12, msg=name)
-    for name, parameter in whole.named_parameters():
-        right = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found = summed.get(id(parameter), torch.zeros_like(parameter))
+            if name in buffers:
+                torch.testing.assert_close(buffer, buffers[name], rtol=1e-9, atol=1e-12, msg=name)
+    for name, right, found in gradients(whole, stages):
+        zero = torch.zeros_like(whole.get_parameter(name))
+        found, right = (zero if each is None else each for each in (found, right))
         torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-11, msg=name)
 
 

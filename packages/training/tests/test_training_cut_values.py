@@ -70,28 +70,95 @@ def one_original_twice():
     return model
 
 
+class LowRank(nn.Module):
+    """A frozen layer and a trained product beside it, as PEFT's LoRA writes them."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer.requires_grad_(False)
+        self.lora_A = nn.Linear(layer.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, layer.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=5**0.5)
+        nn.init.normal_(self.lora_B.weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Inside(nn.Module):
+    """A model inside of another, which calls its forward, as PEFT's ``LoraModel`` does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model.forward(*args, **kwargs)
+
+
+class Adapted(nn.Module):
+    """As PEFT's ``PeftModelForCausalLM``: its model is ``base_model.model``."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = Inside(model)
+
+    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, labels=None, task_ids=None, **kwargs):
+        del task_ids
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        return self.base_model(**inputs, labels=labels, **kwargs)
+
+
+def adapted():
+    model = llama()().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
+        layer.mlp.up_proj = LowRank(layer.mlp.up_proj)
+    return Adapted(model)
+
+
+def checkpointed():
+    model = llama()()
+    model.activation_checkpointing_enable()
+    return model
+
+
+def compiled():
+    model = llama()()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = torch.compile(layer, backend="eager")
+    return model
+
+
 FACTORIES = {
     "copies": Model,
     "upcycled": upcycled,
     "resized": resized,
     "with noise": with_noise,
     "bfloat16": lambda: llama()().to(torch.bfloat16),
+    "float16": lambda: llama()().half(),
+    "moved": lambda: llama()().to("cpu"),
+    "float64, of bfloat16": lambda: llama()().bfloat16().double(),
+    "adapted": adapted,
+    "adapted, bfloat16": lambda: adapted().to(torch.bfloat16),
+    "checkpointed": checkpointed,
+    "compiled": compiled,
     "copied": lambda: copy.deepcopy(llama(tie_word_embeddings=True)()),
     "python": drawn_by_python,
     "one original twice": one_original_twice,
 }
 
 
+def seeded(function):
+    torch.manual_seed(3)
+    random.seed(3)
+    return function()
+
+
 @pytest.mark.parametrize("name", FACTORIES)
 def test_initial_values_are_those_of_one_process(name):
     make = FACTORIES[name]
     names = Names("blocks") if name in ("copies", "one original twice") else None
-
-    def seeded(function):
-        torch.manual_seed(3)
-        random.seed(3)
-        return function()
-
     whole = seeded(make)
     values = dict(whole.named_parameters(remove_duplicate=False))
     layout = "Ettt|tttttL" if names else "Et|tttL"
@@ -99,6 +166,7 @@ def test_initial_values_are_those_of_one_process(name):
     for stage in found:
         for key, value in stage.named_parameters(remove_duplicate=False):
             assert value.dtype == values[key].dtype
+            assert value.requires_grad == values[key].requires_grad
             assert torch.equal(value, values[key]), key
     ties = cut(whole, layout, 0, names=names).ties
     assert all(stage.ties == ties for stage in found)
@@ -145,6 +213,18 @@ def by_data():
     return model
 
 
+def with_a_mean():
+    model = llama()()
+    model.resize_token_embeddings(60)
+    return model
+
+
+def compiled_in_place():
+    model = llama()()
+    model.model.layers[1].compile(backend="eager")
+    return model
+
+
 def lazy():
     model = Model(1)
     model.blocks = nn.ModuleList(nn.LazyLinear(WIDTH) for _ in range(2))
@@ -161,9 +241,12 @@ def through_numpy():
 @pytest.mark.parametrize(
     ("make", "names", "text"),
     [
-        (by_values, None, r"make the model in full and cut that, cut\(make\(\), \.\.\.\)"),
-        (by_data, None, r"make the model in full and cut that, cut\(make\(\), \.\.\.\)"),
-        (through_numpy, None, r"make the model in full and cut that, cut\(make\(\), \.\.\.\)"),
+        (by_values, None, r"make the model in full and cut that, pipeline_stage\(make\(\), \.\.\.\)"),
+        (by_data, None, r"make the model in full and cut that, pipeline_stage\(make\(\), \.\.\.\)"),
+        (through_numpy, None, r"make the model in full and cut that, pipeline_stage\(make\(\), \.\.\.\)"),
+        (with_a_mean, None, r"make the model in full and cut that, pipeline_stage\(make\(\), \.\.\.\)"),
+        (compiled_in_place, None, r"model.layers.1 is compiled, .* compile_layers\(stage\)"),
+        (lambda: torch.compile(llama()(), backend="eager"), None, r"the model is compiled, .* compile_layers\(stage\)"),
         (lazy, Names("blocks"), "LazyLinear.weight is a lazy parameter, .* give its layer its sizes"),
     ],
 )
@@ -194,3 +277,31 @@ def test_the_schemas_of_operations_tell_memory_and_writes():
     assert torch_compat.written_by(aten.add.Tensor, (one, one), {}) == []
     assert torch_compat.memory_of(one) == torch_compat.memory_of(one.view(1, 2))
     assert torch_compat.extent_of(torch.ones(3, 4).t()[1:]) == 4 * (12 - 1)
+
+
+def test_an_adapted_model_in_stages_computes_what_it_computes_whole():
+    batch = {"input_ids": torch.arange(12).reshape(2, 6), "labels": torch.arange(12).reshape(2, 6)}
+    whole = seeded(adapted).double()
+    first, last = (seeded(lambda n=n: cut(adapted, "Et|tttL", n)).double() for n in (0, 1))
+    hidden = first(**batch)
+    received = hidden.detach().requires_grad_()
+    last.set_input_tensor([received])
+    loss = last(**batch).loss
+    loss.backward()
+    hidden.backward(received.grad)
+    expected = whole(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for stage in (first, last):
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-10, atol=1e-14, msg=name)
+
+
+def test_a_module_that_is_compiled_in_place_is_told_by_its_call():
+    layer = nn.Linear(2, 2)
+    assert not torch_compat.is_compiled_in_place(layer)
+    assert not torch_compat.is_compiled_in_place(torch.compile(layer, backend="eager"))
+    layer.compile(backend="eager")
+    assert torch_compat.is_compiled_in_place(layer)

@@ -100,7 +100,7 @@ MISTAKES = {
     "modules without a name": (
         CutError,
         lambda: run({"images": torch.ones(1, 4)}),
-        r"has received from 'images', and its own module is None; give cut\(..., module=...\)",
+        r"has received from 'images', and its own module is None; give pipeline_stage\(..., module=...\)",
     ),
     "another module's name": (
         CutError,
@@ -124,7 +124,9 @@ class Tied(Model):
 def test_a_tie_that_a_script_forgets_is_an_error_before_the_first_step():
     first, last = cut(Tied, "Et|tttL", [0, 1], names=Names("layers"))
     for stages in ([first], [last]):
-        with pytest.raises(ReductionError, match=r"'word.weight' is one .* stages \[0, 1\].* tie\(stage.ties,"):
+        with pytest.raises(
+            ReductionError, match=r"'word.weight' is one .* stages \[0, 1\].* tie_stage_parameters\(stage.ties,"
+        ):
             required_ties(models=stages, config=PipelineConfig(), stages=[0])
     assert required_ties(models=[first, last], config=PipelineConfig(), stages=[0, 1]) == ()  # one parameter
     by_hand = PipelineConfig(finalize_model_grads_func=lambda models, tokens, pg_collection: None)

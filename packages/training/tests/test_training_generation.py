@@ -9,8 +9,9 @@ import torch.distributed as dist
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, PipelineError, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import GenerationError, Sampling, cut, generate
+from pipegrid.training import GenerationError, Names, Sampling, cut, generate
 
+from .compatibility_families import FAMILIES
 from .training_models import MAKERS, WORDS, llama, text_model
 from .training_vlm import VISION, Tower, image_batch, language_with, seen_and_text
 
@@ -145,11 +146,25 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
     }
     for config, model, text in (
         (PipelineConfig(deadline=10.0), cut(MAKERS["llama"], "Et|tttL", ranks.rank), "variable_seq_lengths=True"),
-        (PipelineConfig(deadline=10.0, variable_seq_lengths=True), torch.nn.Linear(2, 2), "that cut.* has made"),
+        (
+            PipelineConfig(deadline=10.0, variable_seq_lengths=True),
+            torch.nn.Linear(2, 2),
+            "that pipeline_stage.* has made",
+        ),
         (
             PipelineConfig(deadline=10.0, variable_seq_lengths=True),
             cut(MAKERS["t5"], "Eeee|ettttL", ranks.rank),
             "encoder and a decoder",
+        ),
+        (
+            PipelineConfig(deadline=10.0, variable_seq_lengths=True),
+            cut(MAKERS["vit"], "Et|tttL", ranks.rank),
+            r"ViTModel has no next token \(its can_generate\(\) is False\)",
+        ),
+        (
+            PipelineConfig(deadline=10.0, variable_seq_lengths=True),
+            cut(text_model("RwkvForCausalLM", "RwkvConfig"), "Et|tttL", ranks.rank, names=Names("rwkv.blocks")),
+            "the forward of RwkvForCausalLM takes no past_key_values",
         ),
     ):
         communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
@@ -172,6 +187,14 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
     scaled = cut(llama(max_position_embeddings=4, rope_parameters=rope), "Et|tttL", ranks.rank, config=config)
     with pytest.raises(PipelineError, match="above 4 tokens; prompt and new tokens are 5"):
         generate(**arguments | {"model": scaled})
+    communicator.destroy()
+    communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
+    arguments |= {"p2p_communicator": communicator}
+    parts = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "altup_projections")
+    names = Names("model.layers", embedding=tuple(f"model.{part}" for part in parts))
+    crossing = cut(FAMILIES["Gemma 3n, text"].make, "Et|tttL", ranks.rank, config=config, names=names)
+    with pytest.raises(PipelineError, match="would not compute what the model computes"):
+        generate(**arguments | {"model": crossing, "data_iterator": iter([prompts(0, 0)])})
     communicator.destroy()
     communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
     arguments |= {"p2p_communicator": communicator}

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from pipegrid.training import CutError, Names, cut
 
-from .test_training_cut import sent, step
-from .training_models import WORDS, batch_of, llama
+from .stage_chain import sent, step
+from .training_models import WORDS, batch_of, llama, loss_of
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -190,7 +190,7 @@ def test_stages_under_autocast_compute_as_the_whole_model_does():
         expected = whole(**batch).loss
     expected.backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = step(stages, batch)
+        loss = step(stages, batch, loss_of)
     assert torch.equal(loss, expected.detach())
     for stage in stages:
         for name, parameter in stage.named_parameters():

@@ -36,31 +36,68 @@ SCRIPTS = st.tuples(
 )
 
 
-def require_right(script, end, cuts):
+def require_right(whole, layout, given, names):
     """The proof holds exactly where stages and model have the same loss and gradients."""
-    layout = looped.layouts(cuts)
-    found = proof(script, end, layout)
-    try:
-        equal = looped.stages_are_the_model(script, end, layout)
-    except (CutError, RuntimeError):  # stand-ins met a value that is on another stage
-        equal = False
+    found = prove_cut(whole, layout, given, names=names)
+    equal = looped.stages_are_the_model(whole, layout, given, names)
     assert found.holds == equal, str(found)
     if not equal:
-        with pytest.raises(CutError, match="would not compute what the model computes"):
+        with pytest.raises(CutError, match="would not compute what the model computes") as error:
             found.require()
+        assert len(str(error.value).splitlines()) <= 10
+
+
+def require_right_loop(script, end, cuts, shared):
+    require_right(looped.made(script, end, shared), looped.layouts(cuts), looped.batch(), looped.NAMES)
+
+
+def require_right_pair(before, script, end, cuts):
+    given = looped.batch() | {"words": looped.batch()["ids"].flip(1)}
+    require_right(looped.made_pair(before, script, end), looped.pair_layouts(cuts), given, looped.PAIR)
+
+
+def in_pair():
+    return st.tuples(*(st.sampled_from(looped.IN_PAIR) for _ in range(3)))
+
+
+LOOPS = (
+    SCRIPTS,
+    st.sampled_from(looped.END),
+    st.sets(st.integers(0, looped.LAYERS), min_size=1, max_size=3),
+    st.sampled_from(looped.SHARED),
+)
+PAIRS = (
+    in_pair(),
+    in_pair(),
+    st.sampled_from(looped.PAIR_END),
+    st.sets(st.integers(1, 5), min_size=1, max_size=3),
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(SCRIPTS, st.sampled_from(looped.END), st.sets(st.integers(0, looped.LAYERS), min_size=1, max_size=3))
-def test_a_cut_is_proved_exactly_where_its_stages_are_the_model(script, end, cuts):
-    require_right(script, end, cuts)
+@given(*LOOPS)
+def test_a_cut_is_proved_exactly_where_its_stages_are_the_model(script, end, cuts, shared):
+    require_right_loop(script, end, cuts, shared)
+
+
+@settings(max_examples=25, deadline=None)
+@given(*PAIRS)
+def test_a_cut_of_two_lists_is_proved_exactly_where_its_stages_are_the_model(before, script, end, cuts):
+    require_right_pair(before, script, end, cuts)
 
 
 @pytest.mark.nightly
 @settings(max_examples=3000, deadline=None)
-@given(SCRIPTS, st.sampled_from(looped.END), st.sets(st.integers(0, looped.LAYERS), min_size=1, max_size=3))
-def test_many_cuts_are_proved_exactly_where_their_stages_are_the_model(script, end, cuts):
-    require_right(script, end, cuts)
+@given(*LOOPS)
+def test_many_cuts_are_proved_exactly_where_their_stages_are_the_model(script, end, cuts, shared):
+    require_right_loop(script, end, cuts, shared)
+
+
+@pytest.mark.nightly
+@settings(max_examples=1500, deadline=None)
+@given(*PAIRS)
+def test_many_cuts_of_two_lists_are_proved_exactly_where_their_stages_are_the_model(before, script, end, cuts):
+    require_right_pair(before, script, end, cuts)
 
 
 # -- what is named ------------------------------------------------------------------------------------------

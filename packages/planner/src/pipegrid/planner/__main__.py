@@ -31,7 +31,9 @@ NO_FIT = 1
 def plan_file(arguments: argparse.Namespace) -> int:
     """Search, and print the best choices."""
     planned = plan(read_job(arguments.job), gpus=arguments.gpus, memory=arguments.memory, limit=arguments.limit)
-    winner = planned.winner
+    if not 1 <= arguments.choice <= len(planned.choices):
+        raise JobError(f"--choice {arguments.choice}: the table has the choices 1 to {len(planned.choices)}")
+    chosen = winner = planned.choices[arguments.choice - 1]
     if arguments.search:
         winner = refined(winner, memory=planned.memory, effort=arguments.search)
     if arguments.json:
@@ -40,16 +42,16 @@ def plan_file(arguments: argparse.Namespace) -> int:
         print(results_table(planned, terminal=sys.stdout.isatty()), end="")
         print(explanation(planned) if arguments.explain else summary(planned), end="")
         if arguments.search:
-            print(refinement(planned.winner, winner))
+            print(refinement(chosen, winner))
         if arguments.dry_run:
-            print(dry_run(planned.winner))
+            print(dry_run(chosen))
     if arguments.svg:
         title = f"{winner.schedule}, {winner.arrangement}, {winner.plan.num_microbatches} microbatches"
         write_svg(timeline(winner.simulation, unit="s", title=title), arguments.svg)
     if arguments.plan:
         arguments.plan.write_text(str(lower(winner.plan, collectives=winner.shape.collectives)), encoding="utf-8")
     if arguments.code:
-        arguments.code.write_text(training_script(planned.winner), encoding="utf-8")
+        arguments.code.write_text(training_script(chosen), encoding="utf-8")
     return 0
 
 
@@ -94,16 +96,19 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--limit", type=int, default=200, help="candidates that are simulated at most")
     search.add_argument("--explain", action="store_true", help="layouts, memory per position, why the others lost")
     search.add_argument("--json", action="store_true", help="the choices as JSON, in place of tables and texts")
-    search.add_argument("--dry-run", action="store_true", help="count and check what all ranks of the winner open")
-    search.add_argument("--svg", type=Path, help="write the winner's timeline")
+    search.add_argument("--dry-run", action="store_true", help="count and check what all ranks of the choice open")
+    search.add_argument(
+        "--choice", type=int, default=1, metavar="N", help="which of the table the other options take (default 1)"
+    )
+    search.add_argument("--svg", type=Path, help="write the choice's timeline")
     search.add_argument(
         "--search",
         type=float,
         metavar="EFFORT",
-        help="search the winner's plan, encoders in its bubbles; 1: about 10 s",
+        help="search the choice's plan, encoders in its bubbles; 1: about 10 s",
     )
-    search.add_argument("--plan", type=Path, help="write that plan, or the winner's, with its communication")
-    search.add_argument("--code", type=Path, help="write a training script with the winner's sizes")
+    search.add_argument("--plan", type=Path, help="write that plan, or the choice's, with its communication")
+    search.add_argument("--code", type=Path, help="write a training script with the choice's sizes, which runs")
     search.set_defaults(run=plan_file)
     other = commands.add_parser("what-if", help="the step time of a recorded run under another plan")
     other.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")

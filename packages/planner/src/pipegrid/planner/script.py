@@ -1,105 +1,102 @@
-"""The skeleton of a training script with the grids, layout and schedule of a choice."""
+"""A training script with the grids, layout and schedule of a choice, which runs as it is."""
 
 from __future__ import annotations
 
+from pipegrid.layout import LayerType
 from pipegrid.planner.choice import Choice
 
-_HEAD = '''"""Training script of a planned job: fill in `build_stage`, `load_batch` and `loss_of`.
+_HEAD = '''"""Training script of a planned job, which runs: put your model, data and loss in place of the stand-ins.
 
 torchrun --nproc-per-node <GPUs of a node> <this file>, {gpus} GPUs in all. Predicted step: {step:.4g} s.
 """
 
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
-from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func
-from pipegrid.topology import ProcessGroupCollection, data_lane, place
+from pipegrid.schedules import PipelineConfig
+from pipegrid.topology import place
+from pipegrid.training import Names, Pipeline, PipelineModule
 
-MICROBATCH = {microbatch}  # samples, over all data lanes
+ROWS = {rows}  # samples of a step, over all data lanes
 NUM_MICROBATCHES = {count}
-SEQ_LENGTH = 4096  # of the activations between stages; yours
-STEPS = 1000
-DTYPE = torch.bfloat16  # of activations and gradients between stages
+STEPS = 10
 ON_GPU = torch.cuda.is_available()
 '''
 
 _BODY = '''
 
-def build_stage(module: str, kinds: list[str], first: int) -> torch.nn.Module:
-    """The layers of a stage, from layer `first` of `module` on, with a method `set_input_tensor`."""
-    raise NotImplementedError(f"{module}: {kinds}, from layer {first} on")
+class StandIn(nn.Module):
+    """Linear layers, as many as the module has."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)
 
 
-def load_batch(step: int, lane: int, lanes: int):
-    """An iterator over this lane's share of each microbatch."""
-    raise NotImplementedError(f"batch of step {step}, lane {lane} of {lanes}")
+NAMES = {name: Names("layers", embedding=("first",), head=("last",)) for name in GRIDS}  # None: a Hugging Face model's
 
 
-def loss_of(output: torch.Tensor):
-    """The loss, and what is logged of it."""
-    raise NotImplementedError
+def make_model(module: str) -> nn.Module:
+    """The whole model of a module, with the same values on every rank; each rank keeps its own stages."""
+    torch.manual_seed(0)
+    return StandIn(LAYERS[module])
+
+
+def forward(module: str, stage: nn.Module, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The call of a stage; what other modules sent is on the first one, in `stage.received`."""
+    x = microbatch[module]
+    if stage.is_first and any(module in fed for fed in TOPOLOGY.values()):
+        x = sum(stage.received.values(), start=x)
+    return stage(x)
+
+
+def load_batch(step: int, lane: int, lanes: int) -> dict[str, torch.Tensor]:
+    """The rows of one data lane of `lanes`, for all modules."""
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(ROWS, 4, 8, generator=generator).chunk(lanes)[lane] for name in GRIDS}
+
+
+def loss_of(output: torch.Tensor, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean over the rows of a microbatch; or a sum, and what it counts."""
+    return output.square().mean()
 
 
 def main() -> None:
-    device = torch.device("cuda" if ON_GPU else "cpu")
     grids = place(GRIDS, offsets=FIRST_RANKS)
-    layouts = {name: PipelineParallelLayerLayout.parse_str_to_list(text) for name, text in LAYOUTS.items()}
-    for name, places in PLACES.items():
-        if len(layouts[name]) != len(places):
-            raise ValueError(f"{name}: layout {LAYOUTS[name]!r} has {len(layouts[name])} stages, PLACES {len(places)}")
-    # A rank has a stage of each module whose grid it is in; with modules on the same ranks, several.
-    mine = [name for name in grids if grids[name].is_current_rank_in_grid()]
-    for name in mine:
-        for dim in ("tp", "cp", "dp", "pp"):
-            grids[name].create_pg(dim)
-    config = PipelineConfig(pipeline_dtype=DTYPE)
-    no_gradients = {(name, fed): EdgeOptions(backward=False) for name in FROZEN for fed in TOPOLOGY[name]}
-    pipe = MultiModulePipelineCommunicator(grids, TOPOLOGY, config, edges=no_gradients, stage_placement=PLACES)
-    models: dict[str, list[torch.nn.Module]] = {name: [] for name in mine}
-    for name in mine:
-        own = grids[name].coords(dist.get_rank())["pp"]
-        for index, at in enumerate(PLACES[name]):
-            if at == own:
-                first = sum(map(len, layouts[name][:index]))
-                stage = build_stage(name, layouts[name][index], first)
-                stage.config, stage.module = config, name
-                stage.ends = not TOPOLOGY.get(name) and index == len(PLACES[name]) - 1
-                models[name].append(stage.to(device).requires_grad_(name not in FROZEN))
-    stages = [stage for held in models.values() for stage in held]
-    trained = [parameter for stage in stages for parameter in stage.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": trained}], lr=1e-4)  # a rank with frozen modules alone has none
-    groups = {name: ProcessGroupCollection.from_grid(grids[name]) for name in mine}
-
-    def batches_of(step: int) -> dict[str, list]:  # each stage reads all microbatches
-        return {name: [load_batch(step, *data_lane(grids[name])) for _ in models[name]] for name in mine}
-
-    def of_rank(by_module: dict):  # a rank with one module gives its value, one with several a dict by module
-        return by_module if len(mine) > 1 else by_module[mine[0]]
-
-    def forward_step(batches, stage):
-        output = stage(batches)
-        return (output if stage.ends else {stage.module: output}), loss_of
-
-    train_step = get_forward_backward_func(schedule=SCHEDULE)
-    for step in range(STEPS):
-        train_step(
-            forward_step_func=forward_step,
-            data_iterator=of_rank(batches_of(step)),
-            model=of_rank(models),
-            num_microbatches=NUM_MICROBATCHES,
-            seq_length=SEQ_LENGTH,
-            micro_batch_size=MICROBATCH,
-            p2p_communicator=pipe,
-            pg_collection=of_rank(groups),
+    modules = {
+        name: PipelineModule(
+            partial(make_model, name),
+            LAYOUTS[name],
+            grid,
+            NAMES[name],
+            partial(forward, name),
+            output=nn.Identity() if TOPOLOGY[name] else None,  # what is sent to other modules
+            frozen=name in FROZEN,
         )
-        clip_grad_norm_(of_rank(models), of_rank(groups), max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    pipe.destroy()
+        for name, grid in grids.items()
+    }
+    config = PipelineConfig(variable_seq_lengths=True)
+    cut = {"num_microbatches": NUM_MICROBATCHES, "loss": loss_of}
+    with Pipeline(modules, topology=TOPOLOGY, schedule=SCHEDULE, config=config, **cut) as pipeline:
+        optimizer = torch.optim.AdamW([{"params": pipeline.parameters()}], lr=1e-4)  # none, of frozen modules alone
+        for step in range(STEPS):
+            loss = pipeline.step(load_batch(step, pipeline.lane, pipeline.lanes))
+            pipeline.clip(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":
@@ -112,12 +109,13 @@ if __name__ == "__main__":
 
 
 def training_script(choice: Choice) -> str:
-    """A script with the choice's sizes as constants, and the model, the data and the loss left to fill in."""
+    """A script with the choice's sizes as constants, and stand-ins for the model, the data and the loss."""
     shape = choice.shape
     grids = choice.arrangement.grids
     topology: dict[str, list[str]] = {part.module: [] for part in shape.parts}
     for source, destination in shape.job.edges:
         topology[source].append(destination)
+    ends = (LayerType.embedding, LayerType.loss)
     values = {
         "SCHEDULE": choice.schedule,
         "GRIDS": {name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in grids.items()},
@@ -125,12 +123,12 @@ def training_script(choice: Choice) -> str:
         "TOPOLOGY": topology,
         "FROZEN": [module.name for module in shape.job.modules if module.frozen],
         "LAYOUTS": choice.layouts,
-        "PLACES": shape.stage_places,
+        "LAYERS": {module.name: sum(kind not in ends for kind in module.kinds) for module in shape.job.modules},
     }
     head = _HEAD.format(
         gpus=choice.arrangement.gpus,
         step=choice.step,
-        microbatch=choice.microbatch,
+        rows=shape.job.global_batch,
         count=shape.job.global_batch // choice.microbatch,
     )
     notes = {
@@ -138,7 +136,7 @@ def training_script(choice: Choice) -> str:
         "TOPOLOGY": "the modules that each module feeds",
         "FROZEN": "modules that run no backward",
         "LAYOUTS": "the layers of each stage",
-        "PLACES": "the pp rank of each stage",
+        "LAYERS": "of each module, without embedding and head",
     }
     constants = [
         f"{name} = {value!r}" + (f"  # {notes[name]}" if name in notes else "") for name, value in values.items()

@@ -71,6 +71,8 @@ class ProcessGroupCollection:
     """The stages that hold the tied word embedding."""
     pos_embd: ProcessGroup | None = None
     """The stages that hold the position embedding."""
+    grid: HyperCommGrid | None = field(default=None, eq=False, repr=False)
+    """The grid of the groups, whose sizes say which groups a job needs; None: made by hand, and not known."""
 
     @classmethod
     def from_grid(
@@ -105,7 +107,7 @@ class ProcessGroupCollection:
             dims = [dim for dim in (_DIMS | _EXPERT_DIMS)[name] if dim in present]
             if dims and (names or grid.has_pg(dims, view=view)):
                 found.setdefault(name, grid.get_pg(dims, view=view))
-        return cls(**found)
+        return cls(**found, grid=grid)
 
 
 def _copied(modules: Mapping[str, ProcessGroupCollection]) -> dict[str, ProcessGroupCollection]:

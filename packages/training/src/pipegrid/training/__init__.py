@@ -18,6 +18,7 @@ from pipegrid.training.errors import (
 )
 
 if TYPE_CHECKING:
+    from pipegrid.training.check import check_stages
     from pipegrid.training.checkpoint import (
         Checkpoints,
         LoadedCheckpoint as LoadedCheckpoint,
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
         whole_names,
     )
     from pipegrid.training.generation import Sampling, generate
-    from pipegrid.training.ragged import Spread as Spread, spread
+    from pipegrid.training.pipeline import Pipeline, PipelineModule
+    from pipegrid.training.ragged import Spread as Spread, balance_samples, spread as spread
     from pipegrid.training.restart import (
         NO_PROGRESS,
         PREEMPTED,
@@ -42,12 +44,16 @@ if TYPE_CHECKING:
         Stage,
         Tie as Tie,
         Boundary as Boundary,
+        Compared as Compared,
         CutProof as CutProof,
+        StageComparison as StageComparison,
         compile_layers,
-        cut,
+        cut as cut,
+        pipeline_stage,
         prove_cut,
         sequence_slices,
-        tie,
+        tie as tie,
+        tie_stage_parameters,
         ties_of as ties_of,
     )
 
@@ -60,29 +66,35 @@ __all__ = [
     "Checkpoints",
     "DropoutMasks",
     "Names",
+    "Pipeline",
+    "PipelineModule",
     "RestartError",
     "Sampling",
     "Stage",
     "TrainingState",
     "attempt_store",
+    "balance_samples",
+    "check_stages",
     "compile_layers",
-    "cut",
     "export_safetensors",
     "generate",
     "load_safetensors",
+    "pipeline_stage",
     "prove_cut",
     "sequence_slices",
-    "spread",
-    "tie",
+    "tie_stage_parameters",
     "whole_names",
 ]
 
 _LAZY = {
+    "check": "check_stages",
     "checkpoint": "Checkpoints LoadedCheckpoint TrainingState export_safetensors load_safetensors whole_names",
     "generation": "Sampling generate",
-    "ragged": "Spread spread",
+    "pipeline": "Pipeline PipelineModule",
+    "ragged": "Spread balance_samples spread",
     "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
-    "stages": "Boundary CutProof DropoutMasks Names Stage Tie compile_layers cut prove_cut sequence_slices tie ties_of",
+    "stages": "Boundary Compared CutProof DropoutMasks Names Stage StageComparison Tie compile_layers cut "
+    "pipeline_stage prove_cut sequence_slices tie tie_stage_parameters ties_of",
 }
 
 __getattr__, __dir__ = lazy_names(

@@ -1,4 +1,4 @@
-"""Commands: ``python -m pipegrid.training checkpoint show | verify | export PATH``."""
+"""Commands: ``python -m pipegrid.training checkpoint show | verify | export PATH``, ``... check MODEL LAYOUT``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from pipegrid.training.check import command_line as check
 from pipegrid.training.checkpoint import command_line as checkpoint
 
-COMMANDS = {"checkpoint": checkpoint.main}
+COMMANDS = {"check": check.main, "checkpoint": checkpoint.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,7 +44,7 @@ class Spread:
         return self.heaviest / mean - 1 if mean else 0.0
 
 
-def spread(costs: Sequence[float], lanes: int, microbatches: int = 1, *, equal: bool = False) -> Spread:
+def balance_samples(costs: Sequence[float], lanes: int, microbatches: int = 1, *, equal: bool = False) -> Spread:
     """Spread samples of known ``costs`` over ``lanes * microbatches`` parts, so that the heaviest is light.
 
     A pure function of its arguments: every rank that has the costs computes the same parts. Lanes and microbatches are
@@ -72,6 +72,9 @@ def spread(costs: Sequence[float], lanes: int, microbatches: int = 1, *, equal: 
     ordered = sorted(held, key=lambda part: (-_weight(part, weights), part))
     by_lane = [tuple(ordered[number * lanes + lane] for number in range(microbatches)) for lane in range(lanes)]
     return Spread(tuple(by_lane), tuple(tuple(_weight(part, weights) for part in lane) for lane in by_lane))
+
+
+spread = balance_samples  # the former name
 
 
 def _weight(part: Sequence[int], weights: Sequence[float]) -> float:

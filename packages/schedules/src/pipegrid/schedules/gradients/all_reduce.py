@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -130,6 +130,18 @@ def all_reduce(
             waiting.wait(work, tensor, group)
 
     return wait
+
+
+def gathered(
+    row: Sequence[int] | torch.Tensor, device: torch.device, group: dist.ProcessGroup, waiting: Waiting
+) -> list[list[int]]:
+    """The rows of 64-bit integers of all ranks of ``group``, by its order; the host waits once, at the end."""
+    own = torch.as_tensor(row, dtype=torch.int64, device=device)
+    rows = torch.zeros((group.size(), own.numel()), dtype=torch.int64, device=device)
+    rows[group.rank()] = own
+    all_reduce(rows, group)(waiting)
+    found: list[list[int]] = rows.tolist()
+    return found
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
-from pipegrid.schedules.gradients.dtensors import local_of, mesh_ranks
-from pipegrid.schedules.gradients.lanes import GradientError, collection_of, device_of, groups_of, ranks_of
+from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of, mesh_ranks
+from pipegrid.schedules.gradients.lanes import GradientError, device_of, groups_of, ranks_of, require_groups
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 from pipegrid.topology.fields import Rule, checked
 
@@ -55,15 +55,17 @@ def clip_grad_norm_(
         The norm before clipping, a float64 scalar on the gradients' device.
 
     Raises:
-        GradientError: a norm that is not positive; a DTensor with partial gradients, or over some of the data lanes.
+        GradientError: a norm that is not positive; a missing group; a DTensor with partial gradients, or over some of
+            the data lanes.
         ReductionTimeoutError: past the deadline.
     """
     max_norm = checked(max_norm, Bound, "max_norm", GradientError)
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)
     gradients: list[torch.Tensor] = []
     counted: list[torch.Tensor] = []
-    for name, _ in named_modules(modules):
-        collection_of(collections, name)  # raises on ranks without gradients as well
+    for name, module in named_modules(modules):  # also on ranks without gradients
+        sharded = all(is_dtensor(each) or getattr(each, "tensor_model_parallel", False) for each in module.parameters())
+        require_groups(collections, name, () if sharded else ("tp",))
     for name, parameter in parameters_of(modules):
         gradient = accumulated(parameter)
         if gradient is None:

@@ -61,6 +61,18 @@ def may_be_partial(parameter: Any) -> bool:
     )
 
 
+def replicating_groups(parameter: Any) -> list[dist.ProcessGroup]:
+    """The groups, by mesh dim, of ranks that hold a DTensor's shard alike; none of another tensor."""
+    if not is_dtensor(parameter):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if placement.is_replicate() and mesh.shape[dim] > 1
+    ]
+
+
 def partial_groups(gradient: Any) -> list[dist.ProcessGroup]:
     """The groups to sum a DTensor's local parts over, by mesh dim; empty where it is not a partial sum."""
     if not is_dtensor(gradient):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,14 +47,46 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
 def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
     """The group of a module's data lanes, dp x cp; None where it has one lane."""
     collection = collection_of(collections, name)
-    group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
-    if group is not None:
-        return group
-    cp = getattr(collection, "cp", None)
-    if cp is not None and cp.size() > 1:
+    group = lanes_group_or_none(collection)
+    cp = size_of(getattr(collection, "cp", None))
+    if group is None and cp > 1:
         raise GradientError(
-            f'module {name!r} has {cp.size()} cp ranks, but no dp_cp group; make it: grid.create_pg(["dp", "cp"])'
+            f'module {name!r} has {cp} cp ranks, but no dp_cp group; make it: grid.create_pg(["dp", "cp"])'
         )
+    return group
+
+
+def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> None:
+    """Raise unless the collection has the data lanes that its grid's sizes demand, and the groups of ``dims``.
+
+    Of a collection made by hand, without a ``grid``, the sizes are not known.
+    """
+    collection = collection_of(collections, name)
+    grid = getattr(collection, "grid", None)
+    if grid is None:
+        return
+    sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
+    absent: list[Any] = []
+    if sizes.get("cp", 1) > 1:
+        absent += [["dp", "cp"] if "dp" in sizes else "cp"] if getattr(collection, "dp_cp", None) is None else []
+    elif sizes.get("dp", 1) > 1:
+        absent += ["dp"] if lanes_group_or_none(collection) is None else []
+    absent += [dim for dim in dims if sizes.get(dim, 1) > 1 and getattr(collection, dim, None) is None]
+    absent = [each for place, each in enumerate(absent) if each not in absent[:place]]
+    if absent:
+        shape = " x ".join(f"{dim} {size}" for dim, size in sizes.items())
+        raise GradientError(
+            f"module {name!r} has a grid of {shape}, and its process groups lack {absent}: replicas would drift apart, "
+            "or count twice. Create them before ProcessGroupCollection.from_grid(grid), which takes those that exist: "
+            f"grid.create_pgs({absent})"
+        )
+
+
+def lanes_group_or_none(collection: Any) -> dist.ProcessGroup | None:
+    """The group of a collection's data lanes, dp x cp; None where it has none, or one over a part of them."""
+    group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
+    if group is not None or size_of(getattr(collection, "cp", None)) > 1:
+        return group
     data_parallel: dist.ProcessGroup | None = getattr(collection, "dp", None)
     return data_parallel
 

@@ -86,8 +86,12 @@ class PipelineConfig(P2PConfig):
         overlap_grad_reduce: start the reduction of a bucket in the last backward that touches it, where the step
             function reduces; False starts all after the last backward.
         grad_bucket_bytes: about the bytes of gradients that are reduced together, where the step function reduces.
-        check_replicas: after each reduction, compare replicas of parameters and gradients over data lanes and tp
-            (`require_equal_replicas`): for debug runs.
+        check_replicas: False compares the parameters of replicas by checksum before the first step. True compares the
+            norms of parameters and gradients after each reduction as well (`require_equal_replicas`), for debug runs.
+            None compares nothing: for replicas that differ on purpose.
+        check: before its first forward, stage 0 compares all stages with the whole model, in its own process and on its
+            first microbatch (`check_stages` of pipegrid-training): for stages of its ``pipeline_stage``,
+            made with a function that makes the model, and for models of which a rank can hold two.
 
     Raises:
         P2PConfigError: a count outside its range, a value for a function; or as `P2PConfig`.
@@ -118,7 +122,8 @@ class PipelineConfig(P2PConfig):
     failure_dir: Any = None
     overlap_grad_reduce: bool = True
     grad_bucket_bytes: Count = 32 * 2**20
-    check_replicas: bool = False
+    check_replicas: bool | None = False
+    check: bool = False
 
 
 _DEFAULTS = {attribute.name: attribute.default for attribute in fields(PipelineConfig)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
 from pipegrid.schedules.gradients.lanes import collection_of
@@ -31,7 +32,7 @@ from pipegrid.schedules.megatron.call_cache import (
     keep,
     kept_call,
 )
-from pipegrid.schedules.megatron.config import checked_option, config_of, option
+from pipegrid.schedules.megatron.config import checked_option, config_of, option, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import numbered_modules
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.place import sharding_key
@@ -133,6 +134,7 @@ def _step_call(
     sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
     proof = derived.proof(tied_stages(ties), num_microbatches, sharding)
     graph = proof.plan.graph
+    _require_in_place(models, graph)
     if proof.plan.num_slices > 1:
         _require_sliced(models, config, proof.plan.num_slices)
     policy = None
@@ -170,12 +172,34 @@ def _step_call(
     return StepCall(prepared, policy, derived.iterators, settings, syncs, early)
 
 
+def _require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
+    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise."""
+    for stage, model in models.items():
+        own: tuple[int, int] | None = unwrapped_attribute(model, "stage_of_layout")
+        module, number = graph.module_of(stage)
+        if own is None or own == (number, graph.depth(module)):
+            continue
+        raise StepArgumentError(
+            f"the model of stage {number} is stage {own[0]} of the {own[1]} of its layout, and the communicator has "
+            f"{graph.depth(module)} stages of module {module!r}, pp x chunks. Give a layout with as many stages, and "
+            "communicator and models one placement, that of the schedule: stage_places(schedule, pp)"
+        )
+
+
 def _require_compatible(derived: Derived, arguments: StepArguments, config: Any) -> None:
     """Raise StepArgumentError for arguments and options of the config that exclude each other."""
     if option(config, "overlap_moe_expert_parallel_comm") and not derived.interleaved:
         raise StepArgumentError("config.overlap_moe_expert_parallel_comm is set, which only interleaving has")
     if arguments.collect_non_loss_data and not arguments.forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
+    if option(config, "check"):
+        for stage, model in derived.models.items():
+            if unwrapped_attribute(model, "proofs") is None:
+                raise StepArgumentError(
+                    f"config.check is set, and the {type(model).__name__} of stage {stage} is not made by "
+                    "`pipeline_stage` of pipegrid.training: there is no whole model to compare with; leave check "
+                    "out of its config"
+                )
 
 
 def _require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
@@ -227,7 +251,7 @@ def _train(
             require_equal_replicas(policy.modules(models), collections, waiting=prepared.waiting)
 
     def compare() -> None:
-        policy.compare(models, reduction, pg_collection, prepared.waiting)
+        policy.compare(models, reduction, pg_collection, config, prepared.waiting)
         prepared.compared = True
 
     start = None if prepared.compared else compare

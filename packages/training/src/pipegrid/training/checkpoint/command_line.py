@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipegrid.training.checkpoint.export import SHARD_SIZE, export_safetensors
 from pipegrid.training.checkpoint.stored import folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import from_plain
@@ -22,13 +23,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("show", "what a checkpoint holds"),
         ("verify", "compare every byte with its checksum: detects damage, not forgery"),
-        ("export", "write the whole model as one .safetensors file"),
+        ("export", "write the whole model as .safetensors: a folder for from_pretrained, or one file"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("path", type=Path, help="a checkpoint, or the directory of a run: its newest one")
         if name == "export":
-            command.add_argument("target", type=Path, help="the file to write")
+            command.add_argument("target", type=Path, help="a new folder, or one file that ends with .safetensors")
             command.add_argument("--module", help="only this module, with its own names")
+            command.add_argument("--source", type=Path, help="a folder whose config and tokenizer files are copied")
+            command.add_argument("--max-shard-size", default=SHARD_SIZE, help="of a file in the folder; %(default)s")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,9 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
             return FAULTY
         print(f"{path.name}: {len(found.tensors)} tensors, all bytes as saved")  # noqa: T201
     else:
-        from pipegrid.training.checkpoint.weights import export_safetensors
-
-        names = export_safetensors(path, arguments.target, module=arguments.module)
+        names = export_safetensors(
+            path,
+            arguments.target,
+            module=arguments.module,
+            source=arguments.source,
+            max_shard_size=arguments.max_shard_size,
+        )
         print(f"{arguments.target}: {len(names)} tensors of {path.name}")  # noqa: T201
     return 0
 

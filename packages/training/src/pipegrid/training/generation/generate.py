@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
-from pipegrid.schedules import get_forward_backward_func
+from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.memory import Memory, cache_of
@@ -54,7 +54,7 @@ def generate(
             ``logits``; its loss function is not called. Prompts of unequal length are padded on the left, and have an
             ``attention_mask``.
         data_iterator: as of the step functions.
-        model: as of the step functions; of ``module``, a `Stage` or a list of stages, made by `cut`.
+        model: as of the step functions; of ``module``, a `Stage` or a list of stages, made by `pipeline_stage`.
         num_microbatches: M.
         max_new_tokens: passes, the first included; fewer where all rows have ended.
         p2p_communicator: with ``variable_seq_lengths=True``: a prompt and a token have other shapes.
@@ -70,8 +70,8 @@ def generate(
         On ranks of ``module``, tokens ``[batch, new]`` of each microbatch; elsewhere an empty list.
 
     Raises:
-        GenerationError: shapes that are fixed, a module without stages made by `cut`, a model without a cache, prompts
-            padded on the right, or no ``pp`` group.
+        GenerationError: shapes that are fixed, a module without stages made by `pipeline_stage`, a model without a
+            cache, prompts padded on the right, or no ``pp`` group.
     """
     checked(max_new_tokens, Count, "max_new_tokens", GenerationError)
     checked(num_microbatches, Count, "num_microbatches", GenerationError)
@@ -90,7 +90,7 @@ def generate(
         forward_only=True,
         collect_non_loss_data=True,
     )
-    with _remembering(own, num_microbatches, max_new_tokens), _evaluating(model):
+    with _remembering(own, num_microbatches, max_new_tokens), evaluating(model):
         logits = step(
             forward_step_func=_choosing(forward_step_func, own),
             data_iterator=data_iterator,
@@ -114,16 +114,17 @@ def generate(
         texts.append(logits)
         alone = graph is None or len(graph.modules) == 1
         part = p2p_communicator if alone else ModulePart(p2p_communicator, name)
-        for _ in range(max_new_tokens - 1):
-            if texts.ended:
-                break
-            logits = step(
-                forward_step_func=_choosing(texts.forward_step, own),
-                data_iterator=[iter(range(num_microbatches)) for _ in own],
-                model=list(own),
-                p2p_communicator=part,
-            )
-            texts.append(logits)
+        with contextlib.nullcontext() if alone else _unmonitored(own):
+            for _ in range(max_new_tokens - 1):
+                if texts.ended:
+                    break
+                logits = step(
+                    forward_step_func=_choosing(texts.forward_step, own),
+                    data_iterator=[iter(range(num_microbatches)) for _ in own],
+                    model=list(own),
+                    p2p_communicator=part,
+                )
+                texts.append(logits)
         return texts.tokens
 
 
@@ -136,7 +137,9 @@ def _stages_of(model: Any, name: str, communicator: Any) -> list[Stage]:
     stages = list(held) if isinstance(held, (list, tuple)) else [held]
     for stage in stages:
         if not isinstance(stage, Stage):
-            raise GenerationError(f"{type(stage).__name__} of module {name!r} is no stage that cut(...) has made")
+            raise GenerationError(
+                f"{type(stage).__name__} of module {name!r} is no stage that pipeline_stage(...) has made"
+            )
     return stages
 
 
@@ -172,7 +175,21 @@ def _remembering(stages: Sequence[Stage], microbatches: int, new: int) -> Iterat
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _unmonitored(stages: Sequence[Stage]) -> Iterator[None]:
+    """Without the job's monitor, which waits for all its ranks: those of other modules take no further steps."""
+    configs = [stage.config for stage in stages]
+    for stage, config in zip(stages, configs, strict=True):
+        if isinstance(config, PipelineConfig):
+            stage.config = evolve(config, monitor=None)
+    try:
+        yield
+    finally:
+        for stage, config in zip(stages, configs, strict=True):
+            stage.config = config
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
     """All models of this rank in evaluation mode, and back in the mode that each had."""
     flat = [
         one

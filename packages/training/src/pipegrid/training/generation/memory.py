@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 
 from pipegrid.training.errors import GenerationError
@@ -22,12 +23,14 @@ class Memory:
         whole: the model's tree on the stage.
         new: tokens that are generated at most.
         mask: ``[batch, length]``, 1 where a token counts; None before the first pass.
+        flags: arguments of the first pass that are no tensors; further passes have them as well.
     """
 
     cache: Any
     whole: nn.Module
     new: int
     mask: Tensor | None = None
+    flags: dict[str, Any] = field(factory=dict)
 
     def inputs(self, given: dict[str, Any], batch: int, length: int, device: torch.device) -> dict[str, Any]:
         """The arguments of a forward over ``length`` further tokens: those ``given``, with cache, mask and positions.
@@ -46,10 +49,12 @@ class Memory:
             )
         if self.mask is None:
             require_length(self.whole, mask.shape[1] + self.new - 1, "prompt and new tokens are", GenerationError)
+            self.flags = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
         self.mask = mask
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
         return {
             "position_ids": positions,
+            **self.flags,
             **given,
             "attention_mask": mask,
             "past_key_values": self.cache,
@@ -67,6 +72,20 @@ def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
     if config is None or len(assignment.lists) != 1:
         has = "no config" if config is None else "an encoder and a decoder"
         raise GenerationError(f"{type(whole).__name__} has {has}; generate() runs Hugging Face's decoders")
+    can_generate = getattr(whole, "can_generate", None)
+    if can_generate is not None and not can_generate():
+        raise GenerationError(
+            f"{type(whole).__name__} has no next token (its can_generate() is False); cut a ...ForCausalLM"
+        )
+    if "past_key_values" not in inspect.signature(whole.forward).parameters:
+        raise GenerationError(
+            f"the forward of {type(whole).__name__} takes no past_key_values; generate() keeps keys and values alone"
+        )
+    if any(hasattr(module, "get_rope_index") for module in whole.modules()):
+        raise GenerationError(
+            f"{type(whole).__name__} makes positions of several axes (get_rope_index), and generate() counts tokens; "
+            "generate with the whole model, from exported weights"
+        )
     states = other_states(whole, assignment.layers, config)
     if states:
         raise GenerationError(

@@ -180,7 +180,8 @@ def require_no_shared_memory(model: nn.Module, assignment: Assignment, stages: I
             if at != owner and own & {at, owner} and from_ < end and begin < to:
                 raise CutError(
                     f"{name} on stage {owner} and {other} on stage {at} are two parameters with one memory, which "
-                    "stages do not share; make them one parameter (a.weight = b.weight), which tie() knows"
+                    "stages do not share; make them one parameter (a.weight = b.weight), which tie_stage_parameters "
+                    "knows"
                 )
         owned.setdefault(memory_of(parameter), []).append((owner, begin, end, name))
 

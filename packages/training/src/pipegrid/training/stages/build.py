@@ -9,19 +9,20 @@ what they are copied from, and of two others.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from pipegrid.topology.fields import shown
-from pipegrid.training.errors import CutError
+from pipegrid.training.errors import CheckpointError, CutError
+from pipegrid.training.safetensors_files import Stored
+from pipegrid.training.stages.generators import generators_as_before
 from pipegrid.training.stages.origins import REMEDY, Plan, Values
+from pipegrid.training.stages.pretrained import files_read_by, loads, misfits, stored_twice
+from pipegrid.training.stages.torch_compat import is_compiled_in_place
 
 
 def planned(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -37,20 +38,20 @@ def build(factory: Callable[[], nn.Module], wanted: Callable[[nn.Module], set[st
     Raises:
         CutError: the initial values cannot be those of one process.
     """
-    model, plan = _plan(factory)
+    model, plan, hidden = _plan(factory)
     names = wanted(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = [parameter for name, parameter in parameters.items() if name in names]
     values = Values(plan, plan.needed(kept, list(parameters.values())), plan.behind(list(parameters.values())))
     shapes = _shapes(model)
-    with _registering(values.registered), values:
+    with _registering(values.registered), files_read_by(values.read, hidden), values:
         made = factory()
     if _shapes(made) != shapes:
         raise CutError(f"the function that makes the model makes another model at its second call; {REMEDY}")
     own = {name: each for name, each in made.named_parameters(remove_duplicate=False) if name in names}
     for name, tensor in (own | dict(made.named_buffers())).items():
         values.require_values(name, tensor)
-    values.end()
+    values.end(made.parameters())
     return made
 
 
@@ -60,15 +61,41 @@ def require_sizes(model: nn.Module) -> None:
         _require_size(parameter, name)
 
 
-def _plan(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Plan]:
-    """The model on the meta device, and what its parameters come from."""
+def require_not_compiled(model: nn.Module) -> None:
+    """Raise for a module whose calls run compiled code of the whole model, which a stage has not."""
+    whole = hasattr(model, "_orig_mod")  # torch.compile(model); of a layer it calls what its stage has
+    compiled = [name or "the model" for name, module in model.named_modules() if is_compiled_in_place(module)]
+    if whole or compiled:
+        raise CutError(
+            f"{'the model' if whole else compiled[0]} is compiled, and calls code for the whole model; cut it, and "
+            "compile the layers of the stage then: compile_layers(stage)"
+        )
+
+
+def _plan(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Plan, set[Stored]]:
+    """The model on the meta device, what its parameters come from, and what of files to leave out as stored twice."""
     if not callable(factory):
         raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
+    loaded = loads()
+    model, plan = _planned_once(factory, set())
+    if loads() and not loaded:  # the function has imported it, and its files were not watched
+        model, plan = _planned_once(factory, set())
+    hidden = stored_twice(model, plan.files_behind)
+    if hidden:
+        model, plan = _planned_once(factory, hidden)
+    return model, plan, hidden
+
+
+def _planned_once(factory: Callable[[], nn.Module], hidden: set[Stored]) -> tuple[nn.Module, Plan]:
     plan = Plan()
     try:
-        with _generators_as_before(), _registering(plan.registered), plan:
+        with generators_as_before(), _registering(plan.registered), files_read_by(plan.read, hidden), plan:
             model = factory()
+    except CheckpointError:
+        raise
     except (RuntimeError, TypeError) as error:  # what torch raises for values on the meta device
+        if shapes := misfits(error):
+            raise CutError(f"from_pretrained: {shapes}; ignore_mismatched_sizes=True initializes them anew") from error
         raise CutError(
             f"the function that makes the model fails where parameters have no values, {type(error).__name__}: "
             f"{error}; if it does not fail alone, {REMEDY}"
@@ -93,21 +120,6 @@ def _require_size(parameter: nn.Parameter, name: str) -> None:
             f"{name} is a lazy parameter, which has no shape before a forward; give its layer its sizes (nn.Linear in "
             "place of nn.LazyLinear), or run one forward of the model and cut it then"
         )
-
-
-@contextmanager
-def _generators_as_before() -> Iterator[None]:
-    """The generators of torch, Python and numpy are at the end as they were."""
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
 
 
 @contextmanager

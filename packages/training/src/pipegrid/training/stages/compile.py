@@ -22,7 +22,7 @@ def compile_layers(
     """Compile each layer of a stage in place, before its first forward and after `parallelize_module`.
 
     Args:
-        stage: made by `cut`.
+        stage: made by `pipeline_stage`.
         compile: ``"split"``: the backward of a layer runs in halves where the schedule has halves. ``"whole"``:
             torch's own regions, which run whole at I. Tensor-parallel layers cannot be split.
         backend: of `torch.compile`.

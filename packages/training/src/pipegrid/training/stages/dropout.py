@@ -45,7 +45,7 @@ class DropoutMasks:
     microbatch: Index = 0
 
     def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
-        """Seed the forwards of a stage made by `cut`, or of a whole model with one list of layers (in ``names``)."""
+        """Seed the forwards of a stage of `pipeline_stage`, or of a model with one list of layers (in ``names``)."""
         before = model.assignment.before(model.number) if isinstance(model, Stage) else 0
         layers = model.layers if isinstance(model, Stage) else _layers_of(model, names)
         for number, layer in enumerate(layers, start=before + 1):

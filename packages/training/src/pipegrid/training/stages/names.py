@@ -65,19 +65,33 @@ TABLE: Final = (
 )
 """Hugging Face's names, the more specific ones first."""
 
+_INSIDE: Final = ("", "base_model.model.")
+"""Where a model of the table is: itself, or inside of PEFT's."""
+
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_names(model: nn.Module) -> Names:
     """The first row of the table whose lists of layers the model has."""
     lists = {name for name, _ in _lists(model)}
-    for names in TABLE:
-        if set(names.layers.values()) <= lists:
-            return names
+    for prefix in _INSIDE:
+        for names in TABLE:
+            if {f"{prefix}{path}" for path in names.layers.values()} <= lists:
+                return _under(prefix, names)
     there = ", ".join(f"{name} ({len(list(part.children()))})" for name, part in _lists(model)) or "none"
     raise CutError(
         f"{type(model).__name__} has its layers under no name of Hugging Face's; its lists of modules are: {there}; "
         "give names=Names(layers=...)"
+    )
+
+
+def _under(prefix: str, names: Names) -> Names:
+    """The names of a model that another module has under ``prefix``."""
+    return Names(
+        {kind: f"{prefix}{path}" for kind, path in names.layers.items()},
+        embedding=tuple(f"{prefix}{part}" for part in names.embedding),
+        head=tuple(f"{prefix}{part}" for part in names.head),
+        elsewhere=tuple(f"{prefix}{part}" for part in names.elsewhere),
     )
 
 

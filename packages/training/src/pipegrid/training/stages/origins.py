@@ -1,17 +1,17 @@
 """Which parameters the values of a tensor come from, while a function makes a model.
 
-Two runs of the function see the same parameters registered, in one order, and the same operations make parameters of
-others; these are the events. In the first run (`Plan`) parameters are on the meta device, and every tensor made of them
-has the events behind it: a copied layer, a resized embedding, a cast weight. In the second (`Values`) the parameters
-that own ones come from have memory of their own. All others are views of one scratch buffer, and no value computed from
-one may reach a tensor that is kept.
+Two runs of the function see the same parameters registered, in one order, the same tensors read from files of weights,
+and the same operations make parameters of others; these are the events. In the first run (`Plan`) parameters are on the
+meta device, and every tensor made of them has the events behind it: a copied layer, a resized embedding, a cast weight.
+In the second (`Values`) the parameters that own ones come from have memory of their own, and what own ones come from is
+read. All others are views of one scratch buffer, and no value computed from one may reach a tensor that is kept.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,6 +20,9 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
+from pipegrid.training.safetensors_files import Stored
+from pipegrid.training.stages.scratch import Scratch
+from pipegrid.training.stages.stubs import blank
 from pipegrid.training.stages.torch_compat import (
     TorchDispatchMode,
     WeakTensorKeyDictionary,
@@ -28,32 +31,39 @@ from pipegrid.training.stages.torch_compat import (
     memory_of,
     name_of,
     reads_shapes_only,
+    stays,
     tensors_in,
     tree_map,
     written_by,
 )
 
-REMEDY = "make the model in full and cut that, cut(make(), ...)"
+REMEDY = "make the model in full and cut that, pipeline_stage(make(), ...)"
 
 
 @frozen
 class Event:
-    """A parameter registered, or an operation on tensors made of parameters.
+    """A parameter registered, a tensor read from a file, or an operation on tensors made of these.
 
     What runs between two registrations may differ between the runs, since initialization is another one on the meta
     device; so an operation is known by its place after a registration.
 
     Attributes:
-        parameter: registrations before it.
-        name: of the operation; empty for a registration.
+        parameter: registrations before it; 0 for what is read.
+        name: of the operation; empty for a registration and for what is read.
         shapes: of its results.
         index: among the equal ones after the same registration.
+        stored: what is read.
     """
 
     parameter: int
     name: str
     shapes: tuple[tuple[int, ...], ...]
     index: int = 0
+    stored: Stored | None = None
+
+
+def _reading(stored: Stored) -> Event:
+    return Event(0, "", (stored.shape,), stored=stored)
 
 
 class _Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -90,6 +100,19 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         self._replaced: dict[Any, frozenset[Event]] = {}  # of memory that was a parameter's until its registration
         self._always: set[Event] = set()
         self._same = WeakTensorKeyDictionary()
+        self._read: set[Any] = set()  # memory of what is read
+
+    def read(self, stored: Stored) -> Tensor:
+        """What stands for a tensor of a file."""
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        self._read.add(memory_of(tensor))
+        self._origins[memory_of(tensor)] = frozenset([_reading(stored)])
+        self.nbytes = max(self.nbytes, stored.nbytes)
+        return tensor
+
+    def files_behind(self, parameter: Tensor) -> set[Stored]:
+        """The tensors of files that ``parameter`` is made of."""
+        return {event.stored for event in self.behind([parameter]) if event.stored is not None}
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
         """What a module registers in place of ``parameter``."""
@@ -132,6 +155,8 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         known = self._of(tensors_in((args, kwargs)))
         if not known:
             return func(*args, **kwargs)
+        if stays(func, args, kwargs, torch.device("cpu")) and memory_of(args[0]) in self._read:
+            return args[0].detach()
         try:
             result = _among_meta(func, args, kwargs)
         except RuntimeError as error:
@@ -171,6 +196,15 @@ class Values(_Events):  # type: ignore[no-untyped-call]
         self._mixed: dict[Any, str] = {}  # memory with values made of scratch, by the operation
         self._same = WeakTensorKeyDictionary()
 
+    def read(self, stored: Stored) -> Tensor:
+        """A tensor of a file; it has values where own parameters come from it."""
+        event = _reading(stored)
+        if event not in self._needed:
+            return self._scratch.view(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), torch.device("cpu"))
+        tensor = stored.read()
+        self._known[memory_of(tensor)] = event
+        return tensor
+
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
         """What a module registers in place of ``parameter``."""
         if self._scratch.has(parameter):
@@ -191,11 +225,16 @@ class Values(_Events):  # type: ignore[no-untyped-call]
         """Raise unless ``tensor``, which the rank keeps, has the values of one process."""
         why = "a parameter of another stage" if self._scratch.has(tensor) else self._mixed.get(memory_of(tensor))
         if why is not None:
-            raise CutError(f"the initial values of {name} come from {why}, in a way that cut does not see; {REMEDY}")
+            raise CutError(
+                f"the initial values of {name} come from {why}, in a way that pipeline_stage does not see; {REMEDY}"
+            )
 
-    def end(self) -> None:
-        """Require that both runs were equal, and fill what has no values with NaN."""
+    def end(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Require that both runs were equal; those of ``parameters`` that have no values become NaN without memory."""
         self._require_equal_run()
+        for parameter in parameters:
+            if self._scratch.has(parameter):
+                parameter.data = blank(parameter, parameter.device)
         self._scratch.fill()
 
     def _require_equal_run(self) -> None:
@@ -231,6 +270,7 @@ class Values(_Events):  # type: ignore[no-untyped-call]
             self._known |= {memory_of(tensor): event for tensor in written}
         else:
             written = written_by(func, args, kwargs)
+            self._scratch.touch(written)
             result = func(*self._apart(args, written), **self._apart(kwargs, written))
         garbage = any(self._scratch.has(tensor) or memory_of(tensor) in self._mixed for tensor in known)
         if garbage and not reads_shapes_only(func):
@@ -254,32 +294,6 @@ class Values(_Events):  # type: ignore[no-untyped-call]
         )
 
 
-class Scratch:
-    """Memory of ``nbytes`` on each device, which all foreign tensors share."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._buffers: dict[torch.device, Tensor] = {}
-        self._memory: set[Any] = set()
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a view of the memory."""
-        return memory_of(tensor) in self._memory
-
-    def view(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A view with the shape, strides and dtype of ``tensor``."""
-        if device not in self._buffers:
-            self._buffers[device] = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
-            self._memory.add(memory_of(self._buffers[device]))
-        whole = self._buffers[device][: extent_of(tensor)].view(tensor.dtype)
-        return whole.as_strided(tensor.shape, tensor.stride())
-
-    def fill(self) -> None:
-        """Fill with NaN, whatever the dtype."""
-        for buffer in self._buffers.values():
-            buffer.fill_(255)
-
-
 def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """A parameter with other values, and all attributes of ``parameter``."""
     made = nn.Parameter(values, parameter.requires_grad)
@@ -299,8 +313,10 @@ def _among_meta(func: Any, args: Any, kwargs: Any) -> Any:
         if any(not tensor.is_meta for tensor in written_by(func, args, kwargs)):
             raise
         args, kwargs = tree_map(
-            lambda leaf: _on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf, (args, kwargs)
+            lambda leaf: _on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf, (args, dict(kwargs))
         )
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
         return func(*args, **kwargs)
 
 

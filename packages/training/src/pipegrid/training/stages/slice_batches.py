@@ -19,8 +19,8 @@ def sequence_slices(
     """Cut a batch of texts along the sequence, for a schedule with slices such as ``seq1f1b``.
 
     Labels are shifted before they are cut, since the last token of a slice predicts the first of the next:
-    ``shift_labels[:, i]`` is what token ``i`` predicts. On the last stage of `cut` the ``loss`` of a slice is the sum
-    over its labels by ``num_items_in_batch``, so the losses of the slices add up to the mean of the batch.
+    ``shift_labels[:, i]`` is what token ``i`` predicts. On the last stage of `pipeline_stage` the ``loss`` of a slice
+    is the sum over its labels by ``num_items_in_batch``, so the losses of the slices add up to the mean of the batch.
 
     Args:
         batch: ``input_ids`` or ``inputs_embeds``, ``attention_mask``, ``position_ids``, and ``labels`` (ids, or -100);

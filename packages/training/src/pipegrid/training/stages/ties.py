@@ -16,6 +16,7 @@ from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Tie, as_layout, assign
 from pipegrid.training.stages.build import planned
 from pipegrid.training.stages.names import Names, find_names, given_names
+from pipegrid.training.stages.places import pp_size
 from pipegrid.training.stages.stage import Stage
 
 
@@ -30,7 +31,7 @@ def ties_of(
     return assign(whole, as_layout(layout), find_names(whole) if names is None else given_names(whole, names)).ties
 
 
-def tie(
+def tie_stage_parameters(
     ties: Iterable[Tie],
     stages: Stage | Sequence[Stage],
     grid: HyperCommGrid | Mapping[str, HyperCommGrid],
@@ -50,16 +51,21 @@ def tie(
         grid: of the model; in a graph of several modules, the grid of each.
         graph: the modules, where there are several.
         module: the model's name in ``graph``.
-        placement: the pp rank of each stage, with several stages on a rank; None: one stage on each.
+        placement: the pp rank of each stage, with several stages on a rank; None: that of the stages, where
+            `pipeline_stage` was given the grid, else one stage on each. Needed on ranks of other modules.
         timeout: of the creation of groups.
 
     Raises:
-        CutError: copies on one rank are two parameters, their stages cut by separate calls.
+        CutError: copies on one rank are two parameters, their stages cut by separate calls; a layout with other than pp
+            x chunks stages; another placement than that of the stages.
         TyingError: as `tie_parameters`.
     """
     if isinstance(ties, nn.Module):
         raise CutError(f"ties is a {type(ties).__name__}; give stage.ties, or ties_of(...)")
     own = {stage.number: stage for stage in ([stages] if isinstance(stages, Stage) else stages)}
+    if own:
+        of_model = grid if isinstance(grid, HyperCommGrid) else grid[str(module)] if module is not None else None
+        placement = _placement(list(own.values()), placement, of_model)
     first = 0 if graph is None or module is None else graph.stage(module, 0)
     made = []
     for each in ties:
@@ -75,13 +81,36 @@ def tie(
         if len({id(copy) for copy in copies.values()}) > 1:
             raise CutError(
                 f"{each.name} is {len(copies)} parameters on the stages {sorted(copies)} of this rank; cut them in one "
-                "call, cut(model, layout, [0, 3])"
+                "call, pipeline_stage(model, layout, [0, 3])"
             )
         places = tuple(dict.fromkeys(placement[stage] for stage in each.stages))
         if len(places) > 1:
             group = _across(grid if isinstance(grid, HyperCommGrid) else grid[str(module)], places, each.name, timeout)
             made.append(tie_parameters(each.name, copies, stages=numbers, group=group))
     return tuple(made)
+
+
+tie = tie_stage_parameters  # the former name
+
+
+def _placement(
+    stages: Sequence[Stage], given: Sequence[int] | None, grid: HyperCommGrid | None
+) -> Sequence[int] | None:
+    """The pp rank of each stage; None: one stage on each, or not known."""
+    count, known = stages[0].assignment.num_stages, stages[0].placement
+    if given is not None and (len(given) != count or known not in (None, tuple(given))):
+        raise CutError(
+            f"placement is {tuple(given)}, of {len(given)} stages; those here are of {count}"
+            f"{'' if known is None else f', placed {known}'}: leave placement out, or give theirs"
+        )
+    if given is not None or (known is not None and known != tuple(range(count))):
+        return known if given is None else given
+    if grid is not None and count != pp_size(grid) * len(stages):
+        raise CutError(
+            f"the layout has {count} stages, {len(stages)} of them here, and {grid} has {pp_size(grid)} pp ranks; a "
+            "layout has pp x chunks stages"
+        )
+    return None
 
 
 def _across(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,11 @@ WeakStorage: Any = reductions.StorageWeakRef
 def memory_of(tensor: Tensor) -> Any:
     """A weak reference to the memory of a tensor; equal for views of one memory."""
     return WeakStorage(tensor.untyped_storage())
+
+
+def is_compiled_in_place(module: Any) -> bool:
+    """Whether `torch.nn.Module.compile` was called: the module calls compiled code, which a copy of it has not."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def extent_of(tensor: Tensor) -> int:
@@ -55,6 +61,14 @@ def reads_shapes_only(operation: Any) -> bool:
     return name.endswith("_like") or name.startswith("new_")
 
 
+def stays(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether an operation is a ``to`` that returns its argument, were that on ``device``."""
+    if name_of(operation) != "_to_copy":
+        return False
+    to = torch.device(kwargs.get("device") or device)
+    return to == device and kwargs.get("dtype") in (None, args[0].dtype) and kwargs.get("memory_format") is None
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a nested value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -68,6 +82,7 @@ __all__ = [
     "memory_of",
     "name_of",
     "reads_shapes_only",
+    "stays",
     "tensors_in",
     "tree_leaves",
     "tree_map",

@@ -17,11 +17,12 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
 from pipegrid.schedules.fsdp import has_fsdp
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import Waiting, gathered
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, size_of
+from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, require_groups, size_of
 from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
+from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.topology.torch_compat import is_dry
@@ -69,34 +70,45 @@ class GradientPolicy:
         return f"with {self.losses} losses"
 
     def compare(
-        self, models: Models, reduction: GradientReduction | None, pg_collection: Any, waiting: Waiting
+        self, models: Models, reduction: GradientReduction | None, pg_collection: Any, config: Any, waiting: Waiting
     ) -> None:
         """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
-        all-reduce per module, before the first step. Skipped in a dry run, which has one rank.
+        all-gather per module, before the first step; then the parameters of replicas, unless the config has
+        ``check_replicas=None``. Skipped in a dry run, which has one rank.
+
+        Raises:
+            DisagreementError: the lanes differ in what they would do.
+            ReplicaError: parameters of replicas differ.
         """
-        if dist.is_initialized() and is_dry():
+        if not dist.is_initialized() or is_dry():
             return
+        compared = getattr(config, "check_replicas", False) is not None
         for name, stage in {name: stage for stage, name in self.names.items()}.items():
             group = None if pg_collection is None else lanes_group(pg_collection, name)
             if group is None or group.size() == 1:
                 continue
             finisher = _FINISHERS[0 if self.by_hand else 1 if name in self.reduced else 2]
             elements, form = (0, 0) if reduction is None else reduction.summed_over(group)
-            ways = torch.zeros((group.size(), 3), dtype=torch.int64, device=device_of(models[stage], group))
-            ways[group.rank()] = torch.tensor([_WAYS.index(f"{self.losses} losses and {finisher}"), elements, form])
-            all_reduce(ways, group)(waiting)
+            way = _WAYS.index(f"{self.losses} losses and {finisher}")
+            rows = gathered([way, elements, form, compared], device_of(models[stage], group), group, waiting)
             ranks: dict[str, list[int]] = {}
-            for rank, (way, elements, form) in zip(dist.get_process_group_ranks(group), ways.tolist(), strict=True):
+            for rank, (way, elements, form, checks) in zip(dist.get_process_group_ranks(group), rows, strict=True):
                 summed = f" of {elements} elements (checksum {form:08x})" if elements else ""
-                ranks.setdefault(f"{_WAYS[way]}{summed}", []).append(rank)
+                unchecked = "" if checks else ", and check_replicas=None"
+                ranks.setdefault(f"{_WAYS[way]}{summed}{unchecked}", []).append(rank)
             if len(ranks) > 1:
                 found = ", ".join(f"ranks {held} have {way}" for way, held in ranks.items())
                 raise DisagreementError(
                     f"the data lanes of module {name!r} do not finish their gradients alike: {found}; give them one "
                     "config, and the same parameters to train"
                 )
+        if compared:
+            by_name: dict[str, list[torch.nn.Module]] = {}
+            for stage, name in self.names.items():
+                by_name.setdefault(name, []).append(models[stage])
+            require_equal_parameters(by_name, pg_collection, waiting=waiting)
 
     def modules(self, models: Models) -> dict[str, torch.nn.Module]:
         """The modules that `reduce_gradients` reduces, by name."""
@@ -163,7 +175,9 @@ def gradient_policy(
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
     that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens.
     Gradients that would not be the sum over the data lanes of their module, divided by the lanes of the loss or by the
-    tokens of the job, are a `ReductionError`.
+    tokens of the job, are a `ReductionError`. A group that the sizes of a collection's grid demand, and that it lacks,
+    is a `GradientError`: where `reduce_gradients` reduces, that of the data lanes, and with the loss cp (losses are
+    shares of a mean) and tp (the first rank counts tokens).
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
@@ -181,6 +195,8 @@ def gradient_policy(
         collection = None if pg_collection is None else collection_of(pg_collection, name)
         if not (by_hand or collection is None or hasattr(model, "no_sync")):
             reduced[name] = (*reduced.get(name, ()), stage)
+            counts = () if name not in graph.sinks else ("cp", "tp") if per_token else ("cp",)
+            require_groups(pg_collection, name, counts)
             found = size_of(lanes_group(collection, name))
             if own not in (None, found):
                 raise ReductionError(
@@ -285,12 +301,13 @@ def _require_declared_ties(models: Sequence[torch.nn.Module], names: Collection[
             if model.get_parameter(copies[model.number]).requires_grad:
                 raise ReductionError(
                     f"{tie.name!r} is one parameter on the stages {sorted(copies)}, and config.tied_parameters does "
-                    f"not have it ({sorted(names)}): nothing sums its copies; set it to tie(stage.ties, stage, grid)"
+                    f"not have it ({sorted(names)}): nothing sums its copies; set it to "
+                    "tie_stage_parameters(stage.ties, stage, grid)"
                 )
 
 
 def _declared_ties(model: Any) -> tuple[Any, ...]:
-    """The ``ties`` of a stage of `pipegrid.training.cut`; another model's attribute of that name is none."""
+    """The ``ties`` of a stage of `pipegrid.training.pipeline_stage`; another model's attribute of that name is none."""
     ties = getattr(model, "ties", ())
     ours = isinstance(ties, tuple) and hasattr(model, "number") and all(hasattr(tie, "stages") for tie in ties)
     return ties if ours else ()

@@ -25,6 +25,7 @@ from pipegrid.schedules.gradients.lanes import (
     groups_of,
     lanes_group,
     ranks_of,
+    require_groups,
     size_of,
 )
 from pipegrid.schedules.gradients.main_grad import Modules, accumulation_dtype, named_modules, parameters_of
@@ -80,6 +81,8 @@ def reduce_gradients(
             summed. Nothing is sent then.
         ReductionTimeoutError: past the deadline; gradients are undefined then, as partial sums may be among them.
     """
+    for name in dict.fromkeys(name for name, _ in named_modules(modules)):
+        require_groups(collections, name)
     reduction = GradientReduction.of(
         modules, collections, loss_lanes=loss_lanes, job_group=job_group, bucket_bytes=bucket_bytes
     )

@@ -1,21 +1,85 @@
-"""Replicas compared after a step, in debug runs: parameters and gradients by their norms."""
+"""Replicas compared: parameters by checksum before the first step, also gradients by norm in debug runs."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
-from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
-from pipegrid.schedules.gradients.lanes import groups_of, size_of
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, gathered
+from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of, mesh_ranks, replicating_groups
+from pipegrid.schedules.gradients.lanes import (
+    collection_of,
+    device_of,
+    is_expert,
+    lanes_group_or_none,
+    ranks_of,
+    require_groups,
+    size_of,
+)
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules
+from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
+from pipegrid.schedules.gradients.reduction.checksum import checksums
+
+_SHOWN = 4  # checksums in an error
 
 
 class ReplicaError(RuntimeError):
-    """Replicas of a parameter, or of its gradient, differ: a gradient is reduced on some ranks and not on others."""
+    """Replicas of a parameter, or of its gradient, differ: made with other seeds, or reduced on some ranks alone."""
+
+
+@torch.no_grad()
+def require_equal_parameters(modules: Modules, collections: Any, *, waiting: Waiting | None = None) -> None:
+    """Raise where replicas of a parameter, trained or not, differ in a bit.
+
+    Over data lanes those that each lane holds whole, or the same shards of; over tp, and over dims of a DTensor's mesh,
+    those that are known to be whole there (``partial_over_tp``, ``sequence_parallel``, placement ``Replicate``).
+    Buffers are not compared: running statistics and numbers of lanes differ by design. One read of the parameters, one
+    all-gather of a checksum per group and one read by the host; every rank of the groups calls it.
+
+    Raises:
+        ReplicaError: on every rank of a group, with the first parameter that differs and which ranks have which.
+    """
+    waiting = waiting or Waiting()
+    differing = []
+    for (module, group), held in _replicated(modules, collections, _known_whole).items():
+        device = device_of(modules, group)
+        sums = checksums([local_of(parameter) for parameter in held.values()], device)
+        # Names and forms beside the bytes: parameters in another order are other parameters.
+        forms = [zlib.crc32(f"{name} {each.dtype} {tuple(each.shape)}".encode()) for name, each in held.items()]
+        sums += torch.tensor(forms, device=device)
+        rows = gathered(torch.cat([checksums([sums], device), sums.new_tensor([len(held)])]), device, group, waiting)
+        if any(row != rows[0] for row in rows):
+            differing.append((module, group, list(held), sums, max(count for _, count in rows)))
+    # A rank raises after all of its groups have compared, in which others wait for it.
+    errors = []
+    for module, group, names, sums, count in differing:
+        row = sums.new_zeros(count)
+        row[: len(names)] = sums
+        errors.append(_apart(module, group, names, gathered(row, sums.device, group, waiting)))
+    if errors:
+        raise errors[0]
+
+
+def _apart(module: str, group: dist.ProcessGroup, names: list[str], rows: list[list[int]]) -> ReplicaError:
+    """The error for the checksums of all parameters by rank of ``group``."""
+    differing = [place for place, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
+    first = differing[0]
+    holders: dict[int, list[int]] = {}
+    for rank, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
+        holders.setdefault(row[first], []).append(rank)
+    listed = [f"{value % 2**64:016x} on ranks {ranks}" for value, ranks in holders.items()]
+    more = f" and {len(listed) - _SHOWN} others" if len(listed) > _SHOWN else ""
+    which = names[first] if first < len(names) else "one that this rank does not have"
+    return ReplicaError(
+        f"replicas of module {module!r} start with different parameters, {len(differing)} of {len(rows[0])}; the first "
+        f"is {which}, checksum {', '.join(listed[:_SHOWN])}{more}. Make the model with one seed (torch.manual_seed) or "
+        "load one checkpoint; check_replicas=None is for replicas that differ on purpose"
+    )
 
 
 @torch.no_grad()
@@ -30,26 +94,25 @@ def require_equal_replicas(
 
     Raises:
         ReplicaError: on every rank of the group, with the parameters and by how much they differ.
+        GradientError: a group of data lanes is missing.
     """
-    named = {
-        id(parameter): f"{name}.{inner}" if name else inner
-        for name, module in named_modules(modules)
-        for inner, parameter in module.named_parameters()
-    }
-    for group, parameters in _replicated(modules, collections).items():
+    for name in dict.fromkeys(name for name, _ in named_modules(modules)):
+        require_groups(collections, name)
+    for (module, group), held in _replicated(modules, collections, _plain_and_trained).items():
+        names, parameters = [f"{module}.{name}" if module else name for name in held], list(held.values())
         kinds = ("parameter", "gradient")
         tensors = [tensor for parameter in parameters for tensor in (parameter.detach(), accumulated(parameter))]
         norms = torch.zeros(len(tensors), dtype=torch.float64, device=parameters[0].device)
         filled = [place for place, tensor in enumerate(tensors) if tensor is not None and tensor.numel()]
         if filled:
-            held = [local_of(tensors[place]) for place in filled]
-            norms[filled] = foreach.norms(held, 2.0).nan_to_num(nan=-1.0)
+            local = [local_of(tensors[place]) for place in filled]
+            norms[filled] = foreach.norms(local, 2.0).nan_to_num(nan=-1.0)
         extremes = torch.cat([norms, -norms])
         all_reduce(extremes, group, dist.ReduceOp.MAX)(waiting or Waiting())
         most, least = extremes.chunk(2)
         apart = most + least  # the largest less the smallest
         found = [
-            f"the {kinds[place % 2]} of {named[id(parameters[place // 2])]} by {float(apart[place]):.3g}"
+            f"the {kinds[place % 2]} of {names[place // 2]} by {float(apart[place]):.3g}"
             for place, differs in enumerate((apart > tolerance * most.abs()).tolist())
             if differs
         ]
@@ -61,13 +124,49 @@ def require_equal_replicas(
             )
 
 
-def _replicated(modules: Modules, collections: Any) -> dict[dist.ProcessGroup, list[torch.nn.Parameter]]:
-    """The plain parameters that all ranks of a group hold alike, by group."""
-    found: dict[dist.ProcessGroup, list[torch.nn.Parameter]] = {}
-    for name, parameter in parameters_of(modules):
-        lanes, tensor = groups_of(parameter, collections, name)
-        sharded = getattr(parameter, "tensor_model_parallel", False)
-        for group in (lanes, None if sharded else tensor):
-            if group is not None and size_of(group) > 1 and not is_dtensor(parameter):
-                found.setdefault(group, []).append(parameter)
+Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""The data lanes and the tensor-parallel ranks of a parameter."""
+
+
+def _replicated(
+    modules: Modules, collections: Any, groups_of: Callable[[torch.nn.Parameter, Groups], Iterator[Any]]
+) -> dict[tuple[str, dist.ProcessGroup], dict[str, torch.nn.Parameter]]:
+    """The parameters that all ranks of a group hold alike, under their names, by module and group."""
+    found: dict[tuple[str, dist.ProcessGroup], dict[str, torch.nn.Parameter]] = {}
+    seen: set[int] = set()
+    for name, module in named_modules(modules):
+        collection = None if collections is None else collection_of(collections, name)
+        for inner, parameter in module.named_parameters():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            lanes: dist.ProcessGroup | None = None
+            if is_expert(parameter):
+                lanes, tensor = getattr(collection, "expt_dp", None), getattr(collection, "expt_tp", None)
+            else:
+                lanes = None if collection is None else lanes_group_or_none(collection)
+                tensor = getattr(collection, "tp", None)
+            for group in groups_of(parameter, (lanes, tensor)):
+                if size_of(group) > 1:
+                    found.setdefault((name, group), {})[inner] = parameter
     return found
+
+
+def _known_whole(parameter: torch.nn.Parameter, groups: Groups) -> Iterator[dist.ProcessGroup | None]:
+    """The groups over which the parameter, or this rank's shard of it, is known to be replicated."""
+    lanes, tensor = groups
+    mesh = mesh_ranks(parameter)
+    if len(mesh & ranks_of(lanes)) <= 1:
+        yield lanes
+    if not mesh and partial_over_tp(parameter):
+        yield tensor
+    yield from replicating_groups(parameter)
+
+
+def _plain_and_trained(parameter: torch.nn.Parameter, groups: Groups) -> Iterator[dist.ProcessGroup | None]:
+    """The groups of a plain parameter whose gradient is to be the same over them; over tp, unless it is marked."""
+    lanes, tensor = groups
+    if parameter.requires_grad and not is_dtensor(parameter):
+        yield lanes
+        if not getattr(parameter, "tensor_model_parallel", False):
+            yield tensor

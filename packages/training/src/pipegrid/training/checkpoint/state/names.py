@@ -156,15 +156,15 @@ class TrainingState:
     """What a checkpoint holds of this rank, by reference: it is read when a checkpoint is saved, and filled by a load.
 
     Attributes:
-        stages: by module name the stage modules on this rank: a list of stages of `cut` (or of any modules with a
-            ``number``), or modules by stage number. Names are those of the ``state_dict``, which for stages of `cut`
-            are the whole model's.
+        stages: by module name the stage modules on this rank: a list of stages of `pipeline_stage` (or of any modules
+            with a ``number``), or modules by stage number. Names are those of the ``state_dict``, which for stages of
+            `pipeline_stage` are the whole model's.
         optimizers: over parameters of these stages.
         scaler: of the loss, with ``state_dict`` and ``load_state_dict``.
         data: the data position, the same on every rank: plain data, or a reader with ``state_dict`` and
             ``load_state_dict``.
         names: by hand-written stage module the whole model's name of each tensor; see `whole_names`.
-        ties: by module, parameters on several stages; those of stages of `cut` are known.
+        ties: by module, parameters on several stages; those of stages of `pipeline_stage` are known.
         plan: of the step; its text is stored.
         grids: of the modules.
         layout: of the layers: text, or text by module.

@@ -62,6 +62,7 @@ class CutProof:
             stage that does not hold them.
         unproved: what the trace could not decide, in words; `check_stages` compares numbers.
         alone: the layers after which the layout may end a stage: the hidden states alone cross there.
+        asked: what the model is asked for besides, by its config or the call, such as ``output_router_logits``.
     """
 
     layout: str
@@ -69,6 +70,7 @@ class CutProof:
     faults: tuple[str, ...]
     unproved: tuple[str, ...]
     alone: tuple[str, ...]
+    asked: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -86,6 +88,7 @@ class CutProof:
         if faults:
             shown = faults[:_SHOWN] + ([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])
             ends = f"A stage may end after {_named(self.alone)}; " if self.alone else ""
+            ends += f"without {' and '.join(self.asked)} there may be less to send; " if self.asked else ""
             raise CutError(
                 f"the stages of layout {self.layout} would not compute what the model computes; a stage has what the "
                 "layer before it returned, and what it makes from the batch:\n  "
@@ -113,9 +116,9 @@ def prove_cut(
 
     Args:
         model: the whole model, or a function that makes it.
-        layout: as in `cut`.
+        layout: as in `pipeline_stage`.
         batch: what the model is called with: a dict of arguments by name, or a tuple of positional ones.
-        names: as in `cut`.
+        names: as in `pipeline_stage`.
         loss: of what the model returns; None where the model returns its loss, or the loss reads the last layers alone.
 
     Raises:
@@ -124,7 +127,7 @@ def prove_cut(
     whole = model if isinstance(model, nn.Module) else planned(model)
     layout = as_layout(layout)
     assignment = assign(whole, layout, find_names(whole) if names is None else given_names(whole, names))
-    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (_positional(batch), {})
+    args, kwargs = called_with(batch)
     proof, _ = proof_of(outline(whole), assignment, layout.short_text(), args, kwargs, loss=loss)
     return proof
 
@@ -185,23 +188,31 @@ def proof_of(
     proof = CutProof(
         layout,
         tuple(_boundary(stage, at, layers, forward, found[at]) for stage, at in places.items()),
-        (*_parameters(forward, assignment), *_changed(forward, other, dropped)),
+        (
+            *_parameters(forward, assignment),
+            *_changed(forward, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
+        ),
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in _by_line(forward.guesses)),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not found[number]),
+        _asked(whole, kwargs),
     )
     missing = returned(forward, places[assignment.num_stages - 1]) if places else {}
     return proof, tuple(missing)
 
 
-def _changed(forward: Forward, other: Forward, dropped: Sequence[str]) -> Iterator[str]:
-    """What layers compute in another way where arguments are dropped."""
-    for (one, values), (there, others) in zip_longest(
-        forward.behind or (), other.behind or (), fillvalue=(_NOTHING, ())
-    ):
+def _changed(forward: Forward, other: Forward, dropped: Sequence[str], first: int) -> Iterator[str]:
+    """What is computed in another way behind boundary ``first`` where arguments are dropped."""
+    pairs = zip_longest(_behind(forward, first), _behind(other, first), fillvalue=(_NOTHING, ()))
+    for (one, values), (there, others) in pairs:
         if (one.name, one.passed, values) != (there.name, there.passed, others):
-            made = there if one is _NOTHING else one
-            yield f"without {' and '.join(dropped)}, which later stages are not called with, other is {place(made)}"
+            changed = place(there if one is _NOTHING else one)
+            missing = " and ".join(dropped)
+            yield f"stages behind the first have no {missing}, without which other code runs, first {changed}"
             return
+
+
+def _behind(forward: Forward, first: int) -> list[tuple[Operation, tuple[int, ...]]]:
+    return [(one, values) for one, values in forward.behind or () if one.passed > first]
 
 
 def _boundary(stage: int, at: int, layers: Sequence[str], forward: Forward, crossing: Sequence[Crossing]) -> Boundary:
@@ -269,8 +280,17 @@ def _encoder(whole: nn.Module, assignment: Assignment) -> tuple[str, int] | None
     return name, len(assignment.lists[0])
 
 
-def _positional(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+def called_with(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional arguments of a call, and those by name."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
+
+
+def _asked(whole: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The outputs that a Hugging Face model is asked for."""
+    config = vars(whole.config) if hasattr(getattr(whole, "config", None), "to_dict") else {}
+    return tuple(f"{name}=True" for name, value in {**config, **kwargs}.items() if name.startswith("output_") and value)
 
 
 def _by_line(guesses: Sequence[Any]) -> list[Any]:

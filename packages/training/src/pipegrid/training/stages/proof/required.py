@@ -14,7 +14,7 @@ from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
 from pipegrid.training.stages.proof.operators import mapped_by_place
 from pipegrid.training.stages.proof.outline import outline
-from pipegrid.training.stages.proof.proof import proof_of
+from pipegrid.training.stages.proof.proof import CutProof, proof_of
 from pipegrid.training.stages.torch_compat import tree_leaves
 
 PIXELS = ("pixel_values", "input_features")
@@ -27,13 +27,13 @@ _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 class Proofs:
     """What crosses the boundaries of a cut, by what calls are made of: names, dtypes, None or not, flags.
 
-    Shared by the stages of one `cut`.
+    Shared by the stages of one `pipeline_stage`.
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
         self._outline, self._assignment, self._layout = outline(model), assignment, layout
         self._dropped = PIXELS if "inputs_embeds" in inspect.signature(model.forward).parameters else ()
-        self._missing: dict[object, tuple[str, ...]] = {}
+        self._found: dict[object, tuple[CutProof, tuple[str, ...]]] = {}
 
     def cast(self, function: Callable[[Tensor], Tensor]) -> None:
         """Follow a change of the stages' dtypes; the outline stays without memory."""
@@ -60,34 +60,37 @@ class Proofs:
         Raises:
             CutError: more than what stages send crosses a boundary.
         """
+        known = len(self._found)
+        proof, missing = self.found(stage, args, kwargs, hidden)
+        if not proof.holds:
+            proof.require()
+            if len(self._found) > known:
+                warnings.warn(
+                    f"layout {self._layout} is not proved: {'; '.join(proof.unproved)}. check_stages compares its "
+                    "loss and gradients with those of the whole model",
+                    stacklevel=4,
+                )
+        return missing
+
+    def found(
+        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None = None
+    ) -> tuple[CutProof, tuple[str, ...]]:
+        """The proof of a call, which may not hold, and what `require` returns. Arguments as there."""
         given = sorted((name, _kind(one)) for name, one in kwargs.items())
         key = (stage.training, hidden is None, *map(_kind, args), *given)
-        if key not in self._missing:
-            self._missing[key] = self._proved(stage, args, kwargs, hidden)
-        return self._missing[key]
-
-    def _proved(
-        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None
-    ) -> tuple[str, ...]:
-        self._outline.train(stage.training)
-        _require_no_layerdrop(self._outline)
-        proof, missing = proof_of(
-            self._outline,
-            self._assignment,
-            self._layout,
-            args,
-            kwargs,
-            hidden={} if hidden is None else {"inputs_embeds": hidden},
-            dropped=self._dropped,
-        )
-        proof.require()
-        if proof.unproved:
-            warnings.warn(
-                f"layout {self._layout} is not proved: {'; '.join(proof.unproved)}. Compare the loss and the gradients "
-                "of its stages with those of the whole model once",
-                stacklevel=4,
+        if key not in self._found:
+            self._outline.train(stage.training)
+            _require_no_layerdrop(self._outline)
+            self._found[key] = proof_of(
+                self._outline,
+                self._assignment,
+                self._layout,
+                args,
+                kwargs,
+                hidden={} if hidden is None else {"inputs_embeds": hidden},
+                dropped=self._dropped,
             )
-        return missing
+        return self._found[key]
 
 
 def _cast(function: Callable[[Tensor], Tensor], tensor: Tensor) -> torch.dtype:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipegrid.training.errors import CutError
+from pipegrid.training.stages.generators import generators_as_before
 from pipegrid.training.stages.proof.operators import (
     OVERWRITING,
     TorchFunctionMode,
@@ -307,7 +306,7 @@ def trace(
             )
             stack.callback(ended.remove)
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_no_draws())
+        stack.enter_context(generators_as_before())
         given = tree_map(mode.outside, (tuple(args), dict(kwargs)))
         given[1].update({name: mode.placed(one) for name, one in hidden.items()})
         with _Lists(), mode:
@@ -316,18 +315,6 @@ def trace(
             result = functional_call(model, own, *given)
             mode.forward.result = result if loss is None else loss(result)
     return mode.forward
-
-
-@contextmanager
-def _no_draws() -> Iterator[None]:
-    """Generators are afterwards as they were before."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
 
 
 def _watch_part(mode: Trace, stack: ExitStack, part: nn.Module, name: str) -> None:

@@ -1,0 +1,154 @@
+"""A batch cut into microbatches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.topology import HyperCommGrid, data_lane
+from pipegrid.topology.fields import Count, checked, shown
+
+IGNORED = -100
+"""The label of a token that counts in no loss, as in Hugging Face's models."""
+
+
+@frozen(eq=False)
+class Microbatch:
+    """A part of a batch.
+
+    Attributes:
+        inputs: what the forward is called with.
+        rows: samples.
+        labels: labels that count: all, and without the first of each row. None without labels.
+    """
+
+    inputs: Mapping[str, Any]
+    rows: int
+    labels: tuple[int, int] | None
+
+
+@frozen
+class Share:
+    """A part of each microbatch: ``index`` of ``parts`` equal ones."""
+
+    index: int = 0
+    parts: int = 1
+
+
+def shares(grids: Mapping[str, HyperCommGrid]) -> tuple[int, int, dict[str, Share]]:
+    """Which batch this rank reads, of how many that the job reads at a time, and its share of it by module.
+
+    All modules see the same samples. A job reads as many batches at a time as divide the data lanes of each module,
+    and as each rank has one of; a module with more lanes shares each microbatch among them.
+    """
+    lanes = {name: data_lane(grid, grid.ranks[0])[1] for name, grid in grids.items()}
+    together = next(
+        number
+        for number in range(math.gcd(*lanes.values()), 0, -1)
+        if all(size % number == 0 for size in lanes.values())
+        and all(len(_batches_of(rank, grids, lanes, number)) == 1 for grid in grids.values() for rank in grid.ranks)
+    )
+    own = {name: grid for name, grid in grids.items() if grid.is_current_rank_in_grid()}
+    parts = {name: lanes[name] // together for name in own}
+    (batch,) = _batches_of(dist.get_rank(), grids, lanes, together)
+    return batch, together, {name: Share(data_lane(own[name])[0] % parts[name], parts[name]) for name in own}
+
+
+def _batches_of(rank: int, grids: Mapping[str, HyperCommGrid], lanes: Mapping[str, int], together: int) -> set[int]:
+    """The batches that the modules on ``rank`` read, of ``together``."""
+    held = [(grid, lanes[name]) for name, grid in grids.items() if rank in grid.ranks]
+    return {data_lane(grid, rank)[0] * together // size for grid, size in held}
+
+
+def microbatches(
+    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, count: int | None, size: int | None
+) -> list[Mapping[str, Any]]:
+    """``batch`` cut along the first axis into ``count`` microbatches, or into those of ``size`` rows.
+
+    ``count`` microbatches differ by one row at most; losses are divided by what they count, not by microbatches. A
+    sequence of dicts is a batch that is cut already.
+
+    Raises:
+        StepArgumentError: no rows, fewer than microbatches, tensors of unequal rows, or rows that do not divide.
+    """
+    if isinstance(batch, Mapping):
+        rows = _rows(batch)
+        return [_part(batch, start, stop) for start, stop in _cuts(rows, _count(rows, count, size))]
+    if isinstance(batch, Sequence) and batch and all(isinstance(each, Mapping) for each in batch):
+        return list(batch)
+    raise StepArgumentError(f"batch is {shown(batch)}; give a dict of tensors, or a list of one for each microbatch")
+
+
+def microbatch(part: Mapping[str, Any], share: Share, device: torch.device) -> Microbatch:
+    """The share of a data lane, its tensors on ``device``."""
+    inputs = _shared(part, share)
+    rows = next((len(each) for each in inputs.values() if isinstance(each, torch.Tensor) and each.dim()), 1)
+    moved = {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+    labels = inputs.get("labels")
+    if not isinstance(labels, torch.Tensor) or not labels.dim():
+        return Microbatch(moved, rows, None)
+    counted = labels != IGNORED
+    following = counted[:, 1:] if labels.dim() > 1 else counted
+    return Microbatch(moved, rows, (int(counted.sum()), int(following.sum())))
+
+
+def _count(rows: int, count: int | None, size: int | None) -> int:
+    if size is not None:
+        if rows % checked(size, Count, "microbatch_size", StepArgumentError):
+            raise StepArgumentError(
+                f"the batch has {rows} rows, no multiple of microbatch_size={size}; drop the rest "
+                "(DataLoader(drop_last=True)), or give num_microbatches"
+            )
+        return rows // size
+    count = rows if count is None else checked(count, Count, "num_microbatches", StepArgumentError)
+    if rows < count:
+        raise StepArgumentError(f"the batch has {rows} rows for num_microbatches={count}; each has at least one")
+    return count
+
+
+def _cuts(rows: int, count: int) -> Iterator[tuple[int, int]]:
+    size, larger = divmod(rows, count)
+    start = 0
+    for number in range(count):
+        stop = start + size + (number < larger)
+        yield start, stop
+        start = stop
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+    if not rows or 0 in rows.values() or len(set(rows.values())) > 1:
+        raise StepArgumentError(
+            f"the first axes of the batch are {rows}; they must be the same rows, at least one. For tensors without "
+            "rows (patches of images, packed texts) give a list with a dict for each microbatch"
+        )
+    return next(iter(rows.values()))
+
+
+def _part(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    return {
+        name: value[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in batch.items()
+    }
+
+
+def _shared(part: Mapping[str, Any], share: Share) -> Mapping[str, Any]:
+    if share.parts == 1:
+        return part
+    rows = _rows(part)
+    if rows % share.parts:
+        raise StepArgumentError(
+            f"a microbatch of {rows} rows does not divide among the {share.parts} data lanes that read it; give a "
+            "multiple"
+        )
+    size = rows // share.parts
+    return _part(part, share.index * size, (share.index + 1) * size)

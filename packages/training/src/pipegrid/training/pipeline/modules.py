@@ -1,0 +1,151 @@
+"""The modules of a job: grids with their groups, stages on this rank, and the communicator between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import nn
+
+from pipegrid.bridges import EdgeOptions
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.schedules import Monitor, stage_places
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients import TiedParameters
+from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
+from pipegrid.topology.fields import shown
+from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
+from pipegrid.training.stages.assignment import as_layout
+
+ModelFactory = Callable[[], nn.Module]
+
+
+@frozen(eq=False)
+class PipelineModule:
+    """A module of a job.
+
+    Attributes:
+        model: a function that makes the model; each rank keeps its own stages of it.
+        layout: of the model's layers. None: one stage, the model as it is, such as an encoder and its projector.
+        grid: of its ranks.
+        names: as in `pipeline_stage`.
+        forward: ``f(stage, microbatch)``, the output of a stage; None calls it with all of the microbatch. What other
+            modules sent is in ``stage.received``, by module.
+        output: as in `pipeline_stage`: from what the model returns to what is sent to other modules.
+        frozen: no gradients, and no backward.
+    """
+
+    model: nn.Module | ModelFactory
+    layout: str | PipelineParallelLayerLayout | None
+    grid: HyperCommGrid
+    names: Names | None = None
+    forward: Callable[[Any, Any], Any] | None = None
+    output: Callable[[Any], Any] | None = None
+    frozen: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the layout."""
+        return 1 if self.layout is None else len(as_layout(self.layout).stages)
+
+    def places(self, schedule: str) -> tuple[int, ...]:
+        """The pp rank of each stage: one each, or as ``schedule`` has several of a rank."""
+        pp = self.grid.dim_size("pp") if "pp" in self.grid.dim_names else 1
+        chunks, rest = divmod(self.num_stages, pp)
+        if rest or not chunks:
+            raise StepArgumentError(
+                f"layout {self.layout!r} has {self.num_stages} stages, and the grid {pp} pp ranks; give a multiple"
+            )
+        return tuple(range(pp)) if chunks == 1 else stage_places(schedule, pp, chunks)
+
+    def stages(self, name: str | None, places: Sequence[int], device: torch.device) -> list[Any]:
+        """This rank's stages, on ``device``; none on ranks outside of the grid."""
+        if not self.grid.is_current_rank_in_grid():
+            return []
+        if self.layout is None:
+            model = self.model if isinstance(self.model, nn.Module) else self.model()
+            if getattr(model, "config", None) is not None:
+                raise StepArgumentError(
+                    f"{type(model).__name__} has a config of its own, where the step's is read; give a layout, or wrap "
+                    "the model in a torch.nn.Module"
+                )
+            made: list[Any] = [model]
+        else:
+            here = self.grid.coords(dist.get_rank()).get("pp", 0)
+            numbers = [stage for stage, place in enumerate(places) if place == here]
+            made = list(
+                pipeline_stage(self.model, self.layout, numbers, names=self.names, module=name, output=self.output)
+            )
+        return [stage.to(device).requires_grad_(not self.frozen) for stage in made]
+
+
+def create_groups(modules: Mapping[str, PipelineModule]) -> None:
+    """The groups that the sizes of all grids ask for; those that exist stay."""
+    ranks = {rank for module in modules.values() for rank in module.grid.ranks}
+    if missing := sorted(set(range(dist.get_world_size())) - ranks):
+        raise StepArgumentError(
+            f"a world of {dist.get_world_size()} ranks: no grid has the ranks {missing}, and all ranks take each step; "
+            "start fewer, or give a larger grid"
+        )
+    create_grid_groups(
+        {
+            module.grid: [dims for dims in _group_dims(module.grid) if not module.grid.has_pg(dims)]
+            for module in modules.values()
+        }
+    )
+
+
+def _group_dims(grid: HyperCommGrid) -> list[tuple[str, ...]]:
+    alone: list[tuple[str, ...]] = [(dim,) for dim in grid.dim_names]
+    return [*alone, ("dp", "cp")] if {"dp", "cp"} <= set(grid.dim_names) else alone
+
+
+def frozen_edges(
+    modules: Mapping[str, PipelineModule],
+    topology: Mapping[str, Sequence[str]],
+    edges: Mapping[tuple[str, str], EdgeOptions],
+) -> dict[tuple[str, str], EdgeOptions]:
+    """``edges``, and no gradients to frozen modules."""
+    frozen = [(name, fed) for name, module in modules.items() if module.frozen for fed in topology.get(name, ())]
+    return {**{edge: EdgeOptions(backward=False) for edge in frozen}, **edges}
+
+
+def tied_parameters(
+    modules: Mapping[str, PipelineModule], stages: Mapping[str, Sequence[Any]], communicator: Any
+) -> tuple[TiedParameters, ...]:
+    """The parameters on several stages, of all modules; every rank of the job calls it."""
+    tied: list[TiedParameters] = []
+    grids = {name: module.grid for name, module in modules.items()}
+    for name, module in modules.items():
+        if module.layout is None or module.frozen:
+            continue
+        own = stages.get(name, [])
+        ties = own[0].ties if own else ties_of(module.model, module.layout, names=module.names)
+        places = communicator.stage_placement[name]
+        one_each = len(set(places)) == len(places)
+        tied += tie_stage_parameters(
+            ties, own, grids, graph=communicator.graph, module=name, placement=None if one_each else places
+        )
+    return tuple(tied)
+
+
+def monitor_of(monitor: Monitor | bool | None, device: torch.device) -> Monitor | None:
+    """A monitor of all ranks; with None, under torchrun only."""
+    if isinstance(monitor, Monitor):
+        return monitor
+    if monitor not in (None, True, False):
+        raise StepArgumentError(f"monitor is {shown(monitor)}; give True, False or a Monitor, or leave it out")
+    if monitor is False or (monitor is None and "TORCHELASTIC_RUN_ID" not in os.environ):
+        return None
+    rank = dist.get_rank()
+    made = control_store("pipelines").add(f"made by {rank}", 1)  # so each has keys of its own, the same on all ranks
+    return Monitor(
+        control_store(f"pipeline {made}"),
+        rank=rank,
+        ranks=range(dist.get_world_size()),
+        device=device if device.type == "cuda" else None,
+    )

@@ -1,0 +1,117 @@
+"""Steps of a job: its forward step, the call of the step function, the mean loss, the recording of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+from pipegrid.schedules import PipelineConfig, Plan, get_forward_backward_func, step_plan
+from pipegrid.schedules.gradients import tied_stages
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.training.pipeline.losses import Counted
+from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
+from pipegrid.training.pipeline.modules import PipelineModule
+from pipegrid.training.pipeline.recording import recorder_for, write_recording
+from pipegrid.training.stages import Stage
+
+
+@frozen(eq=False)
+class Steps:
+    """What every step of a job is called with.
+
+    Attributes:
+        modules: on this rank.
+        stages: by module, those of this rank.
+        groups: by module.
+        shares: by module, the part of each microbatch that this rank's data lane has.
+        communicator: of the job.
+        config: of all stages.
+        schedule: its name.
+        loss: of a last stage's output.
+        device: of the stages.
+    """
+
+    modules: Mapping[str, PipelineModule]
+    stages: Mapping[str, Sequence[Any]]
+    groups: Mapping[str, Any]
+    shares: Mapping[str, Share]
+    communicator: Any
+    config: PipelineConfig
+    schedule: str
+    loss: Callable[[Any, Microbatch], Counted]
+    device: torch.device
+
+    def __attrs_post_init__(self) -> None:
+        self._set_config(self.config)
+
+    def arguments(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a step function is called with."""
+        shared = {name: [microbatch(part, share, self.device) for part in parts] for name, share in self.shares.items()}
+        return {
+            "forward_step_func": self._forward_step,
+            "data_iterator": {name: [iter(shared[name]) for _ in stages] for name, stages in self.stages.items()},
+            "model": self.stages,
+            "num_microbatches": len(parts),
+            "p2p_communicator": self.communicator,
+            "pg_collection": self.groups,
+        }
+
+    def run(self, parts: Sequence[Mapping[str, Any]], *, forward_only: bool = False) -> Tensor:
+        """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
+        step = get_forward_backward_func(schedule=self.schedule)
+        losses = step(**self.arguments(parts), forward_only=forward_only)
+        # Tensor-parallel ranks have the same losses, of which one counts.
+        tp = [groups.tp for name, groups in self.groups.items() if name in self.communicator.graph.sinks]
+        if losses and not any(group is not None and group.rank() for group in tp):
+            sums = torch.stack([torch.stack(each) for each in losses]).sum(dim=0)
+        else:
+            sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        all_reduce(sums, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor))
+        return sums[0] / sums[1].clamp(min=1)
+
+    def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
+        """`run` with a recorder, whose recording the first rank writes."""
+        recorder = recorder_for(self.device)
+        self._set_config(attrs.evolve(self.config, hooks=(*self.config.hooks, recorder)))
+        try:
+            dist.barrier()
+            recorder.start()
+            loss = self.run(parts)
+        finally:
+            self._set_config(self.config)
+        write_recording(path, recorder, self.plan(len(parts)), self.communicator)
+        return loss
+
+    def plan(self, num_microbatches: int) -> Plan:
+        """The proved plan of a step."""
+        return step_plan(
+            self.communicator.graph,
+            num_microbatches,
+            tied_stages(self.config.tied_parameters),
+            placement=self.communicator.positions.placement,
+            collectives=self.communicator.collective_edges,
+            frozen=self.communicator.frozen_modules,
+            schedule=self.schedule,
+            shard=self.config.shard,
+            prefetch=self.config.prefetch,
+        )
+
+    def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:
+        part = next(parts)
+        name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
+        forward = self.modules[name].forward
+        output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
+        if name in self.communicator.graph.sinks and getattr(stage, "is_last", True):
+            return output, lambda output: self.loss(output, part)
+        return output if isinstance(stage, Stage) else {name: output}, None
+
+    def _set_config(self, config: PipelineConfig) -> None:
+        for stage in (stage for held in self.stages.values() for stage in held):
+            stage.config = config

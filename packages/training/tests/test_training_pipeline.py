@@ -1,0 +1,328 @@
+"""One object for a job: gradients, losses, tokens and checkpoints of one process, whatever its modules and schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, recording_from_json
+from pipegrid.schedules.errors import LossError, StepArgumentError
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training import Pipeline, PipelineModule
+from pipegrid.training.pipeline.losses import OwnLoss
+from pipegrid.training.pipeline.microbatches import Share, microbatch
+
+from .training_models import MAKERS, WORDS, batch_of, llama
+from .training_vlm import Tower, seen_and_text
+
+ROWS = 6
+
+
+def texts(lane, *, rows=ROWS):
+    """Texts of unequal lengths, padded on the right."""
+    generator = torch.Generator().manual_seed(lane)
+    ids = torch.randint(1, WORDS, (rows, 7), generator=generator)
+    mask = (torch.arange(7) < torch.randint(2, 8, (rows, 1), generator=generator)).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def joined(*batches):
+    """All lanes as one batch."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def next_words(output, batch):
+    """The sum over following words, and how many they are, in float64."""
+    labels = batch["labels"][:, 1:].flatten()
+    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+def whole_of(make):
+    """The model in one process, with the values of the stages."""
+    torch.manual_seed(3)
+    return make().double()
+
+
+def made(make):
+    """A function that makes the same values on every rank."""
+    return lambda: whole_of(make)
+
+
+def require_gradients(pipeline, whole):
+    """Gradients of this rank's parameters are those of ``whole``, by the error measure of the house."""
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
+    held = [gradient for gradient in expected.values() if gradient is not None]
+    floor = 1e-3 * torch.stack([gradient.norm() for gradient in held]).norm() / len(held) ** 0.5
+    found = dict(pipeline.named_parameters())
+    assert found
+    for name, parameter in found.items():
+        error = (parameter.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), floor)
+        assert error < 1e-10, (name, error.item())
+
+
+SCHEDULES = [
+    ("1f1b", "Ett|ttL", {"microbatch_size": 2}),
+    ("interleaved_1f1b", "Et|t|t|tL", {"num_microbatches": 4}),
+    ("zero_bubble_h1", "Et|tttL", {}),
+    ("zero_bubble_v", "Et|t|t|tL", {"num_microbatches": 4}),
+    ("dualpipe_v", "Et|t|t|tL", {"num_microbatches": 4}),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("schedule", "layout", "cut"), SCHEDULES)
+def test_a_step_is_that_of_one_process(ranks, schedule, layout, cut):
+    """On two data lanes; a cut into 4 microbatches of 6 rows is uneven."""
+    make = MAKERS["gpt2"]  # tied, and in float64 throughout
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    with Pipeline(made(make), layout, grid, schedule=schedule, loss=next_words, **cut) as pipeline:
+        whole = whole_of(make)
+        loss, count = next_words(whole(**joined(texts(0), texts(1))), joined(texts(0), texts(1)))
+        (loss / count).backward()
+        assert (pipeline.lane, pipeline.lanes) == (ranks.rank % 2, 2)
+        evaluated = pipeline.evaluate(texts(pipeline.lane))
+        assert all(parameter.grad is None for parameter in pipeline.parameters())
+        found = pipeline.step(texts(pipeline.lane))
+        for each in (evaluated, found):
+            torch.testing.assert_close(each, (loss / count).detach(), rtol=1e-12, atol=0.0)
+        require_gradients(pipeline, whole)
+        norm = torch.stack([parameter.grad.norm() for parameter in whole.parameters()]).norm()
+        torch.testing.assert_close(pipeline.clip(norm.item() / 2), norm, rtol=1e-10, atol=0.0)
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), norm.item() / 2)
+        require_gradients(pipeline, whole)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_the_own_loss_of_a_model_is_a_mean_over_the_tokens_of_the_step(ranks, name):
+    """Llama's loss is over following tokens, T5's over all; microbatches and lanes have unequal numbers of them."""
+    make = MAKERS[name]
+    layout = "Ett|ttL" if name == "llama" else "Eeeee|ttttL"
+    batches = [texts(lane) for lane in range(2)]
+    batches[1]["labels"][2:4] = -100  # a microbatch without a label
+    with Pipeline(made(make), layout, HyperCommGrid([2, 2], ["dp", "pp"]), microbatch_size=2) as pipeline:
+        whole = whole_of(make)
+        loss = whole(**joined(*batches)).loss
+        loss.backward()
+        found = pipeline.step(batches[pipeline.lane])
+        torch.testing.assert_close(found.float(), loss.detach().float(), rtol=1e-5, atol=0.0)
+        expected = dict(whole.named_parameters(remove_duplicate=False))
+        for key, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.ranks(4)
+def test_a_run_goes_on_in_another_layout_and_schedule(ranks):
+    """Two steps on dp 2 x pp 2, saved; a third on pp 4 under ZB-H1: parameters of one process that takes three."""
+    make = MAKERS["gpt2"]
+    folder = ranks.shared_path / "run"
+    whole = whole_of(make)
+    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for _ in range(3):
+        loss, count = next_words(whole(**joined(texts(0), texts(1))), joined(texts(0), texts(1)))
+        (loss / count).backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        reference.step()
+        reference.zero_grad()
+
+    with Pipeline(made(make), "Ett|ttL", HyperCommGrid([2, 2], ["dp", "pp"]), loss=next_words) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+        assert pipeline.load(folder, optimizer) is None
+        for _ in range(2):
+            pipeline.step(texts(pipeline.lane))
+            pipeline.clip(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        pipeline.save(folder, optimizer, step=2, data={"epoch": 1})
+    layout, grid = "Et|t|t|tL", HyperCommGrid([1, 4], ["dp", "pp"])
+    with Pipeline(lambda: make().double(), layout, grid, schedule="zero_bubble_h1", loss=next_words) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+        found = pipeline.load(folder, optimizer)
+        assert (found.step, found.data) == (2, {"epoch": 1})
+        pipeline.step(joined(texts(0), texts(1)))
+        pipeline.clip(1.0)
+        optimizer.step()
+        expected = dict(whole.named_parameters(remove_duplicate=False))
+        for key, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter, expected[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_tokens_are_those_of_one_process(ranks, schedule):
+    layout = "Ett|ttL" if schedule == "1f1b" else "Et|t|t|tL"
+    prompts = texts(0)["input_ids"][:, :4]
+    with Pipeline(made(llama()), layout, HyperCommGrid([2, 2], ["dp", "pp"]), schedule=schedule) as pipeline:
+        own = prompts[pipeline.lane * 3 : pipeline.lane * 3 + 3]
+        found = pipeline.generate({"input_ids": own}, 5, num_microbatches=2, eos_token_id=2)
+        expected = whole_of(llama()).generate(input_ids=own, max_new_tokens=5, do_sample=False)
+        assert torch.equal(found, expected[:, 4:])
+
+
+@pytest.mark.ranks(4)
+def test_a_step_is_recorded_for_the_planner(ranks):
+    path = ranks.shared_path / "runs" / "run.json"
+    grid = HyperCommGrid([1, 4], ["dp", "pp"])
+    with Pipeline(made(MAKERS["gpt2"]), "Et|t|t|tL", grid, loss=next_words) as pipeline:
+        first = pipeline.step(texts(0))
+        pipeline.record(path)
+        assert not path.exists()
+        assert pipeline.step(texts(0)) == first
+        recorded = recording_from_json(path.read_text())
+        assert recorded.plan == pipeline.plan(ROWS)
+        counts = [len(track.actions) for track in recorded.tracks]
+        assert counts == [sum(1 for _ in recorded.plan.actions(place)) for place in range(4)]
+        ranks.barrier()  # all have read it
+        if ranks.rank == 0:
+            path.unlink()
+        ranks.barrier()
+        pipeline.step(texts(0))
+        assert not path.exists()
+
+
+@pytest.mark.ranks(2)
+def test_a_monitor_tells_every_rank_the_first_failure(ranks):
+    def broken(output, batch):
+        raise RuntimeError("no loss today")
+
+    grid = HyperCommGrid([2], ["pp"])
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0)
+    pipeline = Pipeline(made(MAKERS["gpt2"]), "Ett|ttL", grid, config=config, loss=broken, monitor=True)
+    assert isinstance(pipeline.config.monitor, Monitor)
+    with pytest.raises(PipelineError, match="rank 1, stage 1, microbatch 0: RuntimeError: no loss today"):
+        pipeline.step(texts(0))
+    ranks.barrier()
+    pipeline.close()
+
+
+def job(**options):
+    """A job of two stages, with what a test changes."""
+    given = {"layout": "Ett|ttL", "grid": HyperCommGrid([2], ["pp"]), "loss": next_words} | options
+    return Pipeline(made(MAKERS["gpt2"]), **given)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_a_job_is_a_typed_error_on_every_rank(ranks):
+    for options, text in [
+        ({"layout": None}, "layout is None and grid .*; a model has both"),
+        ({"grid": HyperCommGrid([1], ["pp"])}, r"a world of 2 ranks: no grid has the ranks \[1\]"),
+        ({"layout": "Et|tt|tL"}, r"layout 'Et\|tt\|tL' has 3 stages, and the grid 2 pp ranks; give a multiple"),
+        ({"num_microbatches": 2, "microbatch_size": 1}, "cut a batch in two ways; give one of them"),
+        ({"monitor": "yes"}, "monitor is 'yes'; give True, False or a Monitor"),
+    ]:
+        with pytest.raises(StepArgumentError, match=text):
+            job(**options)
+    with pytest.raises(StepArgumentError, match="module 'text' is .*; give a PipelineModule"):
+        Pipeline({"text": torch.nn.Linear(2, 2)})
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_a_batch_is_a_typed_error_before_anything_is_sent(ranks):
+    ids = texts(0)["input_ids"]
+    with job(microbatch_size=4) as pipeline:
+        for batch, text in [
+            ({"input_ids": ids}, "the batch has 6 rows, no multiple of microbatch_size=4; drop the rest"),
+            ({"input_ids": ids, "labels": ids[:5]}, "first axes of the batch are {'input_ids': 6, 'labels': 5}"),
+            ({"input_ids": ids[:0]}, "first axes of the batch are {'input_ids': 0}"),
+            (ids, "batch is .*; give a dict of tensors, or a list of one for each microbatch"),
+        ]:
+            with pytest.raises(StepArgumentError, match=text):
+                pipeline.step(batch)
+        assert pipeline.step([texts(0, rows=2), texts(1, rows=4)]).isfinite()  # cut already
+    with job(num_microbatches=7) as pipeline, pytest.raises(StepArgumentError, match="6 rows for num_microbatches=7"):
+        pipeline.step(texts(0))
+
+
+class Output:
+    """What a model returns."""
+
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+def test_a_first_microbatch_that_fits_both_rules_does_not_decide_for_the_next():
+    class Output:
+        def __init__(self, logits, labels):
+            self.loss, self.logits = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits
+
+    own, generator = OwnLoss(), torch.Generator().manual_seed(0)
+    labels = torch.randint(0, WORDS, (2, 5), generator=generator)
+    of_answers = labels.index_fill(1, torch.tensor([0]), -100)  # both rules count 8
+    for given, logits, count in (
+        (of_answers, torch.zeros(2, 5, WORDS), 8),  # every token alike: both means are log(WORDS)
+        (labels, torch.randn(2, 5, WORDS, generator=generator), 10),
+        (labels, torch.zeros(2, 5, WORDS), 10),  # known by now
+    ):
+        assert own(Output(logits, given), microbatch({"labels": given}, Share(), torch.device("cpu")))[1] == count
+
+
+def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
+    logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    labels[0, 1] = -100
+    part = microbatch({"labels": labels}, Share(), torch.device("cpu"))
+    all_labels = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    following = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    for mean, count in ((all_labels, 9), (following, 7)):
+        total, counted, _ = OwnLoss()(Output(mean, logits), part)
+        assert (counted, total) == (count, mean * count)
+    with pytest.raises(LossError, match="what it is a mean over is not known. Give Pipeline"):
+        OwnLoss()(Output(following + 0.1, logits), part)
+    short, nothing = logits[:, :1], torch.tensor(torch.nan)  # texts of one token: no following one
+    one = microbatch({"labels": labels[:, :1]}, Share(), torch.device("cpu"))
+    total, counted, _ = OwnLoss()(Output(F.cross_entropy(short[:, 0], labels[:, 0]), short), one)
+    assert counted == 2
+    assert total > 0
+    assert OwnLoss()(Output(nothing, short), one)[:2] == (0, 0)
+    unlabeled = microbatch({"input_ids": labels}, Share(), torch.device("cpu"))
+    with pytest.raises(LossError, match="its own loss needs `labels` in the batch"):
+        OwnLoss()(Output(None, logits), unlabeled)
+
+
+def after_image(output, batch):
+    return next_words(Output(None, output.logits[:, -batch["input_ids"].shape[1] :]), batch)
+
+
+def read_images(stage, batch):
+    """Image tokens before the text, on the first stage; their mask on the others."""
+    if stage.is_first:
+        return stage(**seen_and_text(stage.get_submodule("model.embed_tokens"), stage.received["images"], batch))
+    image = torch.ones(len(batch["input_ids"]), 5, dtype=torch.long)
+    return stage(attention_mask=torch.cat((image, batch["attention_mask"]), dim=1))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("schedule", "frozen"), [("1f1b", False), ("zero_bubble_v", True)])
+def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks, schedule, frozen):
+    """Every rank gives the same batch: each vision lane encodes its half of every microbatch."""
+    towers, words = HyperCommGrid([2, 1], ["dp", "pp"]), HyperCommGrid([1, 2], ["dp", "pp"], rank_offset=2)
+    modules = {
+        "images": PipelineModule(
+            made(Tower), None, towers, forward=lambda tower, batch: tower(batch["pixel_values"]), frozen=frozen
+        ),
+        "language": PipelineModule(
+            made(llama()), "Et|t|t|tL" if schedule == "zero_bubble_v" else "Et|t*3L", words, forward=read_images
+        ),
+    }
+    batch = {**texts(0), **batch_of("clip", rows=ROWS)}
+    topology = {"images": ["language"]}
+    with Pipeline(modules, topology=topology, schedule=schedule, loss=after_image, microbatch_size=2) as pipeline:
+        tower, language = whole_of(Tower).requires_grad_(not frozen), whole_of(llama())
+        read = seen_and_text(language.model.embed_tokens, tower(batch["pixel_values"]), batch)
+        loss, count = after_image(language(**read), batch)
+        (loss / count).backward()
+        assert (pipeline.lane, pipeline.lanes) == (0, 1)
+        torch.testing.assert_close(pipeline.step(batch), (loss / count).detach(), rtol=1e-6, atol=0.0)
+        name, whole = ("images", tower) if ranks.rank < 2 else ("language", language)
+        assert list(pipeline.stages) == [name]
+        assert (pipeline.parameters() == []) == (frozen and name == "images")
+        expected = dict(whole.named_parameters())
+        for key, parameter in pipeline.named_parameters():  # float32 inside of Llama's norms
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            other = torch.zeros_like(parameter) if expected[key].grad is None else expected[key].grad
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)
+        if frozen:
+            return
+        with pytest.raises(StepArgumentError, match="a microbatch of 1 rows does not divide among the 2 data lanes"):
+            microbatch(texts(0, rows=1), Share(0, 2), torch.device("cpu"))

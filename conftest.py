@@ -1,8 +1,13 @@
-"""For the tests of every package: settings of hypothesis, and what the fake NCCL stands for."""
+"""For the tests of every package: settings of hypothesis, name lookups, and what the fake NCCL stands for."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
+
+# The process of a TCPStore looks up the name of each that connects, and answers nobody meanwhile: where no name server
+# answers, 5 s and more at a time, which is beyond deadlines of tests. Read by glibc; ranks and scripts inherit it.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # The contract session has tests without properties, and no hypothesis.
 if find_spec("hypothesis") is not None:

@@ -313,6 +313,7 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=0.0, help="seconds beyond the promise that are late, not broken")
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as in conftest.py
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     torch.set_num_threads(1)
     draw = random.Random(options.seed)

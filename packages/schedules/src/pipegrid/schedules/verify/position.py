@@ -57,102 +57,114 @@ class PositionVerifier:
         self.shards = False  # whether parameters are gathered or freed here
         self.offloads = False  # whether activations are copied to the host
         self.flags = bytearray(table.num_flags)
-        orders: list[list[int]] = [[] for _ in table.lanes]
+        self.num_actions = 0
         exchanges = table.ids.exchanges if table.blocking.rendezvous else {}
-        self._exchanges = [
+        self._shared_lanes = [
             SharedLane(exchanges.get((self.position, partner)), exchanges.get((partner, self.position)))
             for partner in table.partners
         ]
-        self._verify(orders)
+        self._orders: list[list[int]] = [[] for _ in table.lanes]  # messages at this end of each lane
+        self._waits: list[int] = []  # of the batch: it posts all its messages, and then waits for their other ends
+        self._posted: list[tuple[int, int]] = []  # of the batch, with shared lanes: partner and message
+        for index, step in enumerate(steps):
+            actions = (step,) if isinstance(step, Action) else step
+            self.num_actions += len(actions)
+            self._verify_batch(index, actions)
+            if self._posted:
+                self._exchange(index)
+            self._wait()
+            self.program.ends.append(len(self.program.operations))
         self.sent: dict[Lane, list[int]] = {}
         self.received: dict[Lane, list[int]] = {}
-        for (lane, sends), order in zip(table.lanes, orders, strict=True):
+        for (lane, sends), order in zip(table.lanes, self._orders, strict=True):
             (self.sent if sends else self.received)[lane] = order
-        self.exchanges = dict(zip(table.partners, self._exchanges, strict=True))
+        self.exchanges = dict(zip(table.partners, self._shared_lanes, strict=True))
         self.faults += missing(table, self.flags, self.reduced)
 
-    def _verify(self, orders: Sequence[list[int]]) -> None:
-        table, program, flags, calls = self.table, self.program, self.flags, self.calls
-        plan, rules, operations, in_order = table.plan, table.table, program.operations, table.blocking.in_order
-        count, num_slices, shared = plan.num_pieces, plan.num_slices, table.ids.dataflow.shared
-        note = [order.append for order in orders]
-        num_actions = 0
-        waits: list[int] = []  # a batch posts all its messages, and then waits for their other ends
-        posted: list[tuple[int, int]] = []  # with shared lanes: partner and message
-        ends = program.ends
-        for index, step in enumerate(self.steps):
-            actions = (step,) if isinstance(step, Action) else step
-            num_actions += len(actions)
-            current = of = -1
-            for action in actions:
-                kind, microbatch, edge = action.kind, action.microbatch, action.edge
-                rule = rules.get((kind, action.stage) if edge is None else (kind, edge.source, edge.destination))
-                if rule is None or microbatch is None:
-                    if in_order and waits:
-                        operations += waits
-                        waits.clear()
-                    current = -1
-                    self._verify_collective(index, action, waits)
-                    continue
-                _, done, needs, also, flow, messages, events = rule
-                if num_slices > 1:  # from here on, the number of the piece
-                    microbatch = plan.piece_of(action)
-                at = done + microbatch
-                if microbatch >= count or flags[at]:
-                    self._refuse(index, action, rule)
-                    continue
-                for needed in needs:
-                    if not flags[needed + microbatch]:
-                        self._refuse(index, action, rule)
-                        break
-                flags[at] = 1
-                if edge is not None:
-                    if waits and in_order and (flow != current or microbatch != of):
-                        operations += waits
-                        waits.clear()
-                    current, of = flow, microbatch
-                    for event in events:
-                        operations.append(event + microbatch if event >= 0 else event - microbatch)
-                    for lane, message, wait, partner in messages:
-                        note[lane](message + microbatch)
-                        if wait is not None:
-                            waits.append(wait - microbatch)
-                        elif partner is not None:
-                            posted.append((partner, message + microbatch))
-                    continue
-                if also is not None:
-                    flags[also + microbatch] = 1
-                if num_slices > 1 and kind is not W:
-                    self._verify_sequence(index, action, done)
-                if events:
-                    for event in events:
-                        operations.append(event + microbatch if event >= 0 else event - microbatch)
-                    if action.stage in shared:
-                        calls[action.stage].append(Call(str(action), index))
-            if posted:
-                self._exchange(index, posted, waits)
-                posted.clear()
-            if waits:
-                operations += waits
-                waits.clear()
-            ends.append(len(operations))
-        self.num_actions = num_actions
+    def _verify_batch(self, index: int, actions: Sequence[Action]) -> None:
+        """Verify the actions of step ``index`` and add their events; `_wait` adds those that end the batch."""
+        table, sliced, in_order = self.table, self.table.plan.num_slices > 1, self.table.blocking.in_order
+        part: tuple[int, int] | None = None  # flow and piece whose messages block together, where a batch is in order
+        for action in actions:
+            kind, piece, edge = action.kind, action.microbatch, action.edge
+            rule = table.table.get((kind, action.stage) if edge is None else (kind, edge.source, edge.destination))
+            if rule is None or piece is None:
+                if in_order:
+                    self._wait()
+                part = None
+                self._verify_collective(index, action)
+                continue
+            if sliced:
+                piece = table.plan.piece_of(action)
+            if not self._may_run(index, action, rule, piece):
+                continue
+            if edge is None:
+                self._add_compute(index, action, rule, piece)
+                continue
+            if in_order and part != (rule.flow, piece):
+                self._wait()
+                part = rule.flow, piece
+            self._add_message(rule, piece)
 
-    def _exchange(self, index: int, posted: Sequence[tuple[int, int]], waits: list[int]) -> None:
+    def _may_run(self, index: int, action: Action, rule: ActionRule, piece: int) -> bool:
+        """Set the action's flag. False for a piece that is unknown or done before; an input that lacks is a fault."""
+        flags, done = self.flags, rule.done + piece
+        if piece >= self.table.plan.num_pieces or flags[done]:
+            self._refuse(index, action, rule)
+            return False
+        for needed in rule.needs:
+            if not flags[needed + piece]:
+                self._refuse(index, action, rule)
+                break
+        flags[done] = 1
+        return True
+
+    def _add_compute(self, index: int, action: Action, rule: ActionRule, piece: int) -> None:
+        if rule.also is not None:
+            self.flags[rule.also + piece] = 1
+        if action.slice is not None and action.kind is not W:
+            self._verify_sequence(index, action, rule.done)
+        if rule.events:
+            self._add_events(rule.events, piece)
+            if action.stage in self.table.ids.dataflow.shared:
+                self.calls[action.stage].append(Call(str(action), index))
+
+    def _add_message(self, rule: ActionRule, piece: int) -> None:
+        self._add_events(rule.events, piece)
+        for order, message, wait, partner in rule.messages:
+            self._orders[order].append(message + piece)
+            if wait is not None:
+                self._waits.append(wait - piece)
+            elif partner is not None:
+                self._posted.append((partner, message + piece))
+
+    def _add_events(self, events: Sequence[int], piece: int) -> None:
+        """Add the events of a rule, which are for piece 0: ids to set, or ``~id`` to wait for."""
+        for event in events:
+            self.program.operations.append(event + piece if event >= 0 else event - piece)
+
+    def _wait(self) -> None:
+        """Wait for the other ends of what was posted."""
+        if self._waits:
+            self.program.operations += self._waits
+            self._waits.clear()
+
+    def _exchange(self, index: int) -> None:
         """Note what a batch exchanges with each of its partners over shared lanes."""
         contents: dict[int, int | list[int]] = {}
-        for partner, message in posted:
+        for partner, message in self._posted:
             if partner in contents:
                 others = contents[partner]
                 contents[partner] = sorted([*(others if isinstance(others, list) else (others,)), message])
             else:
                 contents[partner] = message
+        self._posted.clear()
         for partner, content in contents.items():
-            lane = self._exchanges[partner]
+            lane = self._shared_lanes[partner]
             if lane.here is not None and lane.there is not None:
                 at = len(lane.steps)
                 self.program.operations.append(lane.here + at)
-                waits.append(~(lane.there + at))
+                self._waits.append(~(lane.there + at))
             lane.contents.append(content)
             lane.steps.append(index)
 
@@ -169,11 +181,11 @@ class PositionVerifier:
     def _fault(self, rule: str, message: str, step: int) -> None:
         self.faults.append(Fault(rule, message, self.position, step))
 
-    def _verify_collective(self, index: int, action: Action, waits: list[int]) -> None:
+    def _verify_collective(self, index: int, action: Action) -> None:
         """Verify a ``REDUCE`` or ``COLLECTIVE``; note the fault of an action without a rule."""
         ids, plan, position = self.table.ids, self.table.plan, self.position
         if action.kind in SHARDING:
-            self._verify_sharding(index, action, waits)
+            self._verify_sharding(index, action)
             return
         if action.kind in OFFLOADING:
             self._verify_offloading(index, action)
@@ -203,10 +215,10 @@ class PositionVerifier:
         if action.group is not None:
             calls = self.calls[action.group]
             self.program.operations.append(ids.called(action.group, len(calls), position))
-            waits += [~ids.called(action.group, len(calls), other) for other in members if other != position]
+            self._waits += [~ids.called(action.group, len(calls), other) for other in members if other != position]
             calls.append(Call(same, index))
 
-    def _verify_sharding(self, index: int, action: Action, waits: list[int]) -> None:
+    def _verify_sharding(self, index: int, action: Action) -> None:
         """Verify the place of an action of `check_sharding`; a stage on several positions is gathered by all of them.
 
         Otherwise no event: the ranks that gather together are those of one position, on its data lanes. They come to
@@ -221,7 +233,7 @@ class PositionVerifier:
         if places and action.kind is not ActionKind.RESHARD:
             calls, key = self.calls[stage], f"stage {stage}"  # no name of a group has a space
             self.program.operations.append(ids.called(key, len(calls), self.position))
-            waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
+            self._waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
             calls.append(Call(str(action), index))
 
     def _verify_offloading(self, index: int, action: Action) -> None:

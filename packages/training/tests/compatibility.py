@@ -6,7 +6,8 @@
     python -m packages.training.tests.compatibility --record run.jsonl                # goes on after what is in there
 
 A cell is *right* where loss, every gradient or every token is that of one process; *refused* where a typed error of
-pipegrid ends it and no loss or token is returned; it *fails alone* where the model does so in one process without pipegrid.
+pipegrid ends it and no loss or token is returned; it *fails alone* where the model does so in one process without
+pipegrid.
 Anything else, wrong numbers, another error, no end within ``--deadline``, fails the run. Ranks are forked once and run
 one cell after another; after a cell that is not right they are replaced.
 """

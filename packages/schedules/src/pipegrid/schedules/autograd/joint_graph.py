@@ -1,6 +1,7 @@
 """The joint graph of a compiled region, and which of its values share memory: parts of torch without a public form.
 
-`test_schedules_torch_facts` pins what each does. A torch that lacks one fails at `compile_split`, and nowhere else.
+`tests/autograd/test_torch_facts.py` pins what each does. A torch that lacks one fails at `compile_split`, and nowhere
+else.
 """
 
 from __future__ import annotations

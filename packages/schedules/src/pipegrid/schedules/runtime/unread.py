@@ -23,7 +23,7 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.payloads import map_tensors, unpacked
 from pipegrid.transport.edge import Direction, Edge
 
-# There is no public way to ask; without this one, all are copied. Pinned by test_schedules_unread.
+# There is no public way to ask; without this one, all are copied. Pinned by `tests/runtime/test_static_outputs.py`.
 _holders = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _ALONE = 2  # the one tensor, and torch's Python object of the storage
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -37,8 +37,8 @@ from pipegrid.schedules.autograd import Offload, backward_inputs, backward_weigh
 from pipegrid.schedules.plan import OFFLOADING
 from pipegrid.schedules.timeline import svg
 
-from .schedules_plans import GENERATORS
-from .test_schedules_random_stages import MICROBATCHES, Stage, forward, program, whole
+from ..autograd.test_random_stages import MICROBATCHES, Stage, forward, program, whole
+from ..kit.plans import GENERATORS
 
 nightly = pytest.mark.nightly
 TRAINING = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]

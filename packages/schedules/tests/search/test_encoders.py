@@ -14,7 +14,7 @@ from pipegrid.schedules.search.greedy import greedy, named, planned, problems
 from pipegrid.schedules.search.list_scheduler import list_schedule, policies
 from pipegrid.schedules.search.network import as_network
 
-from .every_order import least_makespan
+from ..kit.every_order import least_makespan
 
 nightly = pytest.mark.nightly
 SIZES = st.sampled_from([0.25, 0.5, 1.0, 2.0])

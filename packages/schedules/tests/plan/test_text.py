@@ -26,7 +26,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport.edge import Edge
 
-from .schedules_plans import compute_plans, lowered_module_plan
+from ..kit.plans import compute_plans, lowered_module_plan
 
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
 

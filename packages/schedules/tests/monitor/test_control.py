@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipegrid.schedules import DisagreementError
 from pipegrid.schedules.monitor import Control, Failure, where_all_stand
 
-from .conftest import in_threads
+from ..conftest import in_threads
 
 
 def dict_store():

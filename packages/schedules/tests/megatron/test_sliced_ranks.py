@@ -29,7 +29,7 @@ from pipegrid.schedules.plan import chain
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport import P2PCommunicator
 
-from .sliced_transformer import Part, SlicedStage, batches, in_one_process, loss_of, parts
+from ..kit.sliced_transformer import Part, SlicedStage, batches, in_one_process, loss_of, parts
 
 LENGTHS = {2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
 

@@ -30,7 +30,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.plan.actions import ActionKind
 from pipegrid.schedules.simulate import Costs, simulate
 
-from .schedules_plans import FLAT, LOOPED, U_SHAPED, V_SHAPED, compute_plans
+from ..kit.plans import FLAT, LOOPED, U_SHAPED, V_SHAPED, compute_plans
 
 SHAPES = [(p, m) for p in range(1, 9) for m in range(1, 3 * p + 1)]
 SOME_SHAPES = [(p, m) for p in (1, 2, 3, 4, 7) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p}) if m]

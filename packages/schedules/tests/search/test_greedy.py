@@ -25,7 +25,7 @@ from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 
-from .schedules_plans import random_module_plan
+from ..kit.plans import random_module_plan
 
 
 def random_problem(rng):

@@ -29,7 +29,7 @@ from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.edge import Direction, Edge
 
-from .custom_functions import Scale
+from ..kit.custom_functions import Scale
 
 WIDTH = 8
 

@@ -27,7 +27,7 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.monitor import Control
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
-from .conftest import MemoryCommunicator, Network, in_threads
+from ..conftest import MemoryCommunicator, Network, in_threads
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from pipegrid.schedules.generators.registry import find_schedule
 from pipegrid.schedules.generators.shapes import OrderBuilder
 from pipegrid.transport.edge import Edge
 
-from .orders import every_order, makespan_of, shortest, u_passes
+from ..kit.orders import every_order, makespan_of, shortest, u_passes
 
 
 @frozen

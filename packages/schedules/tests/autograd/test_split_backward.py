@@ -16,7 +16,7 @@ from pipegrid.schedules.autograd.partition import divide, input_path_of, outline
 from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.schedules.autograd.unsplittable import SplitBackwardError, require_splittable
 
-from .custom_functions import Scale
+from ..kit.custom_functions import Scale
 
 WIDTH = 6
 

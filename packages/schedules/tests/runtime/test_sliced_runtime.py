@@ -25,7 +25,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.errors import PlanMismatchError, RuntimeArgumentError, StageOutputError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 
-from .sliced_transformer import SlicedStage, batches, in_one_process, parts
+from ..kit.sliced_transformer import SlicedStage, batches, in_one_process, parts
 
 LENGTHS = {1: (9,), 2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
 

@@ -27,7 +27,7 @@ from pipegrid.schedules.plan.actions import ActionKind, forward
 from pipegrid.schedules.verify import dataflow_of
 from pipegrid.transport.edge import Edge
 
-from .schedules_plans import compute_plans, random_module_plan
+from ..kit.plans import compute_plans, random_module_plan
 
 MODES = tuple(itertools.product((True, False), ("separate", "shared"), ("in_order", "simultaneous")))
 

@@ -13,7 +13,7 @@ from pipegrid.schedules.search.chain import as_chain
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import candidates, problems
 
-from .every_order import least_makespan
+from ..kit.every_order import least_makespan
 
 UNIT = Costs(F=1, I=1, W=1)
 PROFILED = Costs(F=4959, I=5217, W=3519, latency=213)

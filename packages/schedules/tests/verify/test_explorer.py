@@ -21,9 +21,9 @@ from pipegrid.schedules.plan import from_text
 from pipegrid.schedules.verify import check_creation, default_creation, verify
 from pipegrid.transport.edge import Edge
 
-from .explorer import STUCK, explore, explore_creation
-from .mutations import random_mutant, single_mutations
-from .schedules_plans import GENERATORS, random_module_plan
+from ..kit.explorer import STUCK, explore, explore_creation
+from ..kit.mutations import random_mutant, single_mutations
+from ..kit.plans import GENERATORS, random_module_plan
 
 MODES = (("separate", "in_order"), ("separate", "simultaneous"), ("shared", "simultaneous"))
 

@@ -19,7 +19,7 @@ from pipegrid.schedules import PipelineError, PipelineRuntime, lower, zero_bubbl
 from pipegrid.schedules.autograd import SplitBackwardError, backward_inputs, backward_weights, compile_split
 from pipegrid.schedules.autograd.compiled import halves
 
-from .test_schedules_stage_runner import Function
+from ..runtime.test_stage_runner import Function
 
 WIDTH = 6
 # Dynamo looks at the gradient of what arrived, which is no leaf of its graph.

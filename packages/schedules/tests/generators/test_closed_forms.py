@@ -28,7 +28,7 @@ from pipegrid.schedules.generators import (
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.simulation import simulate
 
-from . import ticks
+from ..kit import ticks
 
 
 @frozen

@@ -32,9 +32,9 @@ from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.table import Blocking, PositionTable
 from pipegrid.schedules.verify.verify import list_faults, verify
 
-from .explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
-from .mutations import Alphabet, single_mutations
-from .schedules_plans import GENERATORS
+from ..kit.explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
+from ..kit.mutations import Alphabet, single_mutations
+from ..kit.plans import GENERATORS
 
 SIZES = [(p, m) for p in (1, 2, 3) for m in (1, 2, 3, 4)]
 SLICES = {(3, 4): 4}  # what is cut into several tests

@@ -121,7 +121,7 @@ def test_a_plan_made_by_hand_names_slices_throughout_or_not_at_all():
         Plan(positions=sliced, graph=graph, placement=[0], num_microbatches=1)
 
 
-# Proved (and by the explorer's rules, in test_schedules_explorer.py and test_schedules_doubles.py)
+# Proved (and by the explorer's rules, in verify/test_explorer.py and verify/test_mutations.py)
 
 
 @pytest.mark.parametrize("make", SCHEDULES)

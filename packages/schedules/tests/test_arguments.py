@@ -1,7 +1,7 @@
 """Public names of the running half, given what they do not take: a typed error names argument or value, and a remedy.
 
 `CALLS` lists the public functions and classes with a call that is right and, per argument, the kind of value that it
-takes; `WRONG` lists for each kind values that are none. The planning half has `test_schedules_first_hour`.
+takes; `WRONG` lists for each kind values that are none. The planning half has `test_planning_mistakes.py`.
 """
 
 from __future__ import annotations

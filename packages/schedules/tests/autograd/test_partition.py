@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipegrid.schedules.autograd.partition import divide, outline_of
 from pipegrid.schedules.autograd.split_backward import backward_inputs, backward_weights
 
-from .custom_functions import Scale
+from ..kit.custom_functions import Scale
 
 WIDTH = 5
 

@@ -20,8 +20,8 @@ from pipegrid.schedules.simulate.simulation import simulate, unit_costs
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 
-from . import ticks
-from .schedules_plans import random_module_plan
+from ..kit import ticks
+from ..kit.plans import random_module_plan
 
 TWO_BY_TWO = """
 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1

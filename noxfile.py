@@ -262,7 +262,9 @@ def tests(session: nox.Session) -> None:
     for name in ALL:
         _editable(session, name)
     # The longest first: what is left for the end is short.
-    packages = sorted(ALL, key=lambda name: -sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/*.py")))
+    packages = sorted(
+        ALL, key=lambda name: -sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/**/*.py"))
+    )
     names = ("integration", *(f"test-{name}" for name in packages), "contract", "types", "docs", "install", "lint")
     failed = []
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:

@@ -67,5 +67,5 @@ def test_the_names_on_the_page_are_in_the_packages():
 
 def test_the_tests_on_the_page_exist():
     tests = set(re.findall(r"`(test_[a-z_]+\.py)`", PAGE))
-    there = {path.name for part in ("packages/*/tests", "integration_tests") for path in ROOT.glob(f"{part}/*.py")}
+    there = {path.name for part in ("packages/*/tests", "integration_tests") for path in ROOT.glob(f"{part}/**/*.py")}
     assert tests <= there

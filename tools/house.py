@@ -40,18 +40,10 @@ def sources() -> dict[str, Path]:
 
 
 def _imports(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """Modules that a module imports when it is executed or called; imports for the type checker alone are left out."""
+    """Modules that a module imports: when it is executed, in a call, or for the type checker alone."""
     tree = ast.parse(path.read_text())
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
     found: set[str] = set()
     for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

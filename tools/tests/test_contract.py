@@ -95,11 +95,12 @@ def test_a_planted_violation_between_folders_is_reported(sources, package, folde
     assert f"pipegrid.{package}.{folder.replace('/', '.')}.planted" in result.stdout
 
 
+@pytest.mark.parametrize("back", ["def later():", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:"])
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_planted_circle_is_reported(sources, package):
+def test_a_planted_circle_is_reported(sources, package, back):
     folder = sources / package / "src" / "pipegrid" / package
     (folder / "planted_a.py").write_text(f"import pipegrid.{package}.planted_b\n")
-    (folder / "planted_b.py").write_text(f"def later():\n    import pipegrid.{package}.planted_a\n")
+    (folder / "planted_b.py").write_text(f"{back}\n    import pipegrid.{package}.planted_a\n")
     result = lint_imports(sources)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "no circles inside packages BROKEN" in result.stdout

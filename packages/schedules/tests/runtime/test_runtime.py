@@ -19,8 +19,8 @@ from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.simulate.recording import Recording
 from pipegrid.schedules.timeline.recorder import Recorder
-from pipegrid.schedules.timeline.recording import Recording
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.timeline import TimelineError
 from pipegrid.schedules.verify import verify

@@ -8,8 +8,8 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_v
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.schedules.simulate.recording import Aside, Recorded, Recording, Track
 from pipegrid.schedules.simulate.simulation import simulate
-from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
 from pipegrid.schedules.timeline.sources import timeline
 from pipegrid.schedules.timeline.svg import write_svg
 from pipegrid.schedules.timeline.timeline import TimelineError, summary

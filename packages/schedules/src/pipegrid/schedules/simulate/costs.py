@@ -29,7 +29,7 @@ from pipegrid.transport.edge import Edge
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
-    from pipegrid.schedules.timeline.recording import Recording
+    from pipegrid.schedules.simulate.recording import Recording
 
 
 class CostsError(ValueError):

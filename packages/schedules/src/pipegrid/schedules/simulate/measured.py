@@ -14,7 +14,7 @@ from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
 from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.timeline.recording import Recorded, Recording, Track
+    from pipegrid.schedules.simulate.recording import Recorded, Recording, Track
 
 _F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 _TIMED = (_F, _B, _I, _W, ActionKind.REDUCE)

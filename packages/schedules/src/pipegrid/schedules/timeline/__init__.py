@@ -3,7 +3,7 @@
 from pipegrid.schedules.timeline.ascii import ascii_timeline
 from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.timeline.recorder import Recorder
-from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
+from pipegrid.schedules.simulate.recording import Aside, Recorded, Recording, TimelineError, Track
 from pipegrid.schedules.timeline.recording_json import recording_from_json, recording_to_json
 from pipegrid.schedules.timeline.sources import position_name, timeline
 from pipegrid.schedules.timeline.svg import svg, write_svg
@@ -12,7 +12,6 @@ from pipegrid.schedules.timeline.timeline import (
     Flow,
     Span,
     Timeline,
-    TimelineError,
     amount,
     scaled,
     summary,

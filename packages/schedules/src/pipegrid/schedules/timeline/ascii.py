@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipegrid.schedules.simulate.recording import TimelineError
 from pipegrid.schedules.timeline.timeline import (
     COLOURS,
     OTHER,
     Span,
     Timeline,
-    TimelineError,
     as_panels,
     ink_on,
     summary,

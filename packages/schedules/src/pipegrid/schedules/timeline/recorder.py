@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from pipegrid.schedules.plan import Action, ActionKind, Plan, require_plan
-from pipegrid.schedules.timeline.recording import Aside, Recorded, Track
-from pipegrid.schedules.timeline.timeline import TimelineError
+from pipegrid.schedules.simulate.recording import Aside, Recorded, TimelineError, Track
 
 
 class Recorder:

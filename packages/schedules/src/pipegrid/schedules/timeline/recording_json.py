@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from pipegrid.schedules.plan import from_json, load_json, to_json
-from pipegrid.schedules.timeline.recording import Aside, Recorded, Recording, Track
-from pipegrid.schedules.timeline.timeline import TimelineError
+from pipegrid.schedules.simulate.recording import Aside, Recorded, Recording, TimelineError, Track
 from pipegrid.topology.fields import shown
 
 

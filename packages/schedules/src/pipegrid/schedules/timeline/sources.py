@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.simulate import Simulation, simulate
-from pipegrid.schedules.timeline.recording import Recording
-from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, TimelineError, amount
+from pipegrid.schedules.simulate.recording import Recording, TimelineError
+from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, amount
 from pipegrid.schedules.verify import dataflow_of
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
 from pipegrid.topology.fields import shown

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
+from pipegrid.schedules.simulate.recording import TimelineError
 from pipegrid.schedules.timeline.timeline import (
     COLOURS,
     OTHER,
     Counter,
     Span,
     Timeline,
-    TimelineError,
     amount,
     as_panels,
     ink_on,

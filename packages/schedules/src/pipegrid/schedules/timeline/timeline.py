@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
+from pipegrid.schedules.simulate.recording import Time, TimelineError
 from pipegrid.topology.fields import (
     Index,
     Name,
@@ -22,7 +23,6 @@ from pipegrid.topology.fields import (
     checked,
     checked_arguments,
     checked_fields,
-    number,
     shown,
 )
 
@@ -34,14 +34,6 @@ TRANSFER_KINDS = (
     *("OFFLOAD", "RELEASE", "RELOAD"),
 )
 """Kinds that travel beside the work of a row, and are drawn beside it."""
-
-
-class TimelineError(ValueError):
-    """Rows, spans or flows that do not fit together."""
-
-
-Time: TypeAlias = Annotated[float, Rule(number(least=-math.inf).convert, "a finite number")]
-"""A point in time: seconds of a clock, or multiples of the unit of costs."""
 
 
 Note: TypeAlias = Annotated[str, Rule(str, "a text")]

@@ -11,12 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-if TYPE_CHECKING:
-    from pipegrid.testing.fake_nccl.device import Entry
+from pipegrid.testing.fake_nccl.entries import Entry
 
 _MOST_VIOLATIONS = 20
 

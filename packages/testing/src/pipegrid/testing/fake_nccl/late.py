@@ -13,17 +13,15 @@ of the stream that it was allocated on, so that a later use on another stream fi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from pipegrid.testing.fake_nccl.host_syncs import HostSync
 from pipegrid.testing.fake_nccl.player import Player, Signal
 from pipegrid.testing.fake_nccl.torch_compat import tree_leaves, tree_map
-
-if TYPE_CHECKING:
-    from pipegrid.testing.fake_nccl.streams import HostSync
 
 _UNREAD_BYTE = 0xFF
 

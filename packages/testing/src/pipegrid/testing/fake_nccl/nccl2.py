@@ -20,27 +20,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
-from pipegrid.testing.fake_nccl.device import Entry, FakeDevice
+from pipegrid.testing.fake_nccl.device import FakeDevice
+from pipegrid.testing.fake_nccl.entries import Entry
 from pipegrid.testing.fake_nccl.group import FakeGroup, FakeWork
+from pipegrid.testing.fake_nccl.rules import Nccl2Rules
 from pipegrid.testing.fake_nccl.torch_compat import WorkBase
-
-
-@frozen
-class Nccl2Rules:
-    """Settings of torch's watchdog.
-
-    Attributes:
-        tick: seconds between its looks.
-        grace: seconds from a look that sees an error to the end of the process.
-        handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 it ends nothing.
-    """
-
-    tick: float = 1.0
-    grace: float = 15.0
-    handling: int = 3
 
 
 class Nccl2Work(FakeWork):

@@ -1,16 +1,23 @@
-"""Streams and events without a GPU, with the interface of `torch.cuda`'s."""
+"""Streams and events without a GPU, with the interface of `torch.cuda`'s, and the order that they make.
+
+`Order` keeps for each stream the work that comes before its next piece of work (its clock: a tick per stream), and for
+each thread the work that it knows to be done.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
 
-from pipegrid.testing.fake_nccl.player import DONE
-
-if TYPE_CHECKING:
-    from pipegrid.testing.fake_nccl.memory import Clock
-    from pipegrid.testing.fake_nccl.streams import Streams
+from pipegrid.testing.fake_nccl.host_syncs import HostSync, caller
+from pipegrid.testing.fake_nccl.late import LateRun
+from pipegrid.testing.fake_nccl.memory import Clock, merge
+from pipegrid.testing.fake_nccl.player import DONE, Signal
 
 # As Any: a virtual stream's events and device are of other types than torch's.
 _Stream: Any = torch.Stream
@@ -19,10 +26,10 @@ _Stream: Any = torch.Stream
 class VirtualStream(_Stream):  # type: ignore[misc]
     """A stream without a GPU; a subclass of torch's, since `Tensor.record_stream` takes no other."""
 
-    streams: Streams
+    streams: Order
     name: str
 
-    def __new__(cls, streams: Streams, number: int, name: str) -> Self:
+    def __new__(cls, streams: Order, number: int, name: str) -> Self:
         """A stream of that number."""
         made: Self = super().__new__(cls, stream_id=number, device_index=0, device_type=0)
         made.streams, made.name = streams, name
@@ -66,7 +73,7 @@ class VirtualStream(_Stream):  # type: ignore[misc]
 class VirtualEvent:
     """An event: a stream's work up to a point."""
 
-    def __init__(self, streams: Streams, **_: object) -> None:
+    def __init__(self, streams: Order, **_: object) -> None:
         self._streams = streams
         self.clock: Clock = {}
         self.signal = DONE
@@ -87,3 +94,112 @@ class VirtualEvent:
     def synchronize(self) -> None:
         """Wait on the host."""
         self._streams.host_waits("Event.synchronize", self.clock, self.signal)
+
+
+class Order:
+    """Which work of one fake GPU comes before which.
+
+    Attributes:
+        host_syncs: every point inside `Streams.watch` at which the host would wait for the GPU, in order.
+        late: the late device, while there is one.
+        before_poll: called before each poll of the device.
+        lock: of the whole device.
+    """
+
+    def __init__(self) -> None:
+        self.host_syncs: list[HostSync] = []
+        self.late: LateRun | None = None
+        self.before_poll: Callable[[], None] = lambda: None
+        self.lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._made: list[VirtualStream] = []
+        self._clocks: dict[int, Clock] = {}
+        self._names: dict[int, str] = {}
+        self._watching = 0  # the thread inside `Streams.watch`
+        self._local = threading.local()
+        self._default = self.make_stream("the default stream")
+
+    def make_stream(self, name: str) -> VirtualStream:
+        """A new stream."""
+        number = next(self._numbers)
+        self._names[number], self._clocks[number] = name, {}
+        self._made.append(VirtualStream(self, number, name))
+        return self._made[-1]
+
+    def current_stream(self, device: Any = None) -> VirtualStream:
+        """The current stream of this thread."""
+        del device
+        stack: list[VirtualStream] = self._local.__dict__.get("stack") or [self._default]
+        return stack[-1]
+
+    @contextmanager
+    def stream(self, stream: VirtualStream | None) -> Iterator[None]:
+        """Make ``stream`` the current stream of this thread."""
+        stack = self._local.__dict__.setdefault("stack", [])
+        stack.append(stream or self.current_stream())
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    @property
+    def _host(self) -> Clock:
+        """What this thread knows to be done: another thread's polling is no order for it."""
+        known: Clock = self._local.__dict__.setdefault("host", {})
+        return known
+
+    def record(self, stream: VirtualStream) -> Clock:
+        """The clock of a new piece of work on ``stream``."""
+        with self.lock:
+            clock = self._clocks[stream.stream_id]
+            merge(clock, self._host)
+            clock[stream.stream_id] = clock.get(stream.stream_id, 0) + 1
+            return dict(clock)
+
+    def here(self, stream: VirtualStream) -> Signal:
+        """The end of the work so far on ``stream``."""
+        return DONE if self.late is None else self.late.player.put(stream.stream_id)
+
+    def order(
+        self, stream: VirtualStream, clock: Clock, signal: Signal = DONE, reached: Callable[[], None] | None = None
+    ) -> None:
+        """Order later work of ``stream`` after what ``clock`` holds; ``reached`` is called when the stream gets there.
+
+        On a late device ``signal`` is the end of that work.
+        """
+        with self.lock:
+            merge(self._clocks[stream.stream_id], clock)
+            if self.late is not None:
+                self.late.player.put(stream.stream_id, after=[signal], reached=reached)
+
+    def host_knows(self, clock: Clock) -> None:
+        """What ``clock`` holds is done as far as this thread knows; everything that it starts comes after it."""
+        with self.lock:
+            merge(self._host, clock)
+
+    def host_waits(self, what: str, clock: Clock, signal: Signal = DONE) -> None:
+        """The host waits for what ``clock`` holds, whose end on a late device is ``signal``."""
+        self._hold(signal)
+        self.host_knows(clock)
+        if threading.get_ident() == self._watching:
+            where, stack = caller()
+            self.host_syncs.append(HostSync(what, where, stack))
+
+    def _hold(self, signal: Signal) -> None:
+        if self.late is not None and not signal.done:
+            self.late.player.hold(signal)
+
+    def poll(self, signal: Signal) -> bool:
+        """Whether work is done. On a late device a host that asks again and again, and does nothing else, waits."""
+        self.before_poll()
+        if self.late is not None and not signal.done and self.late.player.poll():
+            self.host_waits("polling", {})
+        return signal.done
+
+    def host_waiting(self) -> AbstractContextManager[None]:
+        """The host waits inside the block for something that a late device may have to do first."""
+        return nullcontext() if self.late is None else self.late.player.host_waiting()
+
+    def known_to_host(self, stream: VirtualStream, clock: Clock) -> bool:
+        """Whether this thread knows the piece of work on ``stream`` with that clock to be done."""
+        return clock[stream.stream_id] <= self._host.get(stream.stream_id, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
@@ -17,9 +17,7 @@ from pipegrid.testing.fake_nccl.torch_compat import (
     tensors_in,
     written_by,
 )
-
-if TYPE_CHECKING:
-    from pipegrid.testing.fake_nccl.streams import Streams
+from pipegrid.testing.fake_nccl.work import StreamWork
 
 # Reads of a tensor by the host that no operation shows.
 _HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})
@@ -28,7 +26,7 @@ _HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})
 class Calls(TorchFunctionMode):
     """Calls that no operation shows: reads to Python values, and `record_stream`."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: StreamWork) -> None:
         super().__init__()
         self._streams = streams
 
@@ -52,7 +50,7 @@ class Calls(TorchFunctionMode):
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operation, those of a backward included, as work on the current stream."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: StreamWork) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._streams = streams
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
 
 from pipegrid.schedules.plan import Plan, require_plan
-from pipegrid.schedules.timeline.timeline import Time, TimelineError
-from pipegrid.topology.fields import Index, Name, checked_fields, integer
+from pipegrid.topology.fields import Index, Name, Rule, checked_fields, integer, number
+
+
+class TimelineError(ValueError):
+    """Rows, spans or flows that do not fit together."""
+
+
+Time: TypeAlias = Annotated[float, Rule(number(least=-math.inf).convert, "a finite number")]
+"""A point in time: seconds of a clock, or multiples of the unit of costs."""
 
 
 @frozen(field_transformer=checked_fields(TimelineError))

@@ -186,7 +186,9 @@ def test_in_serial_mode_a_launch_order_that_differs_between_ranks_gets_stuck(ran
     assert not any(work.is_completed() for work in works)
     ranks.barrier()
     together([group.abort for group in groups])
-    assert all(work.is_completed() and not work.is_success() for work in works)
+    assert all(work.is_completed() for work in works)
+    # The first abort may let the entry behind its own through before the other one begins.
+    assert not all(work.is_success() for work in works)
 
 
 def together(functions):

@@ -26,25 +26,37 @@ LANE_DEADLINE = 60.0
 class Affine:
     """A stage that scales by its one parameter; the last one sums up."""
 
-    def __init__(self, stage, plan, ranks):
-        self.stage, self.ranks = stage, ranks
+    def __init__(self, stage, plan, ranks, before=lambda microbatch: None):
+        self.stage, self.ranks, self.before = stage, ranks, before
         self.out = [edge for edge in plan.graph.stage_edges if edge.source == stage]
         self.weight = torch.ones(1, device=ranks.device, requires_grad=True)
 
     def forward(self, microbatch, inputs):
+        self.before(microbatch)
         self.ranks.reach(f"F{microbatch}")
         x = sum(inputs.values()) if inputs else torch.ones(3, device=self.ranks.device)
         y = x * self.weight
         return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
 
 
-def step(ranks, *, microbatches=MICROBATCHES, **deadlines):
-    """One watched step; the text of its error and how long it took."""
+def step(ranks, *, microbatches=MICROBATCHES, told_before=None, **deadlines):
+    """One watched step; the text of its error and how long it took.
+
+    Rank 2 comes to its forward ``told_before`` when all ranks have published a place inside of the step: after a
+    failure in the first moments of a step others may know of a rank that it had begun, and no more.
+    """
     plan = lower(one_f_one_b(STAGES, microbatches))
     config = P2PConfig(pipeline_dtype=torch.float32, deadline=LANE_DEADLINE)
     communicator = P2PCommunicator(torch.distributed.group.WORLD, config)
     monitor = Monitor(control_store("monitor"), rank=ranks.rank, ranks=range(STAGES), interval=0.1, **deadlines)
-    stages = {ranks.rank: Affine(ranks.rank, plan, ranks)}
+
+    def before(microbatch):
+        while ranks.rank == 2 and microbatch == told_before:
+            if all(", step" in place for place in monitor._control.positions(seconds=0).values()):
+                return
+            time.sleep(0.02)
+
+    stages = {ranks.rank: Affine(ranks.rank, plan, ranks, before)}
     runtime = PipelineRuntime(plan, stages, communicator, monitor=monitor)
     ranks.barrier()
     began = time.monotonic()
@@ -60,7 +72,7 @@ def step(ranks, *, microbatches=MICROBATCHES, **deadlines):
 @pytest.mark.ranks(STAGES)
 def test_an_error_on_one_rank_is_every_ranks_first_failure(ranks):
     ranks.plan_fault(Fault("raise", rank=2, at="F3"))
-    text, seconds = step(ranks)
+    text, seconds = step(ranks, told_before=3)
     assert text.startswith("rank 2, stage 2, microbatch 3: ")
     if ranks.rank != 2:
         assert f"\n  rank {ranks.rank}, stage {ranks.rank}, microbatch" in text
